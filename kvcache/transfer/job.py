@@ -1,8 +1,10 @@
-"""One pull on one rank: a job driven by the worker, with READs or launches out of mapped memory.
+"""One pull on one rank: a job driven by the worker.
 
-A READ has ended when it is done or its link is closed, a launch when its event has happened (I7).
-The death of the peer ends no launch: mapped memory stays readable until it is unmapped. Its bytes
-are not used, since a dead peer does not answer the fence.
+A job posts READs, or queues launches that copy out of mapped memory. A READ has ended
+when it is done or when its link is closed; a launch has ended when its event has
+happened (I7). The death of the peer ends no launch: mapped memory stays readable until
+it is unmapped. The copied bytes are not used then, since a dead peer does not answer
+the fence.
 """
 
 import time
@@ -13,53 +15,74 @@ from typing import Any
 
 from kvcache.transfer.agent import ReadHandle, ReadState
 from kvcache.transfer.move.place import launches
-from kvcache.transfer.peer import Peer, PeerLink
+from kvcache.transfer.peer import Peer
+from kvcache.transfer.peer_link import PeerLink
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, Transfer
-from kvcache.transfer.plan.plan import Step, TransferPlan
+from kvcache.transfer.plan.plan import TransferPlan
+from kvcache.transfer.plan.steps import Step
 from kvcache.transfer.pulls.messages import Pull
-from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
-
-HANGS_S = (
-    1.0  # a job hangs when none of its READs has been posted or has ended for this long
+from protocol.errors import (
+    BatonError,
+    InternalError,
+    PeerIncompatible,
+    TransferFailed,
 )
-MAX_LAUNCHES = 4  # queued at once: the device goes from one to the next without waiting
+
+# A job hangs when for this long no READ of it was posted and none has ended.
+HANGS_S = 1.0
+# Queued at the same time, so that the device goes from one to the next without waiting.
+MAX_LAUNCHES = 4
 
 
 class TransferJob(ABC):
-    """
+    """The share of one rank in a pull.
+
     Attributes:
         path: one of messages.PATHS.
         nbytes: bytes of the wanted tokens, in the peer's dtype.
-        bytes_read: bytes read of the peer's memory, unwanted ones included.
+        bytes_read: bytes read of the peer's memory, unwanted bytes included.
+        waits_for_link: nothing can be posted before the link is ready; the link's
+            thread wakes the worker then.
         is_stopping: no more is posted.
+        is_failure_reported: the coordinator was sent a RankFailing.
         error: the reason for stopping; None after a StopPull.
-        waits: for the link, whose thread wakes the worker.
     """
 
     path = "none"
-    nbytes = bytes_read = descriptors = 0
-    waits = False
+    nbytes = 0
+    bytes_read = 0
+    descriptors = 0
+    waits_for_link = False
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
-        self.pull, self.pull_id, self.peer = pull, pull.pull_id, peer
-        self.began = time.perf_counter()
+        self.pull = pull
+        self.pull_id = pull.pull_id
+        self.peer = peer
+        self.began_s = time.perf_counter()
         self._active: deque[Any] = deque()  # READs or launches, oldest first
-        self.is_stopping = self.is_failure_told = False
+        self.is_stopping = False
+        self.is_failure_reported = False
         self.error: BatonError | None = None
 
     @property
-    def active(self) -> int:
+    def num_active(self) -> int:
         """READs or launches that have not ended."""
         return len(self._active)
 
     @property
     @abstractmethod
-    def ended(self) -> bool:
-        """Nothing is active or will be. Unless the job was stopped, every byte is in its place."""
+    def has_ended(self) -> bool:
+        """True if nothing is active and nothing more will be posted.
+
+        Unless the job was stopped, every byte is in its place then.
+        """
 
     @abstractmethod
     def post(self) -> bool:
-        """Posts the next piece, if there is room; whether it did. Not to be called once stopped.
+        """Posts the next piece if the limits allow it. Must not be called once stopped.
+
+        Returns:
+            True if something was posted.
 
         Raises:
             BatonError: the pull cannot be carried out.
@@ -67,71 +90,88 @@ class TransferJob(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Looks for READs or launches that have ended; whether there were any."""
+        """Polls READs or launches; returns True if any has ended."""
 
-    def leave(self) -> None:  # noqa: B027 - mapped jobs borrow nothing
-        """Hands the staging memory back, after the end."""
+    def release_staging(self) -> None:  # noqa: B027 - mapped jobs use no staging memory
+        """Releases the staging memory, after the end of the job."""
 
     def stop(self, error: BatonError | None = None) -> None:
-        """No more is posted. The first error is kept."""
-        self.is_stopping, self.waits = True, False
+        """Makes the job post nothing more. The error of the first call is kept."""
+        self.is_stopping = True
+        self.waits_for_link = False
         self.error = self.error or error
 
-    def fault(self, error: Exception) -> BatonError:
-        """The pull's error for an unexpected exception of `post`, `poll` or `leave`."""
-        return InternalError(f"the transfer thread failed: {error!r}")
+    def error_for(self, exception: Exception) -> BatonError:
+        """The pull's error for an unexpected exception in a method of this job."""
+        return InternalError(f"the transfer thread failed: {exception!r}")
 
     @property
-    def still_s(self) -> float:
-        """Seconds since a READ was posted or ended; 0 while none is active."""
+    def idle_s(self) -> float:
+        """Seconds since a READ was posted or has ended; 0 while none is active."""
         return 0.0
 
     @property
     def hangs(self) -> bool:
-        return self.still_s >= HANGS_S
+        return self.idle_s >= HANGS_S
 
 
 @dataclass(eq=False)
 class _Posting:
-    """The READs of one step of the plan. A staged step is placed after its last READ."""
+    """The READs of one step of the plan. A staged step is placed after its last READ.
 
-    posts: deque[ReadDescriptors]  # still to be posted
-    base_address: int  # of the pool, or of the slot: local offsets count from here
-    step: Step | None = None  # a staged step
-    slot: int = -1  # of staging memory, for a staged step
-    active: int = 0
+    Attributes:
+        posts: READs that have not been posted.
+        base_address: of the pool or of the slot; local offsets count from here.
+        step: the step, if it is staged.
+        slot: its slot of staging memory, if it is staged.
+        num_active: READs that have not ended.
+    """
+
+    posts: deque[ReadDescriptors]
+    base_address: int
+    step: Step | None = None
+    slot: int = -1
+    num_active: int = 0
 
 
 class ReadJob(TransferJob):
-    """READs straight into the pool, and through slots of staging memory."""
+    """READs straight into the pool, or through slots of staging memory."""
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
         super().__init__(pull, peer)
-        self.waits = True
+        self.waits_for_link = True
         self._link: PeerLink | None = None
         self._plan: TransferPlan | None = None
         self._staging = peer.rank.staging
         self._slot_bytes = 0
-        self._num_begun = 0  # of the plan's steps
-        self._now = _Posting(deque(), 0)
+        self._num_begun_steps = 0
+        self._current = _Posting(deque(), 0)
         self._active: deque[tuple[ReadHandle, _Posting]]
         self._placing: list[int] = []  # slots whose placement has not ended
-        self._moved_s = 0.0  # time.monotonic of the last READ that was posted or ended
+        self._progress_s = 0.0  # time.monotonic of the last post or end of a READ
 
     @property
-    def still_s(self) -> float:
-        return time.monotonic() - self._moved_s if self._active else 0.0
+    def idle_s(self) -> float:
+        return time.monotonic() - self._progress_s if self._active else 0.0
 
     @property
-    def ended(self) -> bool:
-        if self.waits or self._active or self._placing:
+    def has_ended(self) -> bool:
+        if self.waits_for_link or self._active or self._placing:
             return False
-        all_begun = self._plan is not None and self._num_begun == len(self._plan.steps)
-        return self.is_stopping or (all_begun and not self._now.posts)
+        if self.is_stopping:
+            return True
+        if self._plan is None or self._num_begun_steps < len(self._plan.steps):
+            return False
+        return not self._current.posts
 
-    def pass_staging_by(self) -> bool:
-        """Stops waiting for staging memory that another pull owns: reads straight into the pool, in
-        however many runs. False if that is impossible, as the KV has to be converted."""
+    def bypass_staging(self) -> bool:
+        """Stops waiting for staging memory that another pull owns.
+
+        The job then reads straight into the pool, in however many runs.
+
+        Returns:
+            False if the job has to wait, as its KV has to be converted.
+        """
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
         if self._staging.owner == self.pull_id:
@@ -144,12 +184,11 @@ class ReadJob(TransferJob):
 
     def stop(self, error: BatonError | None = None) -> None:
         if self._link is not None and not self.is_stopping:
-            self._link.active -= len(
-                self._active
-            )  # other pulls may post in their stead
+            # READs of a stopped pull do not count, so that other pulls may post.
+            self._link.num_active -= len(self._active)
         super().stop(error)
 
-    def leave(self) -> None:
+    def release_staging(self) -> None:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
 
@@ -159,75 +198,100 @@ class ReadJob(TransferJob):
             return False
         if self._link is None:
             self._begin(link)
-        throttle, now_s = self.peer.rank.throttle, time.perf_counter()
-        is_full = link.active >= throttle.window.max_active
+        throttle = self.peer.rank.throttle
+        now_s = time.perf_counter()
+        is_full = link.num_active >= throttle.window.max_active
         if link.is_closing or is_full or not throttle.admits(now_s):
             return False
-        while not self._now.posts:
-            posting = self._next()
+        while not self._current.posts:
+            posting = self._begin_step()
             if posting is None:
                 return False
-            self._now = posting
-        now, post = self._now, self._now.posts.popleft()
+            self._current = posting
+        posting = self._current
+        read = posting.posts.popleft()
         try:
-            handle = link.read(post, now.base_address)
+            handle = link.read(read, posting.base_address)
         except TransferFailed as error:
             link.close(error)
             raise
-        now.active += 1
-        link.active += 1
-        self._active.append((handle, now))
-        self._moved_s = time.monotonic()
-        throttle.posted(post.nbytes, now_s, staged=now.step is not None)
+        posting.num_active += 1
+        link.num_active += 1
+        self._active.append((handle, posting))
+        self._progress_s = time.monotonic()
+        throttle.posted(read.nbytes, now_s, staged=posting.step is not None)
         return True
 
     def poll(self) -> bool:
-        link, ended, failed = self._link, [], None
+        link = self._link
         if link is None:
             return False
         if link.is_closing:
             if not self.is_stopping:
                 self.stop(link.error)
-            ended = list(self._active) if link.is_closed else []
+            has_ended = self._end_reads(
+                link, list(self._active) if link.is_closed else []
+            )
         else:
-            for read in self._active:
-                state = link.agent.poll(read[0])
-                if state is ReadState.DONE:
-                    ended.append(read)
-                elif (
-                    state is ReadState.ERROR
-                ):  # runs may go on: active until the link is closed
-                    failed = TransferFailed(f"a READ from {read[0].peer} failed")
-        for read in ended:
-            self._end(link, read)
-        if failed is not None:
-            link.close(failed)
-            self.stop(failed)
-        placed = [
-            slot
-            for slot in self._placing
-            if self._staging and self._staging.is_free(slot)
-        ]
+            has_ended = self._poll_reads(link)
+        return self._poll_placing() or has_ended
+
+    def _poll_reads(self, link: PeerLink) -> bool:
+        """Ends the READs that are done; closes the link if a READ has failed."""
+        done: list[tuple[ReadHandle, _Posting]] = []
+        error: TransferFailed | None = None
+        for read in self._active:
+            handle = read[0]
+            state = link.agent.poll(handle)
+            if state is ReadState.DONE:
+                done.append(read)
+            elif state is ReadState.ERROR:
+                # Some of its runs may continue: it is active until the link is closed.
+                error = TransferFailed(f"a READ from {handle.peer} failed")
+        has_ended = self._end_reads(link, done)
+        if error is not None:
+            link.close(error)
+            self.stop(error)
+        return has_ended
+
+    def _end_reads(
+        self, link: PeerLink, reads: list[tuple[ReadHandle, _Posting]]
+    ) -> bool:
+        for read in reads:
+            self._end_read(link, read)
+        return bool(reads)
+
+    def _poll_placing(self) -> bool:
+        """Forgets slots whose placement has ended; returns True if there were any."""
+        if self._staging is None:
+            return False
+        placed = [slot for slot in self._placing if self._staging.is_free(slot)]
         self._placing = [slot for slot in self._placing if slot not in placed]
-        return bool(ended or placed)
+        return bool(placed)
 
     def _begin(self, link: PeerLink) -> None:
-        self._link, self.waits = link, False
-        plan = self._plan = self.peer.plan(self.pull, link)
-        self.path, self.nbytes, self.bytes_read = (
-            plan.path,
-            plan.useful_bytes,
-            plan.bytes_read,
-        )
+        """Plans the pull when the link is ready."""
+        self._link = link
+        self.waits_for_link = False
+        plan = self.peer.plan(self.pull, link)
+        self._plan = plan
+        self.path = plan.path
+        self.nbytes = plan.useful_bytes
+        self.bytes_read = plan.bytes_read
         self._slot_bytes = plan.slot_bytes
         if not self._slot_bytes:
             self._staging = None
         elif self._staging is not None:
             self._staging.enter(self.pull_id)
 
-    def _next(self) -> _Posting | None:
-        """The READs of the next step; None after the last step, or while its slot is in use."""
-        plan, index, staging = self._plan, self._num_begun, self._staging
+    def _begin_step(self) -> _Posting | None:
+        """The READs of the next step.
+
+        None after the last step, or while the slot of the step is in use.
+        """
+        plan = self._plan
+        index = self._num_begun_steps
+        staging = self._staging
         if plan is None or index == len(plan.steps):
             return None
         step = plan.steps[index]
@@ -236,36 +300,38 @@ class ReadJob(TransferJob):
             posting = _Posting(deque(), self.peer.rank.pool.base_address)
         else:
             slot = index % staging.num_slots(self._slot_bytes)
-            filling = any(active.slot == slot for _, active in self._active)
-            if filling or slot in self._placing or staging.owner != self.pull_id:
+            is_filling = any(active.slot == slot for _, active in self._active)
+            if is_filling or slot in self._placing or staging.owner != self.pull_id:
                 return None
             reads = step.reads
-            posting = _Posting(
-                deque(), staging.base_address + slot * self._slot_bytes, step, slot
-            )
-        self._num_begun += 1
+            slot_address = staging.base_address + slot * self._slot_bytes
+            posting = _Posting(deque(), slot_address, step, slot)
+        self._num_begun_steps += 1
         self.descriptors += sum(len(read.lengths) for read in reads)
         posting.posts.extend(self.peer.rank.throttle.cut(reads))
         return posting
 
-    def _end(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
-        """Counts a READ as ended, and places its step if that was the step's last READ."""
+    def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
+        """Counts a READ as ended, and places its step after the step's last READ."""
         handle, posting = read
         if not link.is_closing:
             link.agent.release(handle)
         self._active.remove(read)
-        posting.active -= 1
-        self._moved_s = time.monotonic()
+        posting.num_active -= 1
+        self._progress_s = time.monotonic()
         if not self.is_stopping:
-            link.active -= 1
-            is_read = not (posting.posts or posting.active)
+            link.num_active -= 1
+            is_read = not (posting.posts or posting.num_active)
             if is_read and posting.step is not None and self._staging is not None:
                 self._placing.append(posting.slot)
                 self._staging.place(posting.step, posting.slot, self._slot_bytes)
 
 
 class MappedJob(TransferJob):
-    """Launches that copy out of mapped memory, of bounded size: a stopped pull ends soon."""
+    """Launches that copy out of mapped memory.
+
+    Their size is bounded, so that a stopped pull ends soon.
+    """
 
     path = "mapped"
 
@@ -277,62 +343,65 @@ class MappedJob(TransferJob):
         self._pending: deque[BlockCopy] = deque()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
+        if self._active:
+            return False
         has_begun = self._transfer is not None
-        return not self._active and (
-            self.is_stopping or (has_begun and not self._pending)
-        )
+        return self.is_stopping or (has_begun and not self._pending)
 
-    def fault(self, error: Exception) -> BatonError:
+    def error_for(self, exception: Exception) -> BatonError:
         if self._transfer is None:
-            return super().fault(error)
+            return super().error_for(exception)
         self.peer.is_stale = True
-        return TransferFailed(f"gathering mapped KV failed: {error!r}")
+        return TransferFailed(f"copying mapped KV failed: {exception!r}")
 
     def post(self) -> bool:
-        transfer, posted = self._transfer or self._begin(), False
-        while (
-            self._pending
-            and len(self._active) < MAX_LAUNCHES
-            and self._launch(transfer)
-        ):
-            posted = True
-        return posted
+        transfer = self._transfer or self._begin()
+        has_posted = False
+        while self._pending and len(self._active) < MAX_LAUNCHES:
+            if not self._launch(transfer):
+                break
+            has_posted = True
+        return has_posted
 
     def poll(self) -> bool:
-        before = len(self._active)
+        num_before = len(self._active)
         self._placer.retire(self._active)
-        return len(self._active) < before
+        return len(self._active) < num_before
 
     def _begin(self) -> Transfer:
         peer = self.peer
         if peer.refusal is not None:
             raise PeerIncompatible(
-                f"KV of prefill server {peer.engine_id} cannot be mapped: {peer.refusal}. "
-                "Use --transfer auto or nixl.",
+                f"KV of prefill server {peer.engine_id} cannot be mapped: "
+                f"{peer.refusal}. Use --transfer auto or nixl.",
                 param="transfer",
             )
         transfers = peer.transfers(self.pull)
         for transfer in transfers:
             self._pending.extend(launches(transfer.copies(), self._placer.launch_bytes))
             self.nbytes += transfer.useful_bytes
-        self.bytes_read, self._transfer = self.nbytes, transfers[0]
-        return transfers[0]
+        self.bytes_read = self.nbytes
+        self._transfer = transfers[0]
+        return self._transfer
 
     def _launch(self, transfer: Transfer) -> bool:
-        """Queues the next launch, or its first part if the placer has no room for all of it."""
-        placer, copy, factors = self._placer, self._pending[0], transfer.factors
-        room = placer.room(copy, factors)
-        fitting = max(
-            room // copy.piece_bytes, min(room, 1)
-        )  # a piece may exceed the room
-        if fitting == 0:
+        """Queues the next launch, or as much of it as the placer accepts now.
+
+        Returns:
+            False if the placer accepts nothing now.
+        """
+        copy = self._pending[0]
+        max_bytes = self._placer.max_launch_bytes(copy, transfer.factors)
+        if max_bytes == 0:
             return False
+        # One piece is launched even if it exceeds the limit.
+        num_pieces = max(max_bytes // copy.piece_bytes, 1)
         self._pending.popleft()
-        if fitting < len(copy.sources):
-            self._pending.appendleft(copy.part(fitting, len(copy.sources) - fitting))
-            copy = copy.part(0, fitting)
-        self._active.append(
-            placer.launch(copy, self.peer.memories[copy.owner], factors)
-        )
+        if num_pieces < len(copy.sources):
+            num_left = len(copy.sources) - num_pieces
+            self._pending.appendleft(copy.part(num_pieces, num_left))
+            copy = copy.part(0, num_pieces)
+        memory = self.peer.memories[copy.owner]
+        self._active.append(self._placer.launch(copy, memory, transfer.factors))
         return True

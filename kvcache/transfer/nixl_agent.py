@@ -1,9 +1,10 @@
-"""The TransferAgent over NIXL with its UCX back end: shared memory, TCP, RDMA, CUDA IPC.
+"""The TransferAgent over NIXL with its UCX backend: shared memory, TCP, RDMA, CUDA IPC.
 
-Uses NIXL's bindings, not its Python wrapper: the wrapper starts the progress thread with a delay of
-0, and each agent's thread spins at 100 % of a core, idle or not. With a delay the thread sleeps on
-UCX's events and wakes at once for a peer's first contact. It cannot be left out: an agent whose
-owner makes no calls would never answer a peer.
+The agent uses NIXL's bindings, not its Python wrapper. The wrapper starts the progress
+thread with a delay of 0, so that each agent's thread spins at 100 % of a core, also
+when idle. With a delay the thread sleeps on UCX's events and wakes at once for a peer's
+first contact. The thread is necessary: without it, an agent whose owner makes no calls
+would never answer a peer.
 """
 
 import os
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # read when the library is loaded
+# These variables are read when the libraries are loaded.
+os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
-# The default is infinite: UCX would keep registrations of freed memory, and grow.
+# By default UCX keeps registrations of freed memory without limit, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
 from kvcache.stripe import IntArray
@@ -32,27 +34,33 @@ from nixl import _bindings as nixl  # noqa: E402
 
 logger = get_logger(__name__)
 
-# Variables set here and in transports.py, not by the operator.
-_OURS = ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", "UCX_RCACHE_MAX_UNRELEASED")
-_PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
-# Short runs between GPUs are copied faster than one thread posts them; two threads suffice. A READ
-# of fewer runs than `split_batch_size` is posted by the calling thread.
+# Variables that are set here and in transports.py, not by the operator.
+_INTERNAL_VARIABLES = (
+    "UCX_LOG_FILE",
+    "UCX_LOG_LEVEL",
+    "UCX_PROTO_INFO",
+    "UCX_RCACHE_MAX_UNRELEASED",
+)
+_PROGRESS_DELAY_US = 100_000  # upper bound of a sleep, which events end earlier
+# Short runs between GPUs are copied faster than one thread can post them; two threads
+# suffice. The calling thread posts READs of fewer than `split_batch_size` runs itself.
 _GPU_OPTIONS = {"num_threads": "2", "split_batch_size": "64"}
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
 
 class CannotStart(ValueError):
-    """NIXL or UCX cannot be set up on this machine; the message is for the operator."""
+    """NIXL or UCX cannot be set up on this machine. The message is for the operator."""
 
 
 class NixlAgent(TransferAgent):
     """One NIXL agent with a unique name.
 
     Args:
-        prefix: of the name, for logs.
-        device_id: the CUDA device whose memory this agent moves; None for host memory only.
-            UCX needs this device to be current on each thread that uses the agent.
+        prefix: start of the agent's name, for logs.
+        device_id: the CUDA device whose memory this agent moves; None for host memory
+            only. UCX needs this device to be current on each thread that uses the
+            agent.
     """
 
     def __init__(self, prefix: str = "baton", *, device_id: int | None = None) -> None:
@@ -63,17 +71,17 @@ class NixlAgent(TransferAgent):
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_DELAY_US
-        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # one thread at a time uses it
+        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # used by one thread at a time
         self._agent: Any = nixl.nixlAgent(self.name, config)
         options = {} if device_id is None else _GPU_OPTIONS
         try:
             self._backend = self._agent.createBackend("UCX", options)
         except Exception as error:
-            raise CannotStart(_why_not(error)) from error
+            raise CannotStart(_start_failure(error)) from error
         self._regions: list[Any] = []
         self._peers: set[str] = set()
         self._active = 0
-        self._failed = False  # a READ has failed
+        self._has_failed = False  # True once a READ has failed
 
     def another(self) -> "NixlAgent":
         return NixlAgent(self._prefix, device_id=self._device_id)
@@ -124,80 +132,85 @@ class NixlAgent(TransferAgent):
                 nixl.NIXL_READ, local, remote, peer, b"", [self._backend]
             )
         try:
-            state = _STATES.get(self._agent.postXferReq(request, b""), ReadState.ERROR)
+            status = self._agent.postXferReq(request, b"")
+            state = _STATES.get(status, ReadState.ERROR)
         except Exception as error:  # some runs may have been posted
             logger.warning("cannot read %d runs from %s: %s", len(lengths), peer, error)
             state = ReadState.ERROR
         self._active += state is ReadState.ACTIVE
-        self._failed |= state is ReadState.ERROR
+        self._has_failed |= state is ReadState.ERROR
         return ReadHandle(peer, state, request)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         if handle.ended:
             return handle.state
         try:
-            handle.state = _STATES.get(
-                self._agent.getXferStatus(handle.key), ReadState.ERROR
-            )
+            status = self._agent.getXferStatus(handle.key)
+            handle.state = _STATES.get(status, ReadState.ERROR)
         except Exception as error:
             logger.warning("READ from %s failed: %s", handle.peer, error)
             handle.state = ReadState.ERROR
         self._active -= handle.ended
         if handle.state is ReadState.ERROR:
-            self._failed = True
+            self._has_failed = True
             ucx_log.look()
         return handle.state
 
     def release(self, handle: ReadHandle) -> None:
         if not handle.ended:
             raise RuntimeError(f"released an active READ from {handle.peer}")
-        _quietly(self._agent.releaseXferReq, handle.key)
+        _call_and_log_failure(self._agent.releaseXferReq, handle.key)
 
     def close(self) -> None:
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
-        if not (
-            self._active or self._failed
-        ):  # else deleting the agent closes the connections
+        # After a failure, or while READs are active, only deleting the agent closes the
+        # connections.
+        if not (self._active or self._has_failed):
             for peer in self._peers:
-                _quietly(agent.invalidateRemoteMD, peer)
+                _call_and_log_failure(agent.invalidateRemoteMD, peer)
             for region in self._regions:
-                _quietly(agent.deregisterMem, region, [self._backend])
-        del (
-            agent
-        )  # the last reference: UCX's sockets, queues and threads are gone with it
+                _call_and_log_failure(agent.deregisterMem, region, [self._backend])
+        # This was the last reference: UCX's sockets, queues and threads end with it.
+        del agent
 
 
 def _descriptors(
     kind: MemoryKind, addresses: IntArray, lengths: IntArray, device: int
 ) -> Any:
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    rows[:, 2] = device
     return nixl.nixlXferDList(_SEGMENTS[kind], rows)
 
 
-def _quietly(call: Callable[..., Any], *args: Any) -> None:
+def _call_and_log_failure(call: Callable[..., Any], *args: Any) -> None:
+    """Calls a function of NIXL that frees something; a failure is only logged."""
     try:
         call(*args)
     except Exception as error:
-        logger.debug("giving back what NIXL lent: %s", error)
+        logger.debug("NIXL failed to release a resource: %s", error)
 
 
-def _why_not(error: Exception) -> str:
-    told = f"NIXL cannot start UCX ({error or type(error).__name__})"
+def _start_failure(error: Exception) -> str:
+    """The message for the operator when UCX does not start."""
+    failure = f"NIXL cannot start UCX ({error or type(error).__name__})"
     names = sorted(
-        name for name in os.environ if name.startswith("UCX_") and name not in _OURS
+        name
+        for name in os.environ
+        if name.startswith("UCX_") and name not in _INTERNAL_VARIABLES
     )
     if not names:
-        return f"{told}; with UCX_LOG_LEVEL=info in its environment UCX says more"
-    given = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    return f"{told} with {given} in its environment: correct or unset these"
+        return f"{failure}; set UCX_LOG_LEVEL=info in its environment to see details"
+    settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return f"{failure} with {settings} in its environment: correct or unset these"
 
 
 @contextmanager
 def _as_transfer_failed(failure: str) -> Iterator[None]:
-    """Translates NIXL's exceptions, which share no base class, at this one boundary."""
+    """Translates NIXL's exceptions, which share no base class, into TransferFailed."""
     try:
         yield
     except Exception as error:

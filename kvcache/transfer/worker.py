@@ -1,7 +1,8 @@
-"""A rank's transfer thread: drives every job piece by piece and reports its end.
+"""A rank's transfer thread: it drives every job piece by piece and reports its end.
 
-The thread blocks while it is idle. It reads commands between any two posts, so that a pull stops
-within one post. A READ that does not end keeps its job here until it does (I7).
+The thread blocks while it is idle. It reads commands between any two posts, so that a
+pull stops within one post. A READ that does not end keeps its job here until it does
+(I7).
 """
 
 import faulthandler
@@ -11,14 +12,14 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from socket import socket
 from typing import Any
 
 import torch
 
 from kvcache.transfer.job import MappedJob, ReadJob, TransferJob
-from kvcache.transfer.peer import LocalRank, Peer
+from kvcache.transfer.local_rank import LocalRank
+from kvcache.transfer.peer import Peer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     AddPeer,
@@ -34,7 +35,7 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.verify.digest import Digester
 from kvcache.verify.scope import DigestPart, Scope
-from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
+from protocol.errors import BatonError, InternalError, PullCircuitOpen, TransferFailed
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import ErrorInfo
 from protocol.process.lifecycle import VitalThread
@@ -43,41 +44,45 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _NAP_S = 0.0005
-# On a GPU. Longer beside a batch: meanwhile the engine has the interpreter's lock.
-_GPU_NAP_S, _GPU_BUSY_NAP_S = 0.00002, 0.00005
-_STUCK_NAP_S = (
-    0.02  # while only READs of stopped pulls are left, and after a failed round
-)
-_TEAR_DOWN_S = (
-    10.0  # a link is closed once its READs of stopped pulls have hung for this long
-)
-_SAMPLE_BYTES = 1 << 20  # the speed of a smaller pull is not logged
-_MAX_FAILURES = 100  # failed rounds in a row, about two seconds of them
-# Together longer than a driver's slowest call (compiling a kernel) on a busy machine.
-_LOOK_S, _NUM_LOOKS = 10.0, 30
+_GPU_NAP_S = 0.00002
+# While a batch is computed the naps are longer: the engine needs the interpreter's
+# lock.
+_GPU_BUSY_NAP_S = 0.00005
+# While only READs of stopped pulls remain, and after a failed round.
+_STUCK_NAP_S = 0.02
+# A link is closed once its READs of stopped pulls have hung for this long.
+_TEAR_DOWN_S = 10.0
+_MIN_LOGGED_BYTES = 1 << 20  # the speed of a smaller pull is not logged
+_MAX_FAILURES = 100  # failed rounds in a row: they take about two seconds
+# The watch looks this often whether the thread has made progress. All its looks
+# together take longer than a driver's slowest call (compiling a kernel) on a busy
+# machine.
+_LOOK_S = 10.0
+_NUM_LOOKS = 30
 
 
 class TransferWorker:
     """One rank's end of every pull.
 
     Args:
-        link: brings commands and takes reports. On rank 0 the coordinator itself, which is closed
-            with the worker; on other ranks a socket to it.
+        link: brings commands and accepts reports. On rank 0 it is the coordinator
+            itself, which is closed with the worker; on other ranks it is a socket to
+            the coordinator.
     """
 
     def __init__(self, rank: LocalRank, link: PullCoordinator | socket) -> None:
-        self._rank, self._number = rank, rank.number
+        self._rank = rank
+        self._number = rank.number
         self._link = WorkerLink(link) if isinstance(link, socket) else link
         rank.wake = self._link.wake
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
-        self._commands: list[Command] = []  # still to be carried out
+        self._commands: list[Command] = []  # received, but not carried out
         self._peers: dict[PeerKey, Peer] = {}
-        self._jobs: OrderedDict[str, TransferJob] = (
-            OrderedDict()
-        )  # in the order of their turns
+        # The first job posts next; a job that has posted moves to the end.
+        self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._num_rounds = 0
-        self._failures: list[Exception] = []  # since the last round without one
+        self._failures: list[Exception] = []  # since the last round without a failure
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank.number}")
         self._watch = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
@@ -86,7 +91,7 @@ class TransferWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the threads, and every READ."""
+        """Ends the threads and every READ."""
         self._stopping.set()
         self._link.wake()
         for thread in (self._thread, self._watch):
@@ -100,31 +105,34 @@ class TransferWorker:
         use_one_core()
         self._rank.bind_thread()
         self._watch.start()
-        patience_s = 0.0
+        wait_s = 0.0
         while not self._stopping.is_set():
             self._num_rounds += 1
             num_failures = len(self._failures)
             try:
-                self._commands += self._link.receive(patience_s)
-                patience_s = 0.0 if self._round() else self._patience_s()
+                self._commands += self._link.receive(wait_s)
+                wait_s = 0.0 if self._round() else self._max_wait_s()
             except Exception as error:
-                self._survive(error, *self._jobs.values())
+                self._fail_jobs(error, *self._jobs.values())
             if len(self._failures) == num_failures:
                 self._failures.clear()
-            elif len(self._failures) >= _MAX_FAILURES:  # nothing ends any more
+            elif len(self._failures) >= _MAX_FAILURES:  # no job can end any more
                 raise self._failures[-1]
         if not self._jobs:
             for peer in self._peers.values():
                 peer.unmap()
 
     def _watch_rounds(self) -> None:
-        """Ends the process when the thread is stuck in a driver or a transport: the engine would
-        look healthy, and no pull would end. Counts looks, not seconds, because a process that was
-        suspended for a while is not stuck."""
-        seen, num_same = -1, 0
+        """Ends the process when the thread is stuck in a driver or a transport.
+
+        Otherwise the engine would look healthy, and no pull would end. The watch counts
+        its looks, not seconds, because a process that was suspended is not stuck.
+        """
+        last_num_rounds = -1
+        num_same = 0
         while not self._stopping.wait(_LOOK_S):
-            num_same = num_same + 1 if self._num_rounds == seen else 0
-            seen = self._num_rounds
+            num_same = num_same + 1 if self._num_rounds == last_num_rounds else 0
+            last_num_rounds = self._num_rounds
             if num_same == _NUM_LOOKS:
                 _print_stacks()
                 seconds = _LOOK_S * _NUM_LOOKS
@@ -133,138 +141,154 @@ class TransferWorker:
                 )
 
     def _round(self) -> bool:
-        """Carries out commands, posts at most one piece, polls, ends jobs; whether it did any."""
+        """Carries out commands, posts at most one piece, polls and ends jobs.
+
+        Returns:
+            True if anything has happened.
+        """
         while self._commands:
-            self._obey(self._commands.pop(0))
-        happened = self._post_one() | self.digester.drive()
+            self._carry_out(self._commands.pop(0))
+        has_posted = self._post_one()
+        happened = self.digester.drive() or has_posted
         for job in list(self._jobs.values()):
             happened |= self._drive(job, job.poll)
-            if job.error is not None and job.active and not job.is_failure_told:
-                job.is_failure_told = True
-                failing = RankFailing(
-                    job.pull_id, self._number, ErrorInfo.of(job.error)
-                )
-                self._link.report(failing)
-            if job.ended:
+            self._report_failing(job)
+            if job.has_ended:
                 self._end(job)
                 happened = True
         for peer in self._peers.values():
-            link, error = peer.link, peer.settle()
-            happened |= peer.link is not link  # closed: jobs that wait may connect anew
+            link = peer.link
+            error = peer.clean_up_link()
+            # Once a link is closed, jobs that wait for one may connect again.
+            happened |= peer.link is not link
             if error is not None:
-                self._refuse(peer, error)
+                self._stop_waiting_jobs(peer, error)
                 happened = True
-        self._relieve_hung()
+        self._close_hanging_links()
+        self._bypass_hanging_staging()
         return happened
 
     def _post_one(self) -> bool:
+        """Posts one piece of the first job that can post; returns False if none can."""
         for pull_id, job in list(self._jobs.items()):
             if not job.is_stopping and self._drive(job, job.post):
                 self.counters["posts"] += isinstance(job, ReadJob)
-                self._jobs.move_to_end(pull_id)  # pulls take turns
+                self._jobs.move_to_end(pull_id)
                 return True
         return False
 
     def _drive(self, job: TransferJob, call: Callable[[], bool | None]) -> bool:
+        """Calls a method of a job, and stops the job if the method raises.
+
+        Returns:
+            The method's result; True if it has raised.
+        """
         try:
             return bool(call())
         except BatonError as error:
             job.stop(error)
         except Exception as error:
-            self._survive(error, job)
+            self._fail_jobs(error, job)
         return True
 
-    def _survive(self, error: Exception, *jobs: TransferJob) -> None:
-        """Fails the jobs after a bug of ours or a device's error, so that no pull hangs."""
-        logger.exception("pull worker")
+    def _fail_jobs(self, error: Exception, *jobs: TransferJob) -> None:
+        """Fails jobs after a bug here or a device's error, so that no pull hangs."""
+        logger.exception("the transfer thread failed")
         self.counters["internal_errors"] += 1
         self._failures.append(error)
         for job in jobs:
-            job.stop(job.fault(error))
+            job.stop(job.error_for(error))
         time.sleep(_STUCK_NAP_S)
 
-    def _patience_s(self) -> float:
-        """How long the thread may wait for commands before the next round."""
+    def _report_failing(self, job: TransferJob) -> None:
+        """Reports once that a job fails while READs of it are active."""
+        if job.error is None or not job.num_active or job.is_failure_reported:
+            return
+        job.is_failure_reported = True
+        info = ErrorInfo.of(job.error)
+        self._link.report(RankFailing(job.pull_id, self._number, info))
+
+    def _max_wait_s(self) -> float:
+        """Seconds that the thread may wait for commands before the next round."""
         jobs = self._jobs.values()
-        is_idle = not self.digester.is_busy
-        if is_idle and all(job.waits for job in jobs):
+        is_digesting = self.digester.is_busy
+        if not is_digesting and all(job.waits_for_link for job in jobs):
             links = [peer.link for peer in self._peers.values() if peer.link]
-            soon = [
+            deadlines = [
                 link.deadline
                 for link in links
                 if not (link.is_ready or link.is_closing)
             ]
-            return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
-        if is_idle and all(job.is_stopping or job.waits for job in jobs):
+            now_s = time.monotonic()
+            wait_s = min([_LOOK_S, *(deadline - now_s for deadline in deadlines)])
+            return max(0.0, wait_s)
+        if not is_digesting and all(
+            job.is_stopping or job.waits_for_link for job in jobs
+        ):
             return _STUCK_NAP_S
         busy = self._rank.busy
         if busy is None:
             return _NAP_S
         return _GPU_BUSY_NAP_S if busy() else _GPU_NAP_S
 
-    def _obey(self, command: Command) -> None:
+    def _carry_out(self, command: Command) -> None:
         match command:
             case Pull(pull_id, key):
-                if peer := self._peers.get(key):
-                    kind = MappedJob if peer.map() else ReadJob
-                    self._jobs[pull_id] = kind(command, peer)
-                else:
-                    self._tell_end(pull_id, _not_connected(key[0]))
+                peer = self._peers.get(key)
+                if peer is None:
+                    self._report_end(pull_id, _not_connected(key[0]))
+                    return
+                kind = MappedJob if peer.map() else ReadJob
+                self._jobs[pull_id] = kind(command, peer)
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # ended: no READ of it is active
+                else:  # it has ended: no READ of it is active
                     self.digester.stop(pull_id)
-                    self._tell_end(pull_id)
+                    self._report_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
-                self._tell_digest(scope, blocks, pull_id)
+                self._report_end_with_digest(pull_id, scope, blocks)
             case AddPeer(metadata):
                 key = (metadata.engine_id, metadata.incarnation)
                 if key in self._peers:
                     self._peers[key].is_dropped = False
                     return
-                peer = self._peers[key] = Peer(self._rank, metadata)
+                peer = Peer(self._rank, metadata)
+                self._peers[key] = peer
                 peer.prepare()
             case DropPeer(key):
-                if dropped := self._peers.get(key):
-                    dropped.is_dropped = True
-                    self._refuse(dropped, _not_connected(key[0]))
-                    self._clean(dropped)
+                peer = self._peers.get(key)
+                if peer is not None:
+                    peer.is_dropped = True
+                    self._stop_waiting_jobs(peer, _not_connected(key[0]))
+                    self._clean_up(peer)
 
     def _end(self, job: TransferJob) -> None:
         del self._jobs[job.pull_id]
-        is_complete, error = not job.is_stopping, job.error
-        if is_complete:  # reported first: the fence waits for it
-            path, tell = job.path if job.nbytes else "none", self._tell_end
-            if job.pull.scope is not None:
-                tell = partial(
-                    self._tell_digest, job.pull.scope, job.pull.local_block_ids
-                )
-            tell(job.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path)
+        is_complete = not job.is_stopping
+        error = job.error
+        if is_complete:  # reported before anything else, as the fence waits for it
+            self._report_complete(job)
         try:
-            self._drive(job, job.leave)
-            self._clean(job.peer)
+            self._drive(job, job.release_staging)
+            self._clean_up(job.peer)
         finally:
             if not is_complete:
-                self._tell_end(job.pull_id, error)
-        peer, seconds = job.peer, time.perf_counter() - job.began
-        if is_complete and not peer.is_speed_told and job.bytes_read >= _SAMPLE_BYTES:
-            peer.is_speed_told = True
-            way = "mapped memory"
-            if isinstance(job, ReadJob):
-                transport = peer.link and peer.link.way_of_reading
-                way = f"NIXL, {job.path}, by {transport or 'an untold way'}"
-            rate = job.bytes_read / seconds / 1e9
-            logger.info("prefill server %s: %s, %.2f GB/s", peer.engine_id, way, rate)
+                self._report_end(job.pull_id, error)
+        seconds = time.perf_counter() - job.began_s
+        is_logged = job.peer.is_speed_logged or job.bytes_read < _MIN_LOGGED_BYTES
+        if is_complete and not is_logged:
+            job.peer.is_speed_logged = True
+            _log_speed(job, seconds)
 
-    def _refuse(self, peer: Peer, error: BatonError) -> None:
+    def _stop_waiting_jobs(self, peer: Peer, error: BatonError) -> None:
         """Fails the jobs that wait for the peer's link; they have posted nothing."""
         for job in self._jobs.values():
-            if job.peer is peer and job.waits:
+            if job.peer is peer and job.waits_for_link:
                 job.stop(error)
 
-    def _clean(self, peer: Peer) -> None:
-        """Unmaps a stale peer, and forgets a dropped one, once no job uses it."""
+    def _clean_up(self, peer: Peer) -> None:
+        """Unmaps a stale peer and forgets a dropped one, once no job uses it."""
         if any(job.peer is peer for job in self._jobs.values()):
             return
         if peer.is_stale or peer.is_dropped:
@@ -274,74 +298,118 @@ class TransferWorker:
             if peer.link is not None:
                 peer.link.close()
 
-    def _relieve_hung(self) -> None:
-        """Closes links on which only READs of stopped pulls are left and hang, and lets no pull
-        wait for staging memory whose owner hangs."""
+    def _close_hanging_links(self) -> None:
+        """Closes links whose only remaining READs are of stopped pulls, and hang."""
         jobs = self._jobs.values()
-        for peer in {
-            job.peer for job in jobs if job.is_stopping and job.still_s >= _TEAR_DOWN_S
-        }:
-            still_s = min(
-                job.still_s for job in jobs if job.peer is peer and job.active
+        hanging_peers = {
+            job.peer for job in jobs if job.is_stopping and job.idle_s >= _TEAR_DOWN_S
+        }
+        for peer in hanging_peers:
+            if peer.link is None:
+                continue
+            idle_s = min(
+                job.idle_s for job in jobs if job.peer is peer and job.num_active
             )
-            if still_s >= _TEAR_DOWN_S and peer.link is not None:
+            if idle_s >= _TEAR_DOWN_S:
                 peer.link.close(TransferFailed("READs hang"))
+
+    def _bypass_hanging_staging(self) -> None:
+        """Lets no pull wait for staging memory whose owner hangs."""
         staging = self._rank.staging
-        holder = self._jobs.get(staging.owner or "") if staging else None
-        if holder is None:
+        owner = self._jobs.get(staging.owner or "") if staging else None
+        if owner is None:
             return
-        behind = (
-            any(job.hangs for job in jobs if job.peer is holder.peer)
-            and not holder.active
+        jobs = self._jobs.values()
+        is_behind_hanging_job = not owner.num_active and any(
+            job.hangs for job in jobs if job.peer is owner.peer
         )
-        if not (holder.hangs or behind):
+        if not (owner.hangs or is_behind_hanging_job):
             return
         for job in jobs:
-            passes_by = not isinstance(job, ReadJob) or job.pass_staging_by()
-            if (
-                not passes_by and holder.is_stopping
-            ):  # a holder that goes on may free the memory
-                job.stop(PullWithheld("READs that hang have the staging memory"))
+            can_continue = not isinstance(job, ReadJob) or job.bypass_staging()
+            # An owner that is not stopped may still free the memory.
+            if not can_continue and owner.is_stopping:
+                job.stop(
+                    PullCircuitOpen(
+                        "the staging memory is held by a pull whose READs hang"
+                    )
+                )
 
-    def _tell_digest(
-        self, scope: Scope, blocks: Sequence[int], name: str, **done: Any
+    def _report_complete(self, job: TransferJob) -> None:
+        fields: dict[str, Any] = {
+            "nbytes": job.nbytes,
+            "descriptors": job.descriptors,
+            "path": job.path if job.nbytes else "none",
+        }
+        scope = job.pull.scope
+        if scope is None:
+            self._report_end(job.pull_id, **fields)
+        else:
+            blocks = job.pull.local_block_ids
+            self._report_end_with_digest(job.pull_id, scope, blocks, **fields)
+
+    def _report_end_with_digest(
+        self, pull_id: str, scope: Scope, blocks: Sequence[int], **fields: Any
     ) -> None:
-        """Reports the end of a pull or of a DigestOrder once the blocks' digest is computed."""
+        """Reports the end of a Pull or of a DigestOrder once the digest is computed."""
 
-        def tell(part: DigestPart | None) -> None:
-            error = (
-                None if part else InternalError("a digest of KV could not be computed")
-            )
-            self._tell_end(name, error, **({"part": part, **done} if part else {}))
+        def report(part: DigestPart | None) -> None:
+            if part is None:
+                error = InternalError("a digest of KV could not be computed")
+                self._report_end(pull_id, error)
+            else:
+                self._report_end(pull_id, part=part, **fields)
 
-        self.digester.begin(name, scope, blocks, tell)
+        self.digester.begin(pull_id, scope, blocks, report)
 
-    def _tell_end(
-        self, pull_id: str, error: BatonError | None = None, **done: Any
+    def _report_end(
+        self, pull_id: str, error: BatonError | None = None, **fields: Any
     ) -> None:
-        """
+        """Reports that no READ of a pull is active any more.
+
         Args:
-            done: further fields of RankEnded, only for a complete pull.
+            fields: further fields of RankEnded; only a complete pull has them.
         """
-        info = ErrorInfo.of(error) if error else None
-        members = {"complete": bool(done), "error": info, **done}
-        self._link.report(RankEnded(pull_id=pull_id, rank=self._number, **members))
+        report = RankEnded(
+            pull_id=pull_id,
+            rank=self._number,
+            complete=bool(fields),
+            error=ErrorInfo.of(error) if error else None,
+            **fields,
+        )
+        self._link.report(report)
 
 
 def use_one_core() -> None:
-    """Keeps torch from starting OpenMP threads for the calling thread: with more of them than cores
-    libgomp stops spinning for work, and the engine's operations would wait to be woken."""
+    """Keeps torch from starting OpenMP threads for the calling thread.
+
+    If there are more of them than cores, libgomp stops spinning for work, and the
+    engine's operations would wait for threads to be woken.
+    """
     torch.set_num_threads(1)
     torch.get_num_threads()  # fixes the number for this thread
 
 
 def _print_stacks() -> None:
-    """Prints the stack of every thread to stderr. Not directly: faulthandler writes to the
-    descriptor itself, which blocks while nothing reads it."""
+    """Prints the stack of every thread to stderr.
+
+    faulthandler writes to the file descriptor itself, which blocks while nothing reads
+    it. So it writes to a file first.
+    """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         print(file.read(), file=sys.stderr, end="", flush=True)
+
+
+def _log_speed(job: TransferJob, seconds: float) -> None:
+    peer = job.peer
+    path = "mapped memory"
+    if isinstance(job, ReadJob):
+        transport = peer.link.transport if peer.link else None
+        path = f"NIXL, {job.path}, by {transport or 'unknown transport'}"
+    gb_per_s = job.bytes_read / seconds / 1e9
+    logger.info("prefill server %s: %s, %.2f GB/s", peer.engine_id, path, gb_per_s)
 
 
 def _not_connected(engine_id: str) -> TransferFailed:

@@ -1,1 +1,4 @@
-"""Moving block copies: by torch, by a kernel, by copy engines; out of peers' memory or staging."""
+"""Moving block copies by torch, by a kernel or by copy engines.
+
+The source is mapped memory of a peer, or staging memory.
+"""

@@ -1,7 +1,7 @@
-"""Calls of the CUDA driver that torch has no name for: batches of copies, and memory of other
-processes of this host.
+"""Calls of the CUDA driver that torch does not offer.
 
-All act on the device that is current in the calling thread. Addresses are plain integers.
+They begin batches of copies, and share memory with other processes of this host. All
+act on the device that is current in the calling thread. Addresses are plain integers.
 """
 
 import ctypes
@@ -13,39 +13,56 @@ import numpy as np
 
 from kvcache.transfer.plan.endpoint import IntArray
 
-HANDLE_BYTES = 64  # of memory for other processes
+HANDLE_BYTES = 64  # size of a CUDA IPC handle
 _LAZY_ENABLE_PEER_ACCESS = 1
-_IN_STREAM_ORDER = 1  # as sources are read
-_BESIDE_KERNELS = 1  # a hint: copy engines, not multiprocessors
+# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream.
+_STREAM_ORDER = 1
+# CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors.
+_OVERLAP_WITH_COMPUTE = 1
 _ATTRIBUTES = np.dtype([("order", "i4"), ("hints", "i4", 4), ("flags", "u4")])
 
 
 class CudaError(Exception):
-    """A call of the driver failed; the text names the call and the driver's reason."""
+    """A driver call failed. The message names the call and the driver's reason."""
 
 
 def copies_batches() -> bool:
-    """Whether one call can begin many copies: CUDA 12.8 and later."""
+    """True if one call can begin many copies: CUDA 12.8 and later."""
     return hasattr(_library(), "cuMemcpyBatchAsync")
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
-    """Queues copies of `width` bytes between addresses by the copy engines, in no order."""
-    widths, first = np.full(len(sources), width), np.zeros(1, np.int64)
-    attributes = np.zeros(1, _ATTRIBUTES)  # of the first copy, and all others
-    attributes["order"], attributes["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
-    copies = *map(_pointer, (targets, sources, widths)), c_size_t(len(sources))
-    shared = _pointer(attributes), _pointer(first), c_size_t(1)
-    wrong = byref(c_size_t())  # which copy
-    _call("cuMemcpyBatchAsync", *copies, *shared, wrong, c_void_p(stream))
+    """Queues copies of `width` bytes between addresses, by the copy engines.
+
+    The copies are made in no particular order.
+    """
+    widths = np.full(len(sources), width)
+    # One set of attributes is for the first copy and all that follow it.
+    first_copy = np.zeros(1, np.int64)
+    attributes = np.zeros(1, _ATTRIBUTES)
+    attributes["order"] = _STREAM_ORDER
+    attributes["flags"] = _OVERLAP_WITH_COMPUTE
+    failed_index = c_size_t()
+    _call(
+        "cuMemcpyBatchAsync",
+        _pointer(targets),
+        _pointer(sources),
+        _pointer(widths),
+        c_size_t(len(sources)),
+        _pointer(attributes),
+        _pointer(first_copy),
+        c_size_t(1),
+        byref(failed_index),
+        c_void_p(stream),
+    )
 
 
 def _pointer(array: np.ndarray[Any, Any]) -> c_void_p:
     return c_void_p(array.ctypes.data)
 
 
-# -- memory of other processes of this host. Whoever maps an allocation keeps it alive: after its
-# owner's death it is freed when it is closed here.
+# Memory of other processes of this host. A process that maps an allocation keeps it
+# alive: after the death of its owner it is freed when the mapping is closed.
 
 
 class _IpcHandle(ctypes.Structure):
@@ -53,10 +70,14 @@ class _IpcHandle(ctypes.Structure):
 
 
 def export_handle(address: int) -> tuple[bytes, int]:
-    """The handle of the allocation that device memory at `address` is in, and its offset there.
+    """The CUDA IPC handle for device memory, for another process.
+
+    Returns:
+        The handle of the allocation that contains `address`, and the offset in bytes of
+        `address` in it.
 
     Raises:
-        CudaError: such memory cannot be shared (managed or virtual-memory allocations).
+        CudaError: the memory cannot be shared (managed or virtual-memory allocations).
     """
     base, _ = allocation(address)
     handle = _IpcHandle()
@@ -65,10 +86,14 @@ def export_handle(address: int) -> tuple[bytes, int]:
 
 
 def open_handle(handle: bytes) -> int:
-    """Maps another process's allocation for the current device; its address here.
+    """Maps another process's allocation for the current device.
+
+    Returns:
+        The address of the allocation in this process.
 
     Raises:
-        CudaError: the owner is gone, on another host, or has no peer access to this device.
+        CudaError: the owner has ended, is on another host, or has no peer access to
+            this device.
     """
     address = c_uint64()
     record = _IpcHandle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))
@@ -82,10 +107,10 @@ def open_handle(handle: bytes) -> int:
 
 
 def enable_peer_access(device: int) -> None:
-    """Lets the current device's kernels read memory that this process has on `device`.
+    """Allows the current device's kernels to read this process's memory on `device`.
 
     Raises:
-        CudaError: there is no peer access between the two.
+        CudaError: the two devices have no peer access.
     """
     context = c_void_p()
     _call("cuDevicePrimaryCtxRetain", byref(context), c_int(device))
@@ -97,13 +122,14 @@ def enable_peer_access(device: int) -> None:
 
 
 def close_handle(address: int) -> None:
-    """Unmaps memory mapped by `open_handle`; no kernel may be reading it."""
+    """Unmaps memory from `open_handle`. No kernel may be reading it."""
     _call("cuIpcCloseMemHandle", c_uint64(address))
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """(address, bytes) of the allocation that device memory at `address` is in."""
-    base, size = c_uint64(), c_size_t()
+    """(address, bytes) of the allocation that contains device memory at `address`."""
+    base = c_uint64()
+    size = c_size_t()
     _call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
     return base.value, size.value
 
@@ -122,6 +148,5 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError(
-            f"the CUDA driver's library cannot be loaded: {error}"
-        ) from error
+        message = f"the CUDA driver's library cannot be loaded: {error}"
+        raise CudaError(message) from error

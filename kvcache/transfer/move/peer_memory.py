@@ -1,8 +1,8 @@
-"""A peer's KV pool in this process's address space, where both are on one host.
+"""A peer's KV pool in the address space of this process, where both are on one host.
 
-A pool on the CPU is a memory file (kvcache/shared_memory.py) that is mapped read-only; one on a GPU
-is opened with CUDA IPC, readable by the device that is current. The owner's death ends nothing: its
-memory stays readable until it is closed here.
+A pool on the CPU is a memory file (kvcache/shared_memory.py) that is mapped read-only.
+A pool on a GPU is opened with CUDA IPC, and readable by the device that is current. The
+memory stays readable after the death of its owner, until it is closed here.
 """
 
 import ctypes
@@ -29,38 +29,54 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-_PROCESS = secrets.token_bytes(
-    16
-)  # this and what it forks: ids are equal in two containers
+# Identifies this process and its forks: processes of two containers may have equal
+# pids.
+_PROCESS = secrets.token_bytes(16)
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
-    """A rank's pool as offered to processes of its own host."""
+    """A rank's pool, as offered to processes of its own host.
+
+    Attributes:
+        handle: of CUDA IPC; empty for host memory.
+        offset: bytes from the allocation's base to the pool.
+        fd: the owner's file descriptor of host memory that others may map.
+        token: proves the identity of host memory; for a GPU, of the owner's process.
+    """
 
     host: str
-    handle: bytes = b""  # of CUDA IPC; empty for host memory
-    offset: int = 0  # bytes from the allocation's base to the pool
-    fd: int = -1  # the owner's, of a pool in host memory that others may map
-    token: bytes = (
-        b""  # proves the identity of host memory; for a GPU's, of the owner's process
-    )
+    handle: bytes = b""
+    offset: int = 0
+    fd: int = -1
+    token: bytes = b""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The source of placed copies: a peer's mapped pool, or a slot of staging memory. A peer's pool
-    stays mapped until `close`, or the end of this object."""
+    """The source of placed copies: a peer's mapped pool, or a slot of staging memory.
+
+    A peer's pool stays mapped until `close`, or until this object is freed.
+
+    Attributes:
+        bytes: u8[n], a view of the memory if torch is to read it.
+        close: unmaps the memory; must not be called before the last copy has ended.
+    """
 
     address: int
-    bytes: torch.Tensor | None = None  # u8[n], a view of it if torch is to read it
-    close: Callable[[], None] = lambda: (
-        None
-    )  # to be called after the last copy out of it
+    bytes: torch.Tensor | None = None
+    close: Callable[[], None] = _do_nothing
 
 
 @cache
 def host_id() -> str:
-    """Equal for two processes on one running kernel, in whatever containers."""
+    """An id of the running kernel, equal for all processes of the host.
+
+    Containers of one host share the id.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -68,24 +84,27 @@ def host_id() -> str:
 
 
 def offer(pool: KVPool) -> dict[str, Any]:
-    """RankMetadata.extra, by which processes of this host may map the pool."""
+    """The record in RankMetadata.extra by which processes of this host map the pool."""
     record = MappableRecord(host=host_id(), token=_PROCESS)
     if pool.shared is not None:
-        record.fd, record.token = pool.shared.fd, pool.shared.token
+        record.fd = pool.shared.fd
+        record.token = pool.shared.token
     if pool.device.type == "cuda":
         try:
             with torch.cuda.device(pool.device):
                 record.handle, record.offset = cuda.export_handle(pool.base_address)
         except cuda.CudaError as error:
             logger.warning(
-                "the KV pool cannot be mapped by others, only read by NIXL: %s", error
+                "the KV pool cannot be mapped by other processes: %s; "
+                "peers read it over NIXL",
+                error,
             )
             return {}
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
 
 def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
-    """How peers reach a rank's pool: by NIXL, and mapped."""
+    """The metadata by which peers reach a rank's pool, over NIXL or mapped."""
     return RankMetadata(
         rank=rank,
         agent_metadata=agent_metadata,
@@ -103,68 +122,78 @@ def offered(rank: RankMetadata) -> MappableRecord:
     """The offer of a peer's rank on this host.
 
     Raises:
-        NotMappable: it offers nothing usable, or lives elsewhere.
+        NotMappable: the rank offers nothing usable, or is on another host.
     """
     if EXTRA_KEY not in rank.extra:
-        raise NotMappable("it offers no memory to map")
+        raise NotMappable("the peer offers no memory to map")
     try:
         record = msgspec.convert(rank.extra[EXTRA_KEY], MappableRecord)
     except msgspec.ValidationError as error:
-        raise NotMappable(f"its offer is malformed: {error}") from error
+        raise NotMappable(f"the peer's offer is malformed: {error}") from error
     if record.host != host_id():
-        raise NotMappable("it is on another host")
+        raise NotMappable("the peer is on another host")
     return record
 
 
 def open_host(rank: RankMetadata) -> Memory:
-    """A rank's pool in host memory.
+    """Maps a rank's pool in host memory.
 
     Raises:
-        NotMappable: it is on another host, has no such memory, or its owner is gone.
+        NotMappable: the rank is on another host, offers no such memory, or has ended.
     """
     record = offered(rank)
     if rank.device_kind != "cpu" or record.fd < 0:
-        raise NotMappable(f"its KV is in {rank.device_kind} memory that is not shared")
+        raise NotMappable(
+            f"the peer's KV is in {rank.device_kind} memory that is not shared"
+        )
     mapping = open_memory(rank.pid or 0, record.fd, record.token, rank.nbytes)
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
     return Memory(address, bytes_at(address, rank.nbytes), mapping.close)
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """u8[nbytes] of host memory, which lives for as long as its owner lets it."""
+    """A view u8[nbytes] of host memory. It does not keep the memory alive."""
     return torch.frombuffer(
         (ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8
     )
 
 
 def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
-    """A rank's pool on a GPU, for `device` to read; errors as of `open_host`."""
+    """Opens a rank's pool on a GPU, for `device` to read.
+
+    Raises:
+        NotMappable: as of `open_host`.
+    """
     record = offered(rank)
     if rank.device_kind != "cuda" or not record.handle:
-        raise NotMappable(f"its KV is in {rank.device_kind} memory")
-    torch.cuda.set_device(device)  # the one that shall read
-    if (record.token, rank.pid) == (_PROCESS, os.getpid()):  # perhaps on another device
+        raise NotMappable(f"the peer's KV is in {rank.device_kind} memory")
+    torch.cuda.set_device(device)
+    is_same_process = (record.token, rank.pid) == (_PROCESS, os.getpid())
+    if is_same_process:  # perhaps on another device
         try:
             if rank.device_id != (device.index or 0):
                 cuda.enable_peer_access(rank.device_id)
         except cuda.CudaError as error:
-            raise NotMappable(f"its memory cannot be read: {error}") from error
+            raise NotMappable(f"the peer's memory cannot be read: {error}") from error
         return Memory(rank.base_address)
     if len(record.handle) != cuda.HANDLE_BYTES or record.offset < 0:
-        raise NotMappable("its offer is malformed")
+        raise NotMappable("the peer's offer is malformed")
     try:
         opened = cuda.open_handle(record.handle)
         _, size = cuda.allocation(opened)
     except cuda.CudaError as error:
-        raise NotMappable(f"its memory cannot be opened: {error}") from error
+        raise NotMappable(f"the peer's memory cannot be opened: {error}") from error
     if record.offset + rank.nbytes > size:
         cuda.close_handle(opened)
-        raise NotMappable(f"its allocation has {size} bytes, fewer than it says")
+        raise NotMappable(
+            f"the peer's allocation has {size} bytes, but its offer says "
+            f"{record.offset + rank.nbytes}"
+        )
 
     def close() -> None:
         try:
             cuda.close_handle(opened)
         except cuda.CudaError as error:
-            logger.warning("unmapping a peer's memory: %s", error)
+            logger.warning("cannot unmap the memory of a peer: %s", error)
 
     return Memory(opened + record.offset, close=close)

@@ -1,9 +1,11 @@
-"""The placing kernel: cuda_placer.py's arithmetic on a GPU. The only file that imports Triton.
+"""The placing kernel: the arithmetic of cuda_placer.py on a GPU.
 
-One variant is compiled for a width of the unit (and a pair of dtypes, where they differ); geometry
-arrives as numbers in memory, so a new peer compiles nothing. Few programs, each of which takes
-tiles of units in turn: reading over NVLink wants many bytes in flight, not many multiprocessors,
-and the rest are the decode batch's.
+This is the only file of the package that imports Triton.
+
+One variant is compiled for each width of a unit, and for each pair of dtypes where they
+differ. The geometry is passed as numbers in memory, so a new peer compiles nothing. Few
+programs run, each of which processes tiles of units in turn. Reading over NVLink needs
+many bytes in flight, not many multiprocessors; the others remain for the decode batch.
 """
 
 import triton
@@ -37,12 +39,12 @@ def launch(
     num_programs: int,
     *numbers: int,
 ) -> None:
-    """Queues the kernel on the current stream; compiles it first if it has to.
+    """Queues the kernel on the current stream, and compiles it before if necessary.
 
     Args:
         source, target, unit_elements, scaled: as of cuda_placer.Kind.
-        numbers: as the kernel takes them: addresses of the two memories, of the parameters and of
-            where pieces begin on either side, and the number of units.
+        numbers: the kernel's arguments: the addresses of the two memories, of the
+            parameters, and of the piece offsets on either side; the number of units.
     """
     if scaled or source != target:
         constants = (
@@ -53,14 +55,14 @@ def launch(
             scaled,
         )
     else:
-        word, width = _WORDS[unit_elements * ITEMSIZE[source]]
-        constants = word, word, width, TILE_UNITS, False
+        word, words_per_unit = _WORDS[unit_elements * ITEMSIZE[source]]
+        constants = (word, word, words_per_unit, TILE_UNITS, False)
     _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _divisor(p):  # type: ignore[no-untyped-def]
-    """The constant whose (d, magic, shift) lie at p."""
+    """The (d, magic, shift) at p, see cuda_placer.divisor."""
     return (
         tl.load(p).to(tl.int32),
         tl.load(p + 1).to(tl.uint64),
@@ -70,13 +72,13 @@ def _divisor(p):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _axis(p):  # type: ignore[no-untyped-def]
-    """The strides at p: source, target, factors."""
+    """The strides of an axis at p: of source, target and factors."""
     return tl.load(p), tl.load(p + 1), tl.load(p + 2).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _divide(number, divisor):  # type: ignore[no-untyped-def]
-    """Quotient and remainder of i32."""
+    """Quotient and remainder of i32 numbers."""
     wide = number.to(tl.uint32).to(tl.uint64)
     quotient = ((wide * divisor[1]) >> divisor[2]).to(tl.int32)
     return quotient, number - quotient * divisor[0]
@@ -84,7 +86,7 @@ def _divide(number, divisor):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-untyped-def]
-    """Takes one axis off the units' numbers."""
+    """Divides one axis out of the unit numbers, and adds its strides."""
     number, index = _divide(number, divisor)
     source += index.to(tl.int64) * axis[0]
     target += index.to(tl.int64) * axis[1]
@@ -96,7 +98,7 @@ def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-unt
 def _walk(  # type: ignore[no-untyped-def]
     number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
 ):
-    """Takes all four axes off the units' numbers; what is left numbers their pieces."""
+    """Divides all four axes out of the unit numbers; the rest is the piece number."""
     source = unit.to(tl.int64)
     target = source
     factor = unit * 0
@@ -138,8 +140,11 @@ def _kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """See cuda_placer.py; numbers of the form p + k are indices into its parameters, which are
-    read once: in the loop they would cost twice the registers."""
+    """Places units, see cuda_placer.py.
+
+    Offsets p + k are indices into its parameters. The parameters are read once, since
+    reading them in the loop would take twice the registers.
+    """
     p = parameters.to(tl.pointer_type(tl.int64))
     source_pieces = sources.to(tl.pointer_type(tl.int64))
     target_pieces = targets.to(tl.pointer_type(tl.int64))
@@ -154,19 +159,19 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE, num_stages=1
     ):
         number = start + tl.arange(0, TILE)[:, None]
-        wanted = number < num_units
+        in_range = number < num_units
         number, unit = _divide(number, row_units)
         piece, source, target, factor = _walk(
             number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
         )
-        source += tl.load(source_pieces + piece, mask=wanted, other=0)
-        target += tl.load(target_pieces + piece, mask=wanted, other=0)
-        value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
+        source += tl.load(source_pieces + piece, mask=in_range, other=0)
+        target += tl.load(target_pieces + piece, mask=in_range, other=0)
+        value = tl.load(source_base + (source * WIDTH + lanes), mask=in_range)
         if SCALED:
-            bits = tl.load(p + 27 + factor, mask=wanted, other=0).to(tl.int32)
+            bits = tl.load(p + 27 + factor, mask=in_range, other=0).to(tl.int32)
             value = (value.to(tl.float32) * bits.to(tl.float32, bitcast=True)).to(
                 TARGET
             )
         elif SOURCE != TARGET:
             value = value.to(tl.float32).to(TARGET)
-        tl.store(target_base + (target * WIDTH + lanes), value, mask=wanted)
+        tl.store(target_base + (target * WIDTH + lanes), value, mask=in_range)

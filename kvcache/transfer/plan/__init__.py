@@ -1,1 +1,1 @@
-"""What moves between two KV caches, in which pieces, by which way, at what cost."""
+"""Planning of a transfer between two KV caches: pieces, strategy and estimated cost."""

@@ -1,18 +1,19 @@
 """Block copies: equal pieces of blocks, from one paged memory to another.
 
-A paged memory is an array in some order of axes (kvcache/layout.py) with a block table: the pool of
-a rank, or a slot of staging memory. The tokens of a sequence are cut wherever a block of either
-side ends, so a piece lies in one block on both sides: some tokens of some heads, in all layers and
-components. Pieces of equal size make one BlockCopy, the only thing that is ever read, placed or
-counted:
+A paged memory is an array in some order of axes (kvcache/layout.py) with a block table:
+the pool of a rank, or a slot of staging memory. The tokens of a sequence are cut
+wherever a block of either side ends. So a piece lies in one block on both sides, and
+contains some tokens of some heads, in all layers and components. Pieces of equal size
+make one BlockCopy, the only thing that is ever read, placed or counted:
 
     descriptors(copies)   READs of the longest runs that are contiguous on both sides
     place                 strided copies, by torch (move/place.py) or by a kernel
 
-A run starts as the elements of one head of one token. An axis whose stride is the run's length on
-BOTH sides lengthens the run by its size, until none does; the other axes give the offsets of an
-outer product. Both sides being mixed-radix numbers, no piece has fewer runs; runs of different
-pieces that follow each other on both sides are merged.
+A run starts as the elements of one head of one token. An axis whose stride is the run's
+length on BOTH sides lengthens the run by its size. This repeats until no axis does; the
+other axes give the offsets of an outer product. Both sides are mixed-radix numbers, so
+no division of a piece has fewer runs. Runs of different pieces that follow each other
+on both sides are merged.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +27,8 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import Endpoint, HeadGroup, IntArray, PlanError
 
-Factors = (
-    tuple[float, ...] | None
-)  # of the elements, by layer and component, if they change
+# Factors of the elements, by layer and component; None: the scales are equal.
+Factors = tuple[float, ...] | None
 
 
 class Side(NamedTuple):
@@ -40,7 +40,10 @@ class Side(NamedTuple):
     base: int = 0  # bytes to the memory's first block
 
     def places(self, tokens: IntArray) -> IntArray:
-        """Byte offsets of tokens: of the first copied head's first element in layer 0."""
+        """Byte offsets of tokens.
+
+        Each is the offset of the first copied head's first element in layer 0.
+        """
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
         places: IntArray = self.blocks[ordinals] * strides["B"] + within * strides["N"]
@@ -50,7 +53,7 @@ class Side(NamedTuple):
 class BlockCopy(NamedTuple):
     """Equal pieces: `tokens` tokens of `heads` heads in all layers and components."""
 
-    owner: int  # rank of P whose memory is the source; no meaning if that is a slot
+    owner: int  # rank of P whose memory is the source; unused if the source is a slot
     source: KVLayout
     target: KVLayout
     heads: int
@@ -61,16 +64,15 @@ class BlockCopy(NamedTuple):
     @property
     def piece_bytes(self) -> int:
         """Bytes of one piece, in the source's dtype."""
-        return (
-            self.tokens * self.heads * self.source.token_bytes // self.source.num_heads
-        )
+        token_bytes = self.heads * self.source.token_bytes // self.source.num_heads
+        return self.tokens * token_bytes
 
     @property
     def nbytes(self) -> int:
         return len(self.sources) * self.piece_bytes
 
     def part(self, first: int, count: int) -> "BlockCopy":
-        """`count` of the pieces, from number `first` on."""
+        """A copy of only `count` pieces, from number `first` on."""
         pieces = slice(first, first + count)
         return self._replace(sources=self.sources[pieces], targets=self.targets[pieces])
 
@@ -80,13 +82,15 @@ class BlockCopy(NamedTuple):
 
 
 class Axis(NamedTuple):
+    """One axis of a piece, on both sides of a copy."""
+
     size: int
     source_stride: int  # bytes
     target_stride: int
 
 
 class Shape(NamedTuple):
-    """A piece as an outer product: runs of `run_bytes`, one at each index of the axes."""
+    """A piece as an outer product: one run of `run_bytes` at each index of the axes."""
 
     run_bytes: int
     axes: tuple[Axis, ...]  # outermost of the target first
@@ -97,7 +101,10 @@ class Shape(NamedTuple):
 
 
 class ReadDescriptors(NamedTuple):
-    """The runs to read from one rank of P: three i64[n], in bytes; offsets from a memory's base."""
+    """The runs to read from one rank of P.
+
+    Three i64[n], in bytes; offsets count from the base of a memory.
+    """
 
     remote_rank: int
     remote_offsets: IntArray
@@ -110,23 +117,30 @@ class ReadDescriptors(NamedTuple):
 
 
 class _Runs(NamedTuple):
+    """Contiguous runs of a copy: three i64[n], in bytes."""
+
     sources: IntArray
     targets: IntArray
     lengths: IntArray
 
 
-@lru_cache(maxsize=64)  # the chunks of a pull, and of the next one
+@lru_cache(maxsize=64)  # enough for the chunks of one pull and of the next one
 def pieces(
     start: int, stop: int, *block_sizes: int
 ) -> tuple[tuple[int, IntArray], ...]:
-    """Tokens [start, stop), cut at every block border: (length, starts) of pieces of one length."""
+    """Cuts tokens [start, stop) at every block border of both sides.
+
+    Returns:
+        For each length of pieces: (length, first tokens of the pieces).
+    """
     if start >= stop:
         return ()
-    borders = (
+    borders = [
         np.arange(start - start % size + size, stop, size) for size in block_sizes
-    )
+    ]
     cuts = np.unique(np.concatenate([[start, stop], *borders]))
-    starts, lengths = cuts[:-1], np.diff(cuts)
+    starts = cuts[:-1]
+    lengths = np.diff(cuts)
     return tuple(
         (length, starts[lengths == length]) for length in np.unique(lengths).tolist()
     )
@@ -138,35 +152,57 @@ def cut(
     target: Side,
     heads: int,
     tokens: range,
-    turn: IntArray | None = None,
+    is_from_owner: IntArray | None = None,
 ) -> Iterator[BlockCopy]:
-    """Tokens of a sequence as copies between two paged memories.
+    """Cuts tokens of a sequence into copies between two paged memories.
 
     Args:
-        turn: bool[n], the source's blocks that are read from this owner; None: all.
+        is_from_owner: bool[n], the source's blocks that are read from this owner; None:
+            all of them.
     """
-    sizes = source.layout.block_size, target.layout.block_size
-    for length, starts in pieces(tokens.start, tokens.stop, *sizes):
-        mine = starts if turn is None else starts[turn[starts // sizes[0]]]
-        if len(mine):
-            places = source.places(mine), target.places(mine)
-            yield BlockCopy(owner, source.layout, target.layout, heads, length, *places)
+    source_size = source.layout.block_size
+    target_size = target.layout.block_size
+    for length, starts in pieces(tokens.start, tokens.stop, source_size, target_size):
+        if is_from_owner is not None:
+            starts = starts[is_from_owner[starts // source_size]]
+        if len(starts):
+            yield BlockCopy(
+                owner=owner,
+                source=source.layout,
+                target=target.layout,
+                heads=heads,
+                tokens=length,
+                sources=source.places(starts),
+                targets=target.places(starts),
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The KV that one rank of D wants of one sequence: all layers and components of its heads. With
-    a dcp, tokens and blocks are those of this rank."""
+    """The KV that one rank of D wants of one sequence.
+
+    It consists of all layers and components of the rank's heads. With a dcp, tokens and
+    blocks are those of this rank.
+
+    Attributes:
+        remote: by rank.
+        groups: the wanted heads, by their owners.
+        local_blocks: i64, D's block table from token 0 on.
+        remote_blocks: i64, P's block table from token 0 on.
+        lanes: i64, for each block of P, the rank of its holder in the holder's
+            context-parallel group.
+        shift: where heads have copies, rotates the owners that blocks are read from.
+    """
 
     local: Endpoint
-    remote: tuple[Endpoint, ...]  # by rank
+    remote: tuple[Endpoint, ...]
     total_kv_heads: int
-    groups: tuple[HeadGroup, ...]  # the wanted heads, by their owners
+    groups: tuple[HeadGroup, ...]
     tokens: range
-    local_blocks: IntArray  # i64, D's block table from token 0 on
-    remote_blocks: IntArray  # i64, P's
-    lanes: IntArray  # i64, for each block of P: the holder's rank in its context-parallel group
-    shift: int  # with copies of a head, rotates the owners that blocks are read from
+    local_blocks: IntArray
+    remote_blocks: IntArray
+    lanes: IntArray
+    shift: int
     factors: Factors
 
     @property
@@ -176,7 +212,7 @@ class Transfer:
 
     @property
     def remote_ordinals(self) -> range:
-        """The tokens' blocks, as indices into P's block table."""
+        """The blocks of the tokens, as indices into P's block table."""
         return range(
             self.tokens.start // self.block_size,
             -(-self.tokens.stop // self.block_size),
@@ -184,11 +220,10 @@ class Transfer:
 
     @property
     def converts(self) -> bool:
-        """Whether the two sides differ in dtype or scales."""
-        return (
-            self.local.layout.dtype != self.remote[0].layout.dtype
-            or self.factors is not None
-        )
+        """True if the two sides differ in dtype or scales."""
+        if self.factors is not None:
+            return True
+        return self.local.layout.dtype != self.remote[0].layout.dtype
 
     @property
     def token_bytes(self) -> int:
@@ -203,11 +238,15 @@ class Transfer:
         return len(self.tokens) * self.token_bytes
 
     def part(self, start: int, stop: int) -> "Transfer":
-        """The same for tokens [start, stop)."""
+        """The same transfer, restricted to tokens [start, stop)."""
         return replace(self, tokens=range(start, stop))
 
     def copies(self, tokens: range | None = None) -> Iterator[BlockCopy]:
-        """Copies straight from P's memory into D's pool; of all tokens, or of `tokens`."""
+        """Copies straight from P's memory into D's pool.
+
+        Args:
+            tokens: the tokens to copy; None: all tokens of the transfer.
+        """
         for group in self.groups:
             side = self.target(group)
             yield from self.copies_from(group, group.heads, side, tokens or self.tokens)
@@ -222,19 +261,22 @@ class Transfer:
     def copies_from(
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
-        """Copies of `heads` into `target`; the group's owners take turns, block by block."""
+        """Copies of `heads` into `target`.
+
+        The group's owners take turns, block by block.
+        """
         dcp = self.remote[0].dcp
-        count, turn = len(group.owners) // dcp, None
-        whose = (
-            np.arange(len(self.remote_blocks)) + self.shift
-        ) % count * dcp + self.lanes
+        num_copies = len(group.owners) // dcp
+        copy_numbers = (np.arange(len(self.remote_blocks)) + self.shift) % num_copies
+        owner_indices = copy_numbers * dcp + self.lanes
+        is_from_owner = None
         for index, owner in enumerate(group.owners):
             end = self.remote[owner]
             head = heads.start - end.heads(self.total_kv_heads).start
             source = Side(end.layout, self.remote_blocks, head=head)
             if len(group.owners) > 1:
-                turn = whose == index
-            yield from cut(owner, source, target, len(heads), tokens, turn)
+                is_from_owner = owner_indices == index
+            yield from cut(owner, source, target, len(heads), tokens, is_from_owner)
 
 
 def check_blocks(
@@ -245,8 +287,11 @@ def check_blocks(
     tokens: range,
     first: int = 0,
 ) -> IntArray:
-    """A block table as i64[n], after a check that the tokens' blocks are in the pool, from id
-    `first` on: 1 where tables have gaps. `name` is for errors.
+    """Checks that the tokens' blocks are in the pool, and returns the table as i64[n].
+
+    Args:
+        name: the table's name, for errors.
+        first: the lowest valid block id: 1 where tables have gaps, else 0.
 
     Raises:
         PlanError: the table is too short, or names a block outside the pool.
@@ -254,35 +299,39 @@ def check_blocks(
     table = np.array(ids, np.int64).reshape(-1)
     if not tokens:
         return table
-    needed = -(-tokens.stop // block_size)
-    if len(table) < needed:
+    num_needed = -(-tokens.stop // block_size)
+    if len(table) < num_needed:
         raise PlanError(
             f"{name} has {len(table)} blocks of {block_size} tokens; "
-            f"{tokens.stop} tokens need {needed}"
+            f"{tokens.stop} tokens need {num_needed}"
         )
-    used = table[tokens.start // block_size : needed]
+    used = table[tokens.start // block_size : num_needed]
     for block in (int(used.min()), int(used.max())):
         if not first <= block < num_blocks:
             raise PlanError(
-                f"{name} names block {block}; the pool has blocks {first} to {num_blocks - 1}"
+                f"{name} names block {block}; "
+                f"the pool has blocks {first} to {num_blocks - 1}"
             )
     return table
 
 
 def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
-    """The fewest READs for all these copies, by rank of P; runs are in the target's order."""
-    by_owner: dict[int, list[_Runs]] = {}
+    """The fewest READs for all these copies, by rank of P.
+
+    Runs are in the target's order.
+    """
+    runs_by_owner: dict[int, list[_Runs]] = {}
     for copy in copies:
-        by_owner.setdefault(copy.owner, []).append(_expand(copy))
-    joined = {
-        owner: _merge(_Runs(*map(np.concatenate, zip(*parts, strict=True))))
-        for owner, parts in sorted(by_owner.items())
-    }
-    return tuple(ReadDescriptors(owner, *runs) for owner, runs in joined.items())
+        runs_by_owner.setdefault(copy.owner, []).append(_expand(copy))
+    reads: list[ReadDescriptors] = []
+    for owner, parts in sorted(runs_by_owner.items()):
+        runs = _Runs(*map(np.concatenate, zip(*parts, strict=True)))
+        reads.append(ReadDescriptors(owner, *_merge(runs)))
+    return tuple(reads)
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
-    """An upper bound, a few above the number, of the runs in `descriptors(copies)`."""
+    """The number of runs in `descriptors(copies)`, or a few more: an upper bound."""
     return sum(
         len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies
     )
@@ -291,7 +340,8 @@ def count_descriptors(copies: Iterable[BlockCopy]) -> int:
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
     """The runs of a piece, for sides of the same dtype."""
-    reads, writes = source.byte_strides, target.byte_strides
+    source_strides = source.byte_strides
+    target_strides = target.byte_strides
     sizes = {
         "H": heads,
         "L": source.num_layers,
@@ -299,49 +349,59 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
         "N": tokens,
     }
     axes = [
-        Axis(size, reads[name], writes[name])
+        Axis(size, source_strides[name], target_strides[name])
         for name, size in sizes.items()
         if size > 1
     ]
     axes.sort(key=lambda axis: axis.target_stride)
-    run = source.head_dim * source.itemsize
-    left: list[Axis] = []
+    run_bytes = source.head_dim * source.itemsize
+    outer_axes: list[Axis] = []
     for axis in axes:
-        if axis.source_stride == run == axis.target_stride:
-            run *= axis.size
+        if axis.source_stride == run_bytes == axis.target_stride:
+            run_bytes *= axis.size
         else:
-            left.append(axis)
-    return Shape(run, tuple(reversed(left)))
+            outer_axes.append(axis)
+    return Shape(run_bytes, tuple(reversed(outer_axes)))
 
 
 def _joined_pieces(copy: BlockCopy) -> _Runs:
-    """The first run of each piece, with neighbours merged; the other runs merge alike."""
+    """The first run of each piece, with neighbours merged.
+
+    The other runs of the pieces merge in the same way.
+    """
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
     return _merge(_Runs(copy.sources, copy.targets, lengths))
 
 
 def _expand(copy: BlockCopy) -> _Runs:
     """The copy's runs: an outer product, in the target's order if it has one."""
-    pieces, axes = _joined_pieces(copy), copy.shape.axes
-    reach = int(pieces.targets[-1] - pieces.targets[0])
-    grid = [
-        _Runs(*(np.arange(axis.size) * step for step in (*axis[1:], 0)))
-        for axis in axes
-    ]
-    grid.insert(sum(axis.target_stride > reach for axis in axes), pieces)
-    return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*grid, strict=True)))
+    first_runs = _joined_pieces(copy)
+    axes = copy.shape.axes
+    target_extent = int(first_runs.targets[-1] - first_runs.targets[0])
+    factors: list[_Runs] = []
+    for axis in axes:
+        index = np.arange(axis.size)
+        source_offsets = index * axis.source_stride
+        target_offsets = index * axis.target_stride
+        factors.append(_Runs(source_offsets, target_offsets, lengths=index * 0))
+    # Axes with a longer stride than the pieces' extent are outside of the pieces.
+    num_outside = sum(axis.target_stride > target_extent for axis in axes)
+    factors.insert(num_outside, first_runs)
+    return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*factors, strict=True)))
 
 
-def _outer_sum(some: IntArray, others: IntArray) -> IntArray:
-    return np.add.outer(some, others).reshape(-1)
+def _outer_sum(first: IntArray, second: IntArray) -> IntArray:
+    return np.add.outer(first, second).reshape(-1)
 
 
 def _merge(runs: _Runs) -> _Runs:
-    """Sorts runs by target, and joins those that follow each other on both sides."""
+    """Sorts runs by target, and joins runs that follow each other on both sides."""
     sources, targets, lengths = runs
     if (targets[1:] < targets[:-1]).any():
         order = np.argsort(targets, kind="stable")
-        sources, targets, lengths = sources[order], targets[order], lengths[order]
+        sources = sources[order]
+        targets = targets[order]
+        lengths = lengths[order]
     follows = sources[1:] == (sources + lengths)[:-1]
     follows &= targets[1:] == (targets + lengths)[:-1]
     if not follows.any():

@@ -1,9 +1,9 @@
-"""The cost of moving bytes over a link, for the planner, and its measurement at first contact.
+"""The cost of moving bytes over a link, for the planner, measured at first contact.
 
-Two probes separate the cost of a descriptor from that of a byte: a few long runs and many short
-ones. Both read the peer's null block, which always exists and holds no KV. The caller reads and
-takes the time. Long runs grow only while they are quick, so that a slow link is not busy with them
-for seconds.
+Two probes separate the cost of a descriptor from the cost of a byte: one has a few long
+runs, the other many short runs. Both read the peer's null block, which always exists
+and contains no KV. The caller carries out the READs and measures their time. The long
+probe grows only while it is quick, so that a slow link is not busy with it for seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,38 +15,53 @@ import numpy as np
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descriptors
 from kvcache.transfer.plan.endpoint import Endpoint
 
-_FIRST_BYTES, _GROWTH, _ENOUGH_S = 256 << 10, 4, 0.002
-_SHORT_RUNS, _SHORT_BYTES = 512, 256
+_FIRST_PROBE_BYTES = 256 << 10
+_PROBE_GROWTH = 4  # factor between two long probes
+_MIN_PROBE_S = 0.002  # a long probe that takes less is too short to measure the link
+_NUM_SHORT_RUNS = 512
+_SHORT_RUN_BYTES = 256
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of one link, above 0, calibrated at first contact or configured."""
+    """Constants of one link, above 0, measured at first contact or configured.
+
+    Attributes:
+        overlaps: one chunk can be read while another is placed; False if READs are CPU
+            copies.
+    """
 
     per_descriptor_s: float
     bytes_per_s: float
     reformat_bytes_per_s: float
-    overlaps: bool = (
-        True  # one chunk is read while another is placed; not if READs are CPU copies
-    )
+    overlaps: bool = True
 
     def __str__(self) -> str:
-        read, place = self.bytes_per_s / 1e9, self.reformat_bytes_per_s / 1e9
-        microseconds = self.per_descriptor_s * 1e6
-        return f"{microseconds:.2f} us per descriptor, {read:.2f} GB/s, reformat {place:.2f} GB/s"
+        per_descriptor_us = self.per_descriptor_s * 1e6
+        read_gb_per_s = self.bytes_per_s / 1e9
+        place_gb_per_s = self.reformat_bytes_per_s / 1e9
+        return (
+            f"{per_descriptor_us:.2f} us per descriptor, {read_gb_per_s:.2f} GB/s, "
+            f"reformat {place_gb_per_s:.2f} GB/s"
+        )
 
     @classmethod
     def configured(cls, numbers: Sequence[float], device: str) -> "CostModel | None":
-        """From (us per descriptor, GB/s of reading, GB/s of placing); None from no numbers.
+        """The model of configured numbers; None if there are none.
 
         Args:
+            numbers: us per descriptor, GB/s of reading, GB/s of placing.
             device: "cpu" or "cuda".
         """
         if not numbers:
             return None
-        per_descriptor_us, read, place = numbers
-        overlaps = DEFAULT_COSTS[device].overlaps
-        return cls(per_descriptor_us * 1e-6, read * 1e9, place * 1e9, overlaps)
+        per_descriptor_us, read_gb_per_s, place_gb_per_s = numbers
+        return cls(
+            per_descriptor_s=per_descriptor_us * 1e-6,
+            bytes_per_s=read_gb_per_s * 1e9,
+            reformat_bytes_per_s=place_gb_per_s * 1e9,
+            overlaps=DEFAULT_COSTS[device].overlaps,
+        )
 
     def read_s(self, descriptors: int, nbytes: int) -> float:
         """Seconds to read `nbytes` in `descriptors` pieces."""
@@ -55,14 +70,17 @@ class CostModel:
     def staged_s(
         self, read_s: float, place_s: float, chunks: int, last_share: float
     ) -> float:
-        """Seconds of a staged transfer whose reading and placing take so long alone.
+        """Seconds of a staged transfer.
 
         Args:
+            read_s: seconds of reading alone.
+            place_s: seconds of placing alone.
             last_share: share of the last chunk in all bytes.
         """
         if not self.overlaps:
             return read_s + place_s
-        # Reading and placing overlap, but for the first chunk's read or the last one's placing.
+        # Reading and placing overlap, except for reading the first chunk or placing the
+        # last one.
         return max(read_s + place_s * last_share, place_s + read_s / chunks)
 
 
@@ -73,85 +91,108 @@ DEFAULT_COSTS = {
 
 
 class Sample(NamedTuple):
-    """One probe, timed."""
+    """One probe and its measured time.
+
+    Attributes:
+        at_once: the READ ended within its post, because the posting thread copied.
+    """
 
     descriptors: int
     nbytes: int
     seconds: float
-    at_once: bool = False  # the READ ended within its post: the posting thread copied
+    at_once: bool = False
 
 
 def measure_link(
     remote: Endpoint,
-    room: int,
-    most_bytes: int,
+    target_bytes: int,
+    max_bytes: int,
     read: Callable[[ReadDescriptors], Sample],
 ) -> tuple[Sample, Sample]:
-    """A probe of few long runs and one of many short runs.
+    """Measures a probe of few long runs and one of many short runs.
 
     Args:
-        room: bytes of the memory that is read into; runs may overwrite each other.
-        most_bytes: bound of the long probe.
+        target_bytes: size of the memory that is read into; runs may overwrite each
+            other.
+        max_bytes: bound of the long probe.
         read: carries out a probe; local offsets count from the start of that memory.
     """
-    many, nbytes = (
-        probe(remote, room, _SHORT_RUNS * _SHORT_BYTES, _SHORT_BYTES),
-        _FIRST_BYTES,
-    )
-    read(many)  # connects, and makes memory resident
-    short, long = read(many), read(probe(remote, room, min(nbytes, most_bytes)))
-    while (
-        long.seconds < _ENOUGH_S and nbytes < most_bytes * _GROWTH
-    ):  # the last one twice: it was
-        nbytes *= _GROWTH  # the first use of some of the memory
-        long = read(probe(remote, room, min(nbytes, most_bytes)))
+    short_bytes = _NUM_SHORT_RUNS * _SHORT_RUN_BYTES
+    short_probe = probe(remote, target_bytes, short_bytes, _SHORT_RUN_BYTES)
+    read(short_probe)  # connects, and makes the memory resident
+    short = read(short_probe)
+    nbytes = _FIRST_PROBE_BYTES
+    long = read(probe(remote, target_bytes, min(nbytes, max_bytes)))
+    # The largest probe is read twice: the first time was also the first use of some of
+    # the memory.
+    while long.seconds < _MIN_PROBE_S and nbytes < max_bytes * _PROBE_GROWTH:
+        nbytes *= _PROBE_GROWTH
+        long = read(probe(remote, target_bytes, min(nbytes, max_bytes)))
     return long, short
 
 
 def probe(
-    remote: Endpoint, room: int, nbytes: int, run_bytes: int | None = None
+    remote: Endpoint, target_bytes: int, nbytes: int, run_bytes: int | None = None
 ) -> ReadDescriptors:
-    """About `nbytes` of READs of the null block, repeatedly, in the longest possible runs.
+    """About `nbytes` of READs of the null block, repeated, in the longest possible
+    runs.
 
     Args:
-        room: bytes of the memory that is read into; later runs overwrite the first ones.
+        target_bytes: size of the memory that is read into; later runs overwrite the
+            first ones.
         run_bytes: bound of a run.
     """
-    layout, start = remote.layout, np.zeros(1, np.int64)
+    layout = remote.layout
+    start = np.zeros(1, np.int64)
     block = BlockCopy(
-        0, layout, layout, layout.num_heads, layout.block_size, start, start
+        owner=0,
+        source=layout,
+        target=layout,
+        heads=layout.num_heads,
+        tokens=layout.block_size,
+        sources=start,
+        targets=start,
     )
     (runs,) = descriptors([block])
     length = int(runs.lengths[0])
-    size = min(run_bytes or length, length, nbytes, room)
-    starts = np.add.outer(
-        runs.remote_offsets, np.arange(0, length - size + 1, size)
-    ).reshape(-1)
-    starts = np.resize(starts, max(1, nbytes // size))
-    local = np.arange(len(starts)) * size % (room - size + 1)
-    return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))
+    size = min(run_bytes or length, length, nbytes, target_bytes)
+    offsets = np.arange(0, length - size + 1, size)
+    remote_offsets = np.add.outer(runs.remote_offsets, offsets).reshape(-1)
+    remote_offsets = np.resize(remote_offsets, max(1, nbytes // size))
+    num_runs = len(remote_offsets)
+    return ReadDescriptors(
+        remote_rank=remote.rank,
+        remote_offsets=remote_offsets,
+        local_offsets=np.arange(num_runs) * size % (target_bytes - size + 1),
+        lengths=np.full(num_runs, size),
+    )
 
 
 def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel:
     """The two constants that explain both samples, and the default speed of placing.
 
-    A run of a probe costs p + bytes / w: two equations in p and 1 / w. A solution that noise makes
-    negative is replaced by a negligible one. If the posting thread copies, placing is such a copy
-    as well, and nothing overlaps. Raises ValueError if both samples have the same bytes per run.
+    A run of a probe costs p + bytes / w, which gives two equations in p and 1 / w. If
+    noise makes a solution negative, a negligible value replaces it. If the posting
+    thread copies, placing is such a copy as well, and nothing overlaps.
+
+    Raises:
+        ValueError: both samples have the same bytes per run.
     """
     determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
     if determinant == 0:
         raise ValueError(
             f"probes {long} and {short} are alike; use runs of two lengths"
         )
-    per_descriptor = (
-        long.seconds * short.nbytes - short.seconds * long.nbytes
-    ) / determinant
-    per_byte = (
-        long.descriptors * short.seconds - short.descriptors * long.seconds
-    ) / determinant
-    bytes_per_s = 1 / max(per_byte, 1e-13)
-    copies = long.at_once and short.at_once
-    place = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s
-    place = min(place, bytes_per_s) if copies else place
-    return CostModel(max(per_descriptor, 1e-8), bytes_per_s, place, overlaps=not copies)
+    per_descriptor = long.seconds * short.nbytes - short.seconds * long.nbytes
+    per_byte = long.descriptors * short.seconds - short.descriptors * long.seconds
+    bytes_per_s = 1 / max(per_byte / determinant, 1e-13)
+    reads_are_copies = long.at_once and short.at_once
+    place_bytes_per_s = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s
+    if reads_are_copies:
+        place_bytes_per_s = min(place_bytes_per_s, bytes_per_s)
+    return CostModel(
+        per_descriptor_s=max(per_descriptor / determinant, 1e-8),
+        bytes_per_s=bytes_per_s,
+        reformat_bytes_per_s=place_bytes_per_s,
+        overlaps=not reads_are_copies,
+    )

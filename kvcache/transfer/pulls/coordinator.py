@@ -1,30 +1,31 @@
 """The coordinator runs all pulls of a decode engine, on rank 0.
 
-It decides by pull_state.py (one pull) and peers.py (handshakes). This file has the sockets, the
-clock, and the table of pulls that answers and reports belong to. It has no thread of its own: rank
-0's TransferWorker drives it by asking it for commands.
+The decisions are made by pull_state.py (one pull), handshakes.py and lookups.py. This
+file has the sockets, the clock, and the table of pulls to which answers and reports
+belong. It has no thread of its own: rank 0's TransferWorker drives it by calling
+`receive`.
 """
 
-import heapq
 import selectors
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from socket import socket
 from typing import Any
 
 from kvcache.stripe import Stripe
+from kvcache.transfer.pulls.digest_orders import DigestOrders, Scope, Sums
+from kvcache.transfer.pulls.handshakes import Handshakes
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
+from kvcache.transfer.pulls.lookups import Lookups
 from kvcache.transfer.pulls.messages import (
     UNVERIFIED,
     AddPeer,
     Command,
     DigestOrder,
-    DropPeer,
     Event,
     PeerDecided,
-    PeerKey,
     Pull,
     PullDone,
     PullDrained,
@@ -36,23 +37,25 @@ from kvcache.transfer.pulls.messages import (
     key_of,
 )
 from kvcache.transfer.pulls.peers import (
-    DISTRUSTED,
-    Lookups,
-    Peer,
+    CIRCUIT_OPENED,
+    PeerRecord,
     PeerTable,
+    is_converted,
     misfit_of,
-    unreachable,
+    verification_of,
 )
-from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
+from kvcache.transfer.pulls.pull_state import (
+    Action,
+    Phase,
+    PullState,
+    RecordPeerFailure,
+)
+from kvcache.transfer.pulls.pull_table import PullTable
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.verify.scope import DigestPart, Scope, Sums
-from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
+from protocol.errors import BatonError, InternalError, PullCircuitOpen
 from protocol.handshake import (
-    DIGESTS,
     CompatRecord,
-    EngineMetadata,
     Found,
-    GetMetadata,
     LeaseRequest,
     Lookup,
     Metadata,
@@ -67,24 +70,24 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2
-_MAX_ENDED = (
-    16384  # pulls remembered after their end, so that a late cancel is answered once
-)
-_NEVER = float("inf")
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class PullCoordinator:
-    """Handshakes, renewals, fan-out, the fence.
+    """Runs handshakes, renewals, the orders to all ranks, and the fence of every pull.
 
-    `receive`, `report` and `close` are for the thread of rank 0's worker. Any thread may call the
-    other methods; those that order something leave it to that thread.
+    `receive`, `report` and `close` are for the thread of rank 0's worker. Any thread
+    may call the other methods; what they order is carried out by that thread.
 
     Args:
-        ends: sockets to the other ranks' workers.
+        ends: sockets to the workers of the other ranks.
         compat: of this engine.
         convert: accept peers with another KV dtype.
-        dcp, block_size: of this engine's ranks. With a dcp above 1, peers must have blocks from
-            which the ranks' stripes can be cut.
+        dcp, block_size: of this engine's ranks. With a dcp above 1, the ranks' stripes
+            must be divisible from the peers' blocks.
         verify: which digests are compared before the fence: "off", "sample", "all".
 
     Attributes:
@@ -107,54 +110,70 @@ class PullCoordinator:
         self._num_ranks = len(ends) + 1
         self._settings = settings or PullSettings()
         self._clock = clock
-        self.on_event: Callable[[], None] = lambda: None
+        self._compat = compat
+        self._verify = verify
+        self.on_event: Callable[[], None] = _do_nothing
         self._events: deque[Event] = deque()
         self._counters: Counter[str] = Counter()
+        self._pulls = PullTable()
         self._calls: deque[Callable[[], object]] = deque()
         self._waker = Waker()
         self.wake = self._waker.wake
-        self._selector = selectors.DefaultSelector()  # its data are calls
-        self._selector.register(self._waker, selectors.EVENT_READ, self._obey)
-        on_reply = partial(self._try, self._take_reply)
+        # The data of the selector's keys are calls.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._waker, selectors.EVENT_READ, self._run_calls)
         self._ranks = RankLinks(ends, self._selector, self.report)
         self._commands: list[Command] = []  # for rank 0
+        on_reply = partial(self._try, self._take_reply)
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._due = 0.0  # when `_tick` has something to do
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
         self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._handshakes = Handshakes(
+            self._peers,
+            self._leases,
+            self._settings.connection_timeout_s,
+            clock,
+            broadcast=self._broadcast,
+            pulls_from=self._pulls.at,
+            fail_pull=self._fail_pull,
+            on_decided=self._on_peer_decided,
+        )
         self._lookups = Lookups(
             self._settings, self._peers, self._leases.post, self._emit
         )
-        self._compat, self._verify = compat, verify
-        self._digests: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
-        self._pulls: dict[str, PullState] = {}
-        self._attempts: dict[str, PullState] = {}  # by attempt id, which answers carry
-        self._planned: list[
-            tuple[float, str]
-        ] = []  # heap of (when to tick it, pull id)
-        self._ended: OrderedDict[str, bool] = (
-            OrderedDict()
-        )  # pull id -> PullDrained was emitted
-
-    def knows(self, remote: RemotePrefill) -> bool:
-        """Whether a handshake with its engine is done, so that pulls may begin."""
-        peer = self._peers.get(key_of(remote))
-        return (
-            peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
+        self._digests = DigestOrders(
+            self._num_ranks, compat.total_kv_heads, self._broadcast
         )
 
+    def can_pull_from(self, remote: RemotePrefill) -> bool:
+        """True if pulls may begin.
+
+        The handshake with the engine is complete, and its circuit breaker allows a
+        pull.
+        """
+        peer = self._peers.get(key_of(remote))
+        if peer is None or peer.metadata is None:
+            return False
+        return peer.circuit.allows_pull(self._clock())
+
     def connect(self, remote: RemotePrefill) -> None:
-        """Shakes hands unless that was done. Ends in PeerDecided."""
+        """Begins a handshake unless it is complete. Ends in PeerDecided."""
         self._call(lambda: self._do_connect(remote))
 
-    def look_up(self, pull_id: str, hint: KVHint, asked: Lookup) -> None:
-        """Asks the hinted engine for a reference to its longest prefix. Ends in LookedUp."""
-        self._call(lambda: self._lookups.begin(pull_id, hint, asked, self._clock()))
+    def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
+        """Requests a reference to the hinted engine's longest prefix.
+
+        Ends in LookedUp.
+        """
+        self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        """Keeps the lease alive from now on, before there are blocks to read into; subscribes if
-        there is no lease yet."""
+        """Keeps the lease alive from now on, before there are blocks to read into.
+
+        Subscribes if there is no lease yet.
+        """
         self._call(lambda: self._begin(pull_id, remote))
 
     def pull(
@@ -166,33 +185,43 @@ class PullCoordinator:
         local_block_ids: Sequence[int],
         reach: int = 0,
     ) -> None:
-        """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
+        """Reads tokens [token_start, token_stop) into blocks of this engine.
+
+        Every rank reads its share.
 
         Args:
-            local_block_ids: from token 0 of the sequence on, each of this engine's block size
-                times its dcp.
+            local_block_ids: from token 0 of the sequence on, each of this engine's
+                block size times its dcp.
             reach: as in KVGroups.spans.
         """
-        about, span = (key_of(remote), remote.lease_id), (token_start, token_stop)
         order = Pull(
-            pull_id, *about, *span, list(local_block_ids), remote.block_ids, reach
+            pull_id=pull_id,
+            peer=key_of(remote),
+            lease_id=remote.lease_id,
+            token_start=token_start,
+            token_stop=token_stop,
+            local_block_ids=list(local_block_ids),
+            remote_block_ids=remote.block_ids,
+            reach=reach,
         )
         self._call(lambda: self._do_pull(remote, order))
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
-        """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
+        """Gives up a pull in any state. One PullDrained follows.
+
+        Args:
+            lend: see PullState.cancel.
+        """
         self._call(lambda: self._do_cancel(pull_id, lend))
 
     def digest(self, scope: Scope, blocks: tuple[int, ...], reply: Sums) -> None:
-        """Computes a digest of this engine's KV in `blocks`, on every rank. `reply` is called by
-        the worker's thread; must not block."""
+        """Computes a digest of this engine's KV in `blocks`, on every rank.
+
+        Args:
+            reply: called by the worker's thread; must not block.
+        """
         order = DigestOrder(new_id(), scope, blocks)
-
-        def begin() -> None:
-            self._digests[order.pull_id] = scope, reply, []
-            self._broadcast(order)
-
-        self._call(begin)
+        self._call(lambda: self._digests.begin(order, reply))
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -208,11 +237,17 @@ class PullCoordinator:
         """Ended handshakes by outcome: "ok", or the code of the error."""
         return dict(self._peers.outcomes)
 
-    # -- what rank 0's worker calls
+    # -- called by rank 0's worker
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Handles timers, sockets and calls, waiting at most `timeout_s` for them; returns the
-        commands for rank 0."""
+        """Handles timers, sockets and calls.
+
+        Args:
+            timeout_s: longest wait for them.
+
+        Returns:
+            The commands for rank 0.
+        """
         if self._clock() >= self._due:
             self._try(self._tick)
         timeout_s = min(timeout_s, self._due - self._clock())
@@ -221,7 +256,8 @@ class PullCoordinator:
         for key, _ in self._selector.select(nap_if_short(timeout_s)):
             self._try(key.data)
             self._due = 0.0
-        commands, self._commands = self._commands, []
+        commands = self._commands
+        self._commands = []
         return commands
 
     def report(self, report: Report) -> None:
@@ -229,14 +265,18 @@ class PullCoordinator:
         self._try(self._take_report, report)
 
     def close(self) -> None:
-        """Open pulls' leases, unless untouched, are aborted without an answer."""
+        """Closes all sockets.
+
+        The leases of open pulls are aborted unless they are untouched; no answer is
+        awaited.
+        """
         self._ranks.close()
-        for state in self._pulls.values():
+        for state in self._pulls:
             if not state.is_untouched:
                 self._leases.post(state.address, state.abort())
-        until = time.monotonic() + _CLOSE_LINGER_S
-        while self._leases.has_unsent and time.monotonic() < until:
-            for key, _ in self._selector.select(until - time.monotonic()):
+        deadline = time.monotonic() + _CLOSE_LINGER_S
+        while self._leases.has_unsent and time.monotonic() < deadline:
+            for key, _ in self._selector.select(deadline - time.monotonic()):
                 self._try(key.data)
             self._leases.tick()
         self._leases.close()
@@ -244,181 +284,132 @@ class PullCoordinator:
         self._waker.close()
 
     def _call(self, call: Callable[[], object]) -> None:
+        """Lets the worker's thread make a call."""
         self._calls.append(call)
         self.wake()
 
-    def _obey(self) -> None:
-        """Carries out other threads' calls."""
+    def _run_calls(self) -> None:
+        """Makes the calls of other threads."""
         self._waker.clear()
         for _ in range(len(self._calls)):
             self._try(self._calls.popleft())
 
-    def _try(self, part: Callable[..., Any], *args: Any) -> None:
-        """Does one part of a round. If it raises, all pulls fail, and the other parts are still
-        done: their messages come only once."""
+    def _try(self, call: Callable[..., Any], *args: Any) -> None:
+        """Makes one call of a round. If it raises, all pulls fail.
+
+        The other calls of the round are still made, because their messages come only
+        once.
+        """
         try:
-            part(*args)
-        except Exception:  # a bug of ours: no pull may hang, and later ones shall work
-            logger.exception("pull coordinator")
+            call(*args)
+        except Exception:  # a bug here: no pull may hang, and later pulls must work
+            logger.exception("the pull coordinator failed")
             self._counters["internal_errors"] += 1
-            for state in list(self._pulls.values()):
+            for state in self._pulls:
                 try:
-                    error = InternalError("the pull coordinator failed")
-                    self._perform(state, state.fail(error, self._clock()))
+                    self._fail_pull(state, InternalError("the pull coordinator failed"))
                 except Exception:
                     logger.exception(
-                        "pull coordinator, giving up pull %s", state.pull_id
+                        "the pull coordinator cannot end pull %s", state.pull_id
                     )
 
     def _tick(self) -> None:
         now = self._clock()
         self._leases.tick()
-        asking, late = self._peers.due(now)
-        for peer in asking:
-            peer.nonce = peer.nonce or new_id()
-            self._leases.post(peer.address, GetMetadata(nonce=peer.nonce))
-        for peer in late:
-            self._peer_decided(peer)
+        self._handshakes.send_requests(now)
         self._lookups.tick(now)
-        for address, since in self._leases.unconnected().items():
-            if now - since >= self._settings.connection_timeout_s:
-                self._lost(address)
-        while self._planned and self._planned[0][0] <= now:
-            at, pull_id = heapq.heappop(self._planned)
-            state = self._pulls.get(pull_id)
-            if state is not None and state.planned == at:
-                state.planned = _NEVER
-                self._perform(state, state.tick(now))
-        lost_s = self._settings.connection_timeout_s
-        lost = [since + lost_s for since in self._leases.unconnected().values()]
-        planned = [at for at, _ in self._planned[:1]]
-        waits = (
-            self._peers.deadline(),
+        self._handshakes.drop_lost(now)
+        while (state := self._pulls.pop_due(now)) is not None:
+            self._perform(state, state.tick(now))
+        self._due = min(
             self._leases.deadline(),
+            self._handshakes.deadline(),
             self._lookups.deadline(),
+            self._pulls.next_tick(),
         )
-        self._due = min(*waits, *planned, *lost)
 
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        if (
-            len(self._events) == 1
-        ):  # else it was called, and `drain` has not followed yet
+        # With more events, `on_event` was called and `drain` will follow.
+        if len(self._events) == 1:
             self.on_event()
 
     def _broadcast(self, command: Command) -> None:
         self._commands.append(command)
         self._ranks.broadcast(command)
 
-    # -- connections
-
-    def _pulls_from(self, address: Address) -> list[PullState]:
-        return [state for state in self._pulls.values() if state.address == address]
-
-    def _asked_at(self, address: Address) -> list[Peer]:
-        return [peer for peer in self._peers.at(address) if peer.is_asked]
-
-    def _lost(self, address: Address) -> None:
-        """Nothing listens there: pulls and handshakes that wait for an answer fail now, and the
-        ranks forget the peer, as its memory is not freed while it is mapped here."""
-        now, error = self._clock(), unreachable(address, "cannot be connected to")
-        for peer in self._peers.at(address):
-            self._forget(peer)
-        self._leases.forget(address)
-        for state in self._pulls_from(address):
-            self._perform(state, state.fail(error, now))
-        self._fail_handshakes(address, error)
-
-    def _fail_handshakes(self, address: Address, error: PeerUnreachable) -> None:
-        for peer in self._asked_at(address):
-            self._peers.fail(peer, error, self._clock())
-            self._peer_decided(peer)
-
-    def _forget(self, peer: Peer) -> None:
-        peer.metadata = None
-        if peer.is_announced:
-            peer.is_announced = False
-            self._broadcast(DropPeer(peer.key))
-
-    # -- what the engine asks for
+    # -- calls of the engine
 
     def _do_connect(self, remote: RemotePrefill) -> None:
-        if withheld := self._withheld(remote):
-            self._emit(PeerDecided(key_of(remote), withheld))
+        error = self._circuit_error(remote)
+        if error is not None:
+            self._emit(PeerDecided(key_of(remote), error))
             return
         peer = self._peers.connect(remote, self._clock())
         peer.is_awaited = True
-        self._peer_decided(peer)
+        self._on_peer_decided(peer)
 
     def _begin(self, pull_id: str, remote: RemotePrefill) -> PullState | None:
         """The pull, begun if it is new; None if it has ended."""
-        if pull_id in self._ended or pull_id in self._pulls:
-            return self._pulls.get(pull_id)
-        attempt_id, now = new_id(), self._clock()
-        ours = self._num_ranks, self._settings, attempt_id, now, self._tokens_per_block
-        state = PullState(pull_id, remote, *ours)
-        self._pulls[pull_id] = self._attempts[attempt_id] = state
-        self._perform(state, [])  # the first renewal is planned
+        known_state = self._pulls.get(pull_id)
+        if known_state is not None or self._pulls.has_ended(pull_id):
+            return known_state
+        state = PullState(
+            pull_id,
+            remote,
+            self._num_ranks,
+            self._settings,
+            attempt_id=new_id(),
+            now=self._clock(),
+            tokens_per_block=self._tokens_per_block,
+        )
+        self._pulls.add(state)
+        self._perform(state, [])  # schedules the first renewal
         return state
 
     def _do_pull(self, remote: RemotePrefill, order: Pull) -> None:
-        state, now = self._begin(order.pull_id, remote), self._clock()
+        state = self._begin(order.pull_id, remote)
+        now = self._clock()
         if state is not None and state.phase is Phase.HELD:
             state.pull(order, now)
-            self._offer(state, self._peers.connect(remote, now))
+            self._start_or_fail(state, self._peers.connect(remote, now))
 
     def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)
         if state is not None:
             self._perform(state, state.cancel(self._clock(), lend=lend))
-        elif not self._ended.get(pull_id, False):
-            self._remember(pull_id, drained_told=True)
+        elif not self._pulls.is_drained_reported(pull_id):
+            self._pulls.remember_ended(pull_id, is_drained_reported=True)
             self._emit(PullDrained(pull_id))
 
     # -- peers
 
-    def _take_metadata(self, address: Address, reply: Metadata) -> None:
-        asked = [peer for peer in self._asked_at(address) if peer.nonce == reply.nonce]
-        if asked:
-            self._supersede((reply.engine.engine_id, reply.engine.incarnation), address)
-        for peer in asked:
-            self._peers.metadata_came(peer, reply.engine, self._clock())
-            self._peer_decided(peer)
-
-    def _supersede(self, current: PeerKey, address: Address) -> None:
-        """Fails the pulls from earlier engines at this address: their leases are gone. A restarted
-        server has a new engine id as well as a new incarnation."""
-        for peer in self._peers.at(address):
-            if peer.key != current:
-                self._forget(peer)
-        for state in self._pulls_from(address):
-            if state.key != current:
-                error = LeaseGone(f"prefill server {state.key[0]} was restarted")
-                self._perform(state, state.fail(error, self._clock()))
-
-    def _peer_decided(self, peer: Peer) -> None:
-        """After a handshake, lets everything go on that waits for this peer."""
-        if peer.is_asked:
+    def _on_peer_decided(self, peer: PeerRecord) -> None:
+        """Continues what waits for this peer's handshake, if it has ended."""
+        if peer.is_handshaking:
             return
-        self._lookups.peer_decided(peer, self._clock())
+        self._lookups.on_peer_decided(peer, self._clock())
         if peer.is_awaited:
             peer.is_awaited = False
             self._emit(PeerDecided(peer.key, peer.error))
-        for state in [state for state in self._pulls.values() if state.key == peer.key]:
-            self._offer(state, peer)
+        for state in self._pulls:
+            if state.key == peer.key:
+                self._start_or_fail(state, peer)
 
-    def _offer(self, state: PullState, peer: Peer) -> None:
-        """Starts or fails a waiting pull once its peer's handshake has ended."""
-        if state.phase is not Phase.WAITING or peer.is_asked:
+    def _start_or_fail(self, state: PullState, peer: PeerRecord) -> None:
+        """Starts or fails a waiting pull, if its peer's handshake has ended."""
+        if state.phase is not Phase.WAITING or peer.is_handshaking:
             return
-        now, metadata = self._clock(), peer.metadata
+        now = self._clock()
+        metadata = peer.metadata
         misfit = metadata and misfit_of(state.remote, metadata)
-        if error := peer.error or misfit or self._withheld(state.remote):
+        error = peer.error or misfit or self._circuit_error(state.remote)
+        if error:
             self._perform(state, state.fail(error, now))
             return
         assert metadata is not None, peer.key
-        verified = self._verified(metadata)
+        verified = verification_of(self._compat, metadata, self._verify)
         if not peer.is_announced:
             peer.is_announced = True
             self._broadcast(AddPeer(metadata))
@@ -426,98 +417,76 @@ class PullCoordinator:
                 logger.warning(
                     "KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified]
                 )
-        is_converted = self._is_converted(metadata)
-        self._perform(state, state.peer_ready(now, verified, is_converted=is_converted))
+        converts = is_converted(self._compat, metadata.compat)
+        actions = state.on_peer_ready(now, verified, is_converted=converts)
+        self._perform(state, actions)
 
-    def _verified(self, metadata: EngineMetadata) -> str:
-        """PullDone.verified of pulls from this engine."""
-        if self._verify == "off":
-            return "off"
-        if self._is_converted(metadata):
-            return "converted"
-        return self._verify if metadata.digests == DIGESTS else "peer"
-
-    def _is_converted(self, metadata: EngineMetadata) -> bool:
-        """Whether the KV of this engine has another dtype than ours, or other scales."""
-        ours, theirs = self._compat, metadata.compat
-        return (ours.kv_dtype, ours.kv_scales) != (theirs.kv_dtype, theirs.kv_scales)
-
-    def _reading_from(self, key: PeerKey) -> list[PullState]:
-        return [
-            state for state in self._pulls.values() if state.reads and state.key == key
-        ]
-
-    def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
-        """Why nothing is pulled from there now; None if it may be. A pull that hangs as well would
-        take blocks with it."""
+    def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
+        """Why the circuit breaker allows no pull from there now; None if it does."""
         peer = self._peers.get(key_of(remote))
-        if peer is None or not peer.pulls_failed:
+        if peer is None:
             return None
-        others = self._reading_from(peer.key)
-        hangs = any(state.hangs for state in others)
-        if not hangs and not peer.refuses(self._clock(), busy=bool(others)):
-            return None
-        why = "READs from it hang" if hangs else "the latest pulls failed"
-        return PullWithheld(
-            f"nothing is pulled from prefill server {peer.key[0]} for now: {why}"
+        pulls = self._pulls.reading_from(peer.key)
+        return peer.circuit_error(
+            self._clock(),
+            is_busy=bool(pulls),
+            hangs=any(state.hangs for state in pulls),
         )
+
+    def _record_failure(self, state: PullState, peer: PeerRecord) -> None:
+        """Counts a failed pull. The next pull repeats the handshake."""
+        if peer.record_pull_failure(self._clock()):
+            num_failures = peer.circuit.num_failures
+            logger.warning(CIRCUIT_OPENED, peer.key[0], *state.address, num_failures)
 
     # -- actions
 
+    def _fail_pull(self, state: PullState, error: BatonError) -> None:
+        self._perform(state, state.fail(error, self._clock()))
+
     def _perform(self, state: PullState, actions: Iterable[Action]) -> None:
+        """Carries out a pull's actions, and schedules its next tick."""
         try:
             for action in actions:
-                self._send(state, action)
+                self._perform_one(state, action)
         finally:
             if state.phase is not Phase.ENDED:
-                if (at := state.deadline()) < state.planned:
-                    state.planned = at
-                    heapq.heappush(self._planned, (at, state.pull_id))
-            elif self._pulls.pop(state.pull_id, None) is not None:
-                del self._attempts[state.attempt_id]
-                self._remember(state.pull_id, state.drained_told)
+                self._pulls.schedule(state)
+            else:
+                self._pulls.end(state)
 
-    def _remember(self, pull_id: str, drained_told: bool) -> None:
-        self._ended[pull_id] = drained_told
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _send(self, state: PullState, action: Action) -> None:
+    def _perform_one(self, state: PullState, action: Action) -> None:
         peer = self._peers.of(state.remote)
-        if isinstance(
-            action, SuspectPeer | PullStuck
-        ):  # the next pull shakes hands anew
-            if peer.pull_failed(self._clock()):
-                logger.warning(DISTRUSTED, peer.key[0], *state.address)
-        elif isinstance(action, PullDone):  # trusted again, unless another pull hangs
-            if not any(other.hangs for other in self._reading_from(peer.key)):
-                peer.pulls_failed, peer.no_pulls_until = 0, 0.0
+        if isinstance(action, RecordPeerFailure | PullStuck):
+            self._record_failure(state, peer)
+        elif isinstance(action, PullDone):
+            # The circuit stays as it is while another pull from the peer hangs.
+            if not any(other.hangs for other in self._pulls.reading_from(peer.key)):
+                peer.circuit.record_success()
         if isinstance(action, LeaseRequest | Subscribe):
             self._leases.post(state.address, action)
         elif isinstance(action, Command):
             self._broadcast(action)
-        elif not isinstance(action, SuspectPeer):
+        elif not isinstance(action, RecordPeerFailure):
             self._emit(action)
 
-    # -- what comes in
+    # -- reports and replies
 
     def _take_report(self, report: Report) -> None:
-        if state := self._pulls.get(report.pull_id):
-            self._perform(state, state.reported(report, self._clock()))
-        elif report.pull_id in self._digests and isinstance(report, RankEnded):
-            scope, reply, parts = self._digests[report.pull_id]
-            parts.append(report.part)
-            if len(parts) == self._num_ranks:
-                del self._digests[report.pull_id]
-                reply(scope.merged(parts, self._compat.total_kv_heads))
+        state = self._pulls.get(report.pull_id)
+        if state is not None:
+            self._perform(state, state.on_report(report, self._clock()))
+        elif isinstance(report, RankEnded):
+            self._digests.on_report(report)
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Found):
-            self._lookups.answered(address, reply, self._clock())
+            self._lookups.on_reply(address, reply, self._clock())
         elif isinstance(reply, Metadata):
-            self._take_metadata(address, reply)
+            self._handshakes.on_metadata(address, reply)
         elif isinstance(reply, Refused):
-            message = f"{address[0]}:{address[1]} refused us: {reply.reason}"
-            self._fail_handshakes(address, PeerUnreachable(message))
-        elif state := self._attempts.get(reply.nonce.partition("-")[2]):
-            self._perform(state, state.answered(reply, self._clock()))
+            self._handshakes.on_refused(address, reply.reason)
+        else:
+            state = self._pulls.of_nonce(reply.nonce)
+            if state is not None:
+                self._perform(state, state.on_reply(reply, self._clock()))

@@ -1,25 +1,30 @@
 """Pulling a prompt's KV out of a prefill server: the events, commands and reports.
 
-    engine thread --calls--> PullCoordinator --commands--> TransferWorker of each rank --READs--> P
-                 <--events--      (rank 0)   <--reports--
+    engine thread --calls--> PullCoordinator --commands--> TransferWorker --READs--> P
+                 <--events--   (on rank 0)  <--reports--   of each rank
                                      |
-                                     `--- side channel: metadata, renewals, the fence ---> P
+                                     `--- side channel: metadata, renewals, fence ---> P
 
-pull_state.py and peers.py decide, without I/O and without a clock; coordinator.py and worker.py are
-the threads around them.
+pull_state.py and peers.py decide, without I/O and without a clock. coordinator.py and
+worker.py are the threads around them.
 
 Rules for the engine:
-- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up. A remote with a
-  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed report progress, and
-  `pull` may come at any time; the blocks that P has are read cut after cut, with one fence.
-- A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained. PullFailed may
-  come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
-- PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
-- `cancel` is always followed by exactly one PullDrained, even for a pull that has ended or was
-  never held. An event that was already on its way may come before it, and a PullStuck when READs
-  do not end within the grace: their blocks are as undrained as those of a failed pull.
+- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.
+- A remote with a `transfer_id` has no lease yet. `hold` subscribes, PullBegun and
+  PullSealed report progress, and `pull` may come at any time. The blocks that P has are
+  read cut by cut, with one fence at the end.
+- A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained.
+- PullFailed may come before `pull` was called, when the lease turns out to have ended.
+  `pull` is ignored then.
+- PullFailed(drained=False): bytes may still arrive in the pull's blocks, until
+  PullDrained comes.
+- `cancel` is always followed by exactly one PullDrained, even for a pull that has ended
+  or was never held. An event that was already queued may come before it. So may a
+  PullStuck, when READs do not end within the grace: until PullDrained their blocks may
+  still be written to, like those of a failed pull.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -31,50 +36,71 @@ from protocol.messages import ErrorInfo, KVHint, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
+# Why a pull was not verified, by PullDone.verified.
 UNVERIFIED = {
-    "converted": "its bytes are others by design: it has another KV dtype or other KV scales",
-    "peer": "it computes no digests, or others; use the same version of Baton",
+    "converted": (
+        "the two servers have another KV dtype or other KV scales, so the bytes differ"
+    ),
+    "peer": (
+        "the prefill server computes no digests, or another kind of digest; "
+        "use the same version of Baton on both"
+    ),
 }
-PATHS = (
-    "direct",
-    "staged",
-    "mapped",
-    "mixed",
-    "none",
-)  # mixed: several; none: nothing was read
+# "mixed": several paths were used; "none": nothing was read.
+PATHS = ("direct", "staged", "mapped", "mixed", "none")
+
+
+def joint_path(paths: Iterable[str]) -> str:
+    """The path of a pull whose ranks and cuts took these paths."""
+    used_paths = set(paths) - {"none"}
+    if len(used_paths) > 1:
+        return "mixed"
+    return used_paths.pop() if used_paths else "none"
 
 
 def key_of(remote: RemotePrefill | KVHint) -> PeerKey:
+    """The engine that a reference or hint names."""
     return remote.engine_id, remote.incarnation
 
 
 def address_of(remote: RemotePrefill | KVHint) -> tuple[str, int]:
-    return remote.host, remote.port  # of the side channel
+    """Host and port of the engine's side channel."""
+    return remote.host, remote.port
 
 
 @dataclass(frozen=True)
 class PullSettings:
-    """Every wait of a pull, by name, in seconds."""
+    """The waits of a pull, in seconds.
+
+    Attributes:
+        pull_timeout_s: from the order to read until the last READ has ended.
+        lookup_timeout_s: of a look-up, first contact included; the prompt is computed
+            after it.
+        connection_timeout_s: without a connection to the side channel.
+        fence_retry_s: COMPLETE is repeated after this time, with the same attempt id.
+        renew_interval_s: between two renewals; None: a third of the lease.
+        drain_grace_s: a failed pull's READs may end within this time before its failure
+            is reported.
+        backoff_min_s: after a failed handshake; doubles with every failure.
+    """
 
     handshake_timeout_s: float = 5.0
-    pull_timeout_s: float = 30.0  # from the order to read to the last READ's end
+    pull_timeout_s: float = 30.0
     fence_timeout_s: float = 5.0
-    lookup_timeout_s: float = (
-        1.0  # first contact included; the prompt is computed after it
-    )
-    connection_timeout_s: float = 2.0  # without a connection to the side channel
-    fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
-    renew_interval_s: float | None = None  # a third of the lease
-    drain_grace_s: float = (
-        0.25  # a failed pull's READs may end before its verdict is told
-    )
-    backoff_min_s: float = 1.0  # after a failed handshake, doubling
+    lookup_timeout_s: float = 1.0
+    connection_timeout_s: float = 2.0
+    fence_retry_s: float = 1.0
+    renew_interval_s: float | None = None
+    drain_grace_s: float = 0.25
+    backoff_min_s: float = 1.0
     backoff_max_s: float = 60.0
 
 
 class PeerDecided(msgspec.Struct, frozen=True):
+    """The end of `connect`: pulls from the peer may begin, unless there is an error."""
+
     peer: PeerKey
-    error: BatonError | None = None  # None: pulls from there may begin
+    error: BatonError | None = None
 
 
 class PullBegun(msgspec.Struct, frozen=True):
@@ -85,7 +111,10 @@ class PullBegun(msgspec.Struct, frozen=True):
 
 
 class PullSealed(msgspec.Struct, frozen=True):
-    """P has computed the whole prompt. The remaining blocks are read next, then the fence."""
+    """P has computed the whole prompt.
+
+    The remaining blocks are read next, and the fence follows.
+    """
 
     pull_id: str
     reference: bytes  # kv_transfer_params as JSON
@@ -101,31 +130,51 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 class PullDone(msgspec.Struct, frozen=True):
-    """Every rank has read, and the lease was held until then."""
+    """Every rank has read its share, and the lease was held until then.
+
+    Attributes:
+        nbytes: useful bytes of all ranks.
+        seconds: from `pull` until the fence was passed.
+        path: one of PATHS.
+        fence_s: the part of `seconds` after the last byte.
+        verified: "off", "sample", "all", or a key of UNVERIFIED.
+        is_converted: P's KV has another dtype or other scales, and was converted.
+    """
 
     pull_id: str
-    nbytes: int  # useful bytes, all ranks
+    nbytes: int
     descriptors: int
-    seconds: float  # from `pull` until the fence was passed
-    path: str  # of PATHS
-    fence_s: float = 0.0  # of `seconds`, the part after the last byte
+    seconds: float
+    path: str
+    fence_s: float = 0.0
     num_tokens: int = 0
-    verified: str = "off"  # or "sample", "all", or a key of UNVERIFIED
-    is_converted: bool = False  # to another dtype, or other scales
+    verified: str = "off"
+    is_converted: bool = False
 
 
 class PullFailed(msgspec.Struct, frozen=True):
+    """The pull has failed.
+
+    Attributes:
+        drained: no READ of it is active; otherwise a PullDrained follows.
+    """
+
     pull_id: str
     error: BatonError
     drained: bool
 
 
 class PullDrained(msgspec.Struct, frozen=True):
+    """No READ of a failed or cancelled pull is active any more."""
+
     pull_id: str
 
 
 class PullStuck(msgspec.Struct, frozen=True):
-    """READs of a cancelled pull go on after the grace; PullDrained comes when they have ended."""
+    """READs of a cancelled pull are still active after the grace.
+
+    PullDrained comes when they have ended.
+    """
 
     pull_id: str
 
@@ -155,19 +204,25 @@ class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Coordinator to rank: read your share of tokens [token_start, token_stop)."""
+    """Coordinator to rank: read your share of tokens [token_start, token_stop).
+
+    Attributes:
+        local_block_ids: from token 0 of the sequence on.
+        remote_block_ids: from token 0 of the sequence on.
+        reach: the smallest number of tokens from which the engine may continue to
+            compute, as in KVGroups.spans.
+        scope: of the digest to report with the end; None: no digest.
+    """
 
     pull_id: str
     peer: PeerKey
     lease_id: str
     token_start: int
     token_stop: int
-    local_block_ids: list[int]  # from token 0 of the sequence on
+    local_block_ids: list[int]
     remote_block_ids: list[int]
-    reach: int = (
-        0  # the fewest tokens that the engine may go on from, as in KVGroups.spans
-    )
-    scope: Scope | None = None  # of the digest to report with the end; None: no digest
+    reach: int = 0
+    scope: Scope | None = None
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
@@ -177,8 +232,13 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
-    """Coordinator to rank: compute a digest of the KV in these blocks of this engine, from token 0
-    on. Ends in RankEnded, as a Pull does."""
+    """Coordinator to rank: compute a digest of the KV in these blocks of this engine.
+
+    Ends in RankEnded, like a Pull.
+
+    Attributes:
+        block_ids: from token 0 of the sequence on.
+    """
 
     pull_id: str
     scope: Scope
@@ -197,17 +257,23 @@ class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
-    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull, and
-    for a StopPull of a pull that is unknown or has ended."""
+    """Rank to coordinator: no READ of this pull is active any more.
+
+    Sent once for each Pull, and for a StopPull of a pull that is unknown or has ended.
+
+    Attributes:
+        complete: every byte was read and is in its place.
+        part: this rank's part of the digest, if the pull has a scope.
+    """
 
     pull_id: str
     rank: int
-    complete: bool  # every byte was read and is in place
+    complete: bool
     error: ErrorInfo | None = None
     nbytes: int = 0
     descriptors: int = 0
     path: str = "none"
-    part: DigestPart | None = None  # where there is a scope
+    part: DigestPart | None = None
 
 
 Report = RankFailing | RankEnded

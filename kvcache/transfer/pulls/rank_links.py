@@ -22,11 +22,15 @@ from protocol.ipc.wire import (
     nap_if_short,
 )
 
-_MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
+# Bound of a message. It is high, because the ranks of an engine trust each other.
+_MAX_BYTES = 1 << 30
 
 
 class WorkerLink:
-    """A worker's end, on ranks 1 and up. Any thread may call `wake`; all else is the worker's."""
+    """A worker's end of the link, on ranks 1 and up.
+
+    Any thread may call `wake`; only the worker's thread calls the other methods.
+    """
 
     def __init__(self, end: socket) -> None:
         self._waker = Waker()
@@ -37,16 +41,19 @@ class WorkerLink:
         self._selector.register(self._wire, EVENT_READ)
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Waits for commands, a `wake`, or `timeout_s`; returns the commands that have come."""
+        """Waits for commands, a `wake`, or `timeout_s`.
+
+        Returns:
+            The commands that have come.
+        """
         self._selector.select(nap_if_short(timeout_s))
         self._waker.clear()
         if self._wire is None:
             return []
         try:
             frames = exchange(self._selector, self._wire)
-        except (
-            WireClosed
-        ):  # rank 0 is gone, and with it the engine: nothing to do but end
+        except WireClosed:
+            # Rank 0 has ended, and the engine with it, so nothing more comes.
             self._selector.unregister(self._wire)
             self._wire.close()
             self._wire = None
@@ -56,7 +63,7 @@ class WorkerLink:
     def report(self, report: Report) -> None:
         """Sends a report to the coordinator."""
         if self._wire is not None:
-            with suppress(WireClosed):  # as above; `receive` notices
+            with suppress(WireClosed):  # `receive` handles a closed wire
                 self._wire.send(encode(report))
                 await_room(self._selector, self._wire)
 
@@ -68,10 +75,11 @@ class WorkerLink:
 
 
 class RankLinks:
-    """The coordinator's ends.
+    """The coordinator's ends of the links.
 
     Args:
-        selector: the data of its keys are calls, made when the socket is ready.
+        selector: the data of its keys are calls, which are made when the socket is
+            ready.
         on_report: called for each report; must not raise.
     """
 
@@ -89,7 +97,7 @@ class RankLinks:
     def broadcast(self, command: Command) -> None:
         message = encode(command)
         for wire in self._wires:
-            with suppress(WireClosed):  # `_receive` notices
+            with suppress(WireClosed):  # `_receive` handles a closed wire
                 wire.send(message)
                 await_room(self._selector, wire)
 
@@ -100,7 +108,7 @@ class RankLinks:
     def _receive(self, wire: Wire) -> None:
         try:
             frames = exchange(self._selector, wire)
-        except WireClosed:  # the rank has ended; its engine is about to
+        except WireClosed:  # the rank has ended, and its engine is about to end
             self._drop(wire)
             return
         for frame in frames:

@@ -17,7 +17,7 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
 )
 from kvcache.transfer.pulls.pull_state import PullState
-from protocol.errors import InternalError, PullWithheld
+from protocol.errors import InternalError, PullCircuitOpen
 from protocol.messages import ErrorInfo
 from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
@@ -44,7 +44,7 @@ class Driven(PullCoordinator):
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
         while not all(
-            each in self._pulls and self._pulls[each].reads for each in pull_ids
+            (state := self._pulls.get(each)) and state.is_reading for each in pull_ids
         ):
             self.go_on()
         self.commands.clear()
@@ -65,14 +65,14 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(
     rig, coordinator, monkeypatch
 ):
     """Else blocks would be quarantined for ever: no rank says its end twice."""
-    reported = PullState.reported
+    reported = PullState.on_report
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
         if report.pull_id == "broken" and report.complete:
             raise RuntimeError("it cannot be taken")
         return reported(state, report, now)
 
-    monkeypatch.setattr(PullState, "reported", broken)
+    monkeypatch.setattr(PullState, "on_report", broken)
     coordinator.read(rig(Prefill), "broken", "fine")
     coordinator.report(ended("broken"))
     coordinator.report(ended("fine"))
@@ -106,7 +106,9 @@ def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(rig, coordinator
     assert isinstance(done, PullDone)
     coordinator.pull("later", prefill.lease([4], 8), 0, 8, [2])
     (withheld,) = coordinator.next_events()
-    assert isinstance(withheld, PullFailed) and isinstance(withheld.error, PullWithheld)
+    assert isinstance(withheld, PullFailed) and isinstance(
+        withheld.error, PullCircuitOpen
+    )
     coordinator.report(ended("hangs", complete=False))
     assert coordinator.next_events() == [PullDrained("hangs")]
     coordinator.read(prefill, "again")

@@ -159,7 +159,7 @@ class FenceMachine(RuleBasedStateMachine):
             )
         if is_heard:
             for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
-                self.perform(pulling, pulling.state.answered(reply, self.d_now))
+                self.perform(pulling, pulling.state.on_reply(reply, self.d_now))
 
     @rule(sweeps=st.booleans())
     def collect(self, sweeps: bool) -> None:
@@ -198,7 +198,7 @@ class FenceMachine(RuleBasedStateMachine):
         self.pullings.append(pulling)
         order = pull_command(state.pull_id, remote, 0, remote.num_tokens, [1, 2])
         state.pull(order, self.d_now)
-        self.perform(pulling, state.peer_ready(self.d_now))
+        self.perform(pulling, state.on_peer_ready(self.d_now))
 
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
     @rule(data=st.data(), count=st.integers(1, 4), goes_astray=st.booleans())
@@ -221,7 +221,7 @@ class FenceMachine(RuleBasedStateMachine):
             ended = RankEnded(
                 pull_id=pulling.state.pull_id, rank=rank, complete=True, path="x"
             )
-            self.perform(pulling, pulling.state.reported(ended, self.d_now))
+            self.perform(pulling, pulling.state.on_report(ended, self.d_now))
 
     @precondition(lambda self: self.pullings)
     @rule(data=st.data(), what=st.sampled_from([*(0.0, 0.3) * 3, 1.1, 6.0, "cancel"]))
@@ -294,7 +294,7 @@ class FenceMachine(RuleBasedStateMachine):
             for message in [m for m in self.answers if m.pulling is pulling]:
                 self.answers.remove(message)
                 assert message.reply is not None
-                self.perform(pulling, pulling.state.answered(message.reply, self.d_now))
+                self.perform(pulling, pulling.state.on_reply(message.reply, self.d_now))
             for rank in sorted(pulling.unread):
                 self.read_some(pulling, rank, 4, is_wrong=not pulling.source.is_alive)
 
@@ -313,7 +313,7 @@ class FenceMachine(RuleBasedStateMachine):
             self.answers.remove(message)
         assert message.reply is not None
         self.perform(
-            message.pulling, message.pulling.state.answered(message.reply, self.d_now)
+            message.pulling, message.pulling.state.on_reply(message.reply, self.d_now)
         )
 
 

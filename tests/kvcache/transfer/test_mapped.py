@@ -218,11 +218,11 @@ class Broken(MemoryPlacer):
 @pytest.mark.parametrize(
     ("of_p", "make_placer", "told", "refusal"),
     [
-        ({"edit": without_offer}, MemoryPlacer, "not mapped, it offers no memory",
+        ({"edit": without_offer}, MemoryPlacer, "not mapped: the peer offers no memory",
          "offers no memory to map.*--transfer auto"),
-        ({}, without_compiler, "not every kernel that places KV can be compiled",
+        ({}, without_compiler, "some kernels that place KV cannot be compiled",
          "the kernel that places KV"),
-        ({}, Broken, "not mapped, a bug", "a bug"),
+        ({}, Broken, "not mapped: a bug", "a bug"),
     ],
 )  # fmt: skip
 def test_who_cannot_be_mapped_is_read_by_the_agent_or_refused_if_the_path_is_pinned(

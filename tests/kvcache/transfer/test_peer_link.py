@@ -79,9 +79,9 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     remote = gone.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
-    decode.until(lambda: any(job.waits for job in worker._jobs.values()))
+    decode.until(lambda: any(job.waits_for_link for job in worker._jobs.values()))
     pulled(decode, other, "b", [2, 4, 6])
-    (peer,) = (job.peer for job in worker._jobs.values() if job.waits)
+    (peer,) = (job.peer for job in worker._jobs.values() if job.waits_for_link)
     peer.link.deadline = 0.0  # it has taken too long
     worker._link.wake()
     error = decode.failed("a")
@@ -150,7 +150,7 @@ gone.server._metadata = msgspec.structs.replace(shown, ranks=ranks)
 
 decode = Decode(nixl_agent, connect_timeout_s=60.0)
 decode.coordinator.pull("a", gone.lease([5, 2], 16), 0, 16, [3, 1])
-decode.until(lambda: any(job.waits for job in decode.workers[0]._jobs.values()))
+decode.until(lambda: any(job.waits_for_link for job in decode.workers[0]._jobs.values()))
 decode.pull("b", other.lease([5, 2, 9], 24), 0, 24, [4, 6, 8])
 peers = decode.workers[0]._peers.values()
 (peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")

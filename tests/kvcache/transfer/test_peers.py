@@ -29,7 +29,7 @@ def table() -> PeerTable:
     return PeerTable(COMPAT, SETTINGS, False, Stripe(0, 1, 8))
 
 
-def test_a_silent_peer_is_asked_again_and_given_up():
+def test_a_silent_peer_is_handshaking_again_and_given_up():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     asked = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
@@ -46,7 +46,7 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
     peers, now, waits = table(), 0.0, []
     for _ in range(9):
         peer = peers.connect(REMOTE, now)
-        assert peer.is_asked
+        assert peer.is_handshaking
         now += 4.0
         peers.due(now)
         assert peers.connect(REMOTE, now).error
@@ -54,7 +54,7 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
         assert peers.connect(REMOTE, peer.deadline - 0.01).error
         now = peer.deadline
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    peers.metadata_came(peers.connect(REMOTE, now), metadata(), now)
+    peers.on_metadata(peers.connect(REMOTE, now), metadata(), now)
     peers.fail(peers.connect(REMOTE, now), PeerUnreachable("x"), now)
     assert (
         peers.connect(REMOTE, now).deadline == now + 1.0
@@ -62,15 +62,15 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
     assert +peers.outcomes == {"ok": 1, "peer_unreachable": 10}
 
 
-def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off():
+def test_a_suspected_peer_is_handshaking_anew_but_a_failed_one_keeps_its_back_off():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
-    peers.metadata_came(peer, metadata(), 0.0)
-    assert not peer.pull_failed(0.5)
+    peers.on_metadata(peer, metadata(), 0.0)
+    assert not peer.record_pull_failure(0.5)
     again = peers.connect(REMOTE, 1.0)
-    assert again.is_asked
+    assert again.is_handshaking
     peers.fail(again, PeerUnreachable("x"), 1.0)
-    again.pull_failed(1.0)
+    again.record_pull_failure(1.0)
     assert peers.connect(REMOTE, 1.5).error
 
 
@@ -84,15 +84,19 @@ def test_remembered_failures_are_bounded():
 
 def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound():
     peer, now, waits = table().of(REMOTE), 0.0, []
-    assert not peer.pull_failed(now) and not peer.refuses(now, busy=True)
-    assert peer.pull_failed(now), "which is told"
+    assert not peer.record_pull_failure(now) and peer.circuit.allows_pull(
+        now, busy=True
+    )
+    assert peer.record_pull_failure(now), "which is told"
     for _ in range(9):
-        assert not peer.pull_failed(now), "it had begun before"
+        assert not peer.record_pull_failure(now), "it had begun before"
         waits.append(
-            next(s for s in (1, 2, 4, 8, 16, 32, 60) if not peer.refuses(now + s))
+            next(
+                s for s in (1, 2, 4, 8, 16, 32, 60) if peer.circuit.allows_pull(now + s)
+            )
         )
-        assert peer.refuses(now + waits[-1] - 0.01)
+        assert not peer.circuit.allows_pull(now + waits[-1] - 0.01)
         now += waits[-1]
-        assert peer.refuses(now, busy=True), "one at a time"
-        assert not peer.pull_failed(now), "which was told before"
+        assert not peer.circuit.allows_pull(now, busy=True), "one at a time"
+        assert not peer.record_pull_failure(now), "which was told before"
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]

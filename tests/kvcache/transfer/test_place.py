@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.move.place import _stretches, place
+from kvcache.transfer.move.place import _equally_spaced, place
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError
 from kvcache.transfer.plan.plan import Planner
@@ -29,7 +29,7 @@ def transfer_of(
 ) -> Transfer:
     """Out of all blocks of P."""
     planner = Planner(d, [p], 2, convert=convert)
-    return planner.take((0, tokens), d_blocks, range(p.layout.num_blocks))
+    return planner.make_transfer((0, tokens), d_blocks, range(p.layout.num_blocks))
 
 
 def filled(end: Endpoint) -> torch.Tensor:
@@ -132,4 +132,4 @@ def test_a_source_may_start_anywhere_that_suits_its_elements(lead):
 )
 def test_evenly_spaced_pieces_take_one_view(p, d, tokens, blocks, views):
     copies = transfer_of(p, d, tokens, blocks).copies()
-    assert sum(len(list(_stretches(copy))) for copy in copies) == views
+    assert sum(len(list(_equally_spaced(copy))) for copy in copies) == views

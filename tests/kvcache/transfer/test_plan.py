@@ -85,7 +85,7 @@ def test_of_long_prompts_local_layers_move_their_window(
         for group, span in enumerate(groups.spans(0, stop, stop)):
             ours, theirs = (groups.of_group(table, group) for table in reversed(tables))
             plan = planner.plan(
-                planner.take((span.start, span.stop), ours, theirs), COSTS
+                planner.make_transfer((span.start, span.stop), ours, theirs), COSTS
             )
             found += sum(read.nbytes for read in plan.reads)
         moved.append(found)
@@ -239,8 +239,8 @@ def test_the_cheaper_path_wins_and_why_names_the_other():
     )
     bytes_cost = case.plan(0, costs=CostModel(1e-12, 1e9, 1e3), staging_bytes=1 << 20)
     assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
-    assert "direct would read 256 runs" in descriptors_cost.why
-    assert "staged would read" in bytes_cost.why
+    assert "direct would read 256 runs" in descriptors_cost.explanation
+    assert "staged would read" in bytes_cost.explanation
     neighbours = simple(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
     assert neighbours.descriptors == round(neighbours.estimated_s) == 1
 
@@ -252,7 +252,7 @@ def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path():
     assert plan.path == "direct"
     assert (
         f"staging_bytes is {2 * block - 1}; a block of the peer takes {block} bytes"
-        in plan.why
+        in plan.explanation
     )
     assert case.plan(0, staging_bytes=2 * block).path == "staged"
 

@@ -113,7 +113,7 @@ def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     pulled(decode, prefill, "a", BLOCKS)
     assert planned_with == [costs] and measured(decode) is None
     assert (
-        "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
+        "costs of every link: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
         in caplog.text
     )
 

@@ -18,8 +18,8 @@ from protocol.errors import (
     LeaseGone,
     PeerIncompatible,
     PeerUnreachable,
+    PullCircuitOpen,
     PullTimeout,
-    PullWithheld,
     TransferFailed,
 )
 from protocol.handshake import Complete, Ok, open_request
@@ -268,12 +268,12 @@ def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_ot
     assert isinstance(failed.error, PullTimeout)
     assert decode.settle() == [] and decode.agents[1].active == 1
     other = prefill.lease([6], 8)
-    assert decode.coordinator.knows(other) is False
+    assert decode.coordinator.can_pull_from(other) is False
     decode.coordinator.connect(other)
-    assert isinstance(decode.wait(PeerDecided).error, PullWithheld)
+    assert isinstance(decode.wait(PeerDecided).error, PullCircuitOpen)
     decode.coordinator.pull("other", other, 0, 8, [4])
     withheld = decode.failed("other")
-    assert isinstance(withheld, PullWithheld) and "hang" in withheld.message
+    assert isinstance(withheld, PullCircuitOpen) and "hang" in withheld.message
     assert prefill.outcomes() == ["aborted"]
     decode.agents[1].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
@@ -299,13 +299,13 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
     for number in range(2):
         lease = prefill.lease([5], 8)
         decode.coordinator.pull(f"withheld {number}", lease, 0, 8, [3])
-        assert isinstance(decode.wait(*ENDINGS).error, PullWithheld)
+        assert isinstance(decode.wait(*ENDINGS).error, PullCircuitOpen)
     decode.skip(100.0)
     decode.agents[0].stall()
     decode.coordinator.pull("trial", trial := prefill.lease([6], 8), 0, 8, [3])
     decode.until(lambda: decode.agents[0].active)
     decode.coordinator.pull("beside", prefill.lease([7], 8), 0, 8, [4])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="beside").error, PullWithheld)
+    assert isinstance(decode.wait(*ENDINGS, pull_id="beside").error, PullCircuitOpen)
     decode.agents[0].resume()
     decode.done()
     assert_pulled(decode, trial, [3], 0, 8)

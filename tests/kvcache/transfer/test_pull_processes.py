@@ -10,8 +10,8 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone, PullDrained

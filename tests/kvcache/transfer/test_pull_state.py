@@ -24,14 +24,19 @@ from kvcache.transfer.pulls.messages import (
     RankFailing,
     StopPull,
 )
-from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
+from kvcache.transfer.pulls.pull_state import (
+    Action,
+    Phase,
+    PullState,
+    RecordPeerFailure,
+)
 from kvcache.verify.scope import DigestPart
 from protocol.errors import (
     InternalError,
     LeaseGone,
     PeerUnreachable,
+    PullCircuitOpen,
     PullTimeout,
-    PullWithheld,
 )
 from protocol.handshake import AbortLease, AskDigest, Complete, Digest, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
@@ -48,7 +53,7 @@ LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
 RENEW = Renew(nonce="renew-attempt", **LEASE)
 COMPLETE = Complete(nonce="complete-attempt", attempt_id="attempt", **LEASE)
 ABORT = AbortLease(nonce="abort-attempt", **LEASE)
-STOP, SUSPECT = StopPull("a"), SuspectPeer()
+STOP, SUSPECT = StopPull("a"), RecordPeerFailure()
 DRAINED, STUCK = PullDrained("a"), PullStuck("a")
 FAILING = RankFailing("a", 0, ERROR)
 FENCED, RENEWED = Ok(nonce=COMPLETE.nonce), Ok(nonce=RENEW.nonce)
@@ -67,14 +72,14 @@ def reading(ranks: int = 2) -> PullState:
     pull = state(ranks)
     assert pull.tick(0.0) == [RENEW]
     pull.pull(ORDER, now=1.0)
-    assert pull.peer_ready(now=1.0) == [ORDER]
+    assert pull.on_peer_ready(now=1.0) == [ORDER]
     return pull
 
 
 def fencing() -> PullState:
     """One that has asked."""
     pull = reading(1)
-    assert pull.reported(ended(0), now=2.0) == [COMPLETE]
+    assert pull.on_report(ended(0), now=2.0) == [COMPLETE]
     return pull
 
 
@@ -102,10 +107,10 @@ def failure(actions: list[Action]) -> PullFailed:
 
 def test_the_fence_waits_for_every_rank():
     pull = reading()
-    assert pull.reported(ended(1), now=2.0) == []
-    assert pull.reported(ended(1), now=2.0) == []  # a report counts once
-    assert pull.reported(ended(0), now=3.0) == [COMPLETE]
-    assert pull.answered(FENCED, now=3.5) == [
+    assert pull.on_report(ended(1), now=2.0) == []
+    assert pull.on_report(ended(1), now=2.0) == []  # a report counts once
+    assert pull.on_report(ended(0), now=3.0) == [COMPLETE]
+    assert pull.on_reply(FENCED, now=3.5) == [
         PullDone("a", 20, 4, 2.5, "direct", 0.5, 16)
     ]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
@@ -123,14 +128,14 @@ def test_the_fence_waits_for_every_rank():
 )
 def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(first, second, whole):
     pull = reading()
-    pull.reported(ended(0, path=first), now=2.0)
-    pull.reported(ended(1, path=second), now=2.0)
-    (done,) = pull.answered(FENCED, now=2.0)
+    pull.on_report(ended(0, path=first), now=2.0)
+    pull.on_report(ended(1, path=second), now=2.0)
+    (done,) = pull.on_reply(FENCED, now=2.0)
     assert isinstance(done, PullDone) and done.path == whole
 
 
 def test_gone_at_the_fence_is_a_drained_failure_without_an_abort():
-    (failed,) = fencing().answered(FENCE_GONE, now=2.0)
+    (failed,) = fencing().on_reply(FENCE_GONE, now=2.0)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, LeaseGone)
 
@@ -145,7 +150,7 @@ def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout():
     failed = failure(actions)
     assert isinstance(failed.error, PeerUnreachable) and failed.drained
     assert actions == [SUSPECT, failed, ABORT]
-    assert pull.answered(FENCED, now=7.1) == []  # too late
+    assert pull.on_reply(FENCED, now=7.1) == []  # too late
 
 
 def test_renewals_come_every_third_of_the_lease_while_holding_and_reading():
@@ -153,32 +158,32 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading():
     for now in (0.0, 10.0, 20.0):
         assert pull.deadline() == now and pull.tick(now) == [RENEW]
     pull.pull(ORDER, now=21.0)
-    pull.peer_ready(now=21.0)
+    pull.on_peer_ready(now=21.0)
     assert pull.tick(30.0) == [RENEW]
     for rank in range(2):
-        pull.reported(ended(rank), now=31.0)
+        pull.on_report(ended(rank), now=31.0)
     assert RENEW not in pull.tick(40.0)
 
 
 def test_a_renewal_answered_gone_fails_early_but_not_once_fencing():
     pull = reading(1)
-    assert pull.answered(RENEWED, now=2.0) == []
-    assert pull.answered(RENEW_GONE, now=2.0) == [STOP]
+    assert pull.on_reply(RENEWED, now=2.0) == []
+    assert pull.on_reply(RENEW_GONE, now=2.0) == [STOP]
     assert isinstance(
-        failure(pull.reported(ended(0, complete=False), now=2.1)).error, LeaseGone
+        failure(pull.on_report(ended(0, complete=False), now=2.1)).error, LeaseGone
     )
     asked = fencing()
-    assert asked.answered(RENEW_GONE, now=2.0) == []
-    assert asked.answered(FENCED, now=2.0) != []
+    assert asked.on_reply(RENEW_GONE, now=2.0) == []
+    assert asked.on_reply(FENCED, now=2.0) != []
 
 
 @pytest.mark.parametrize(
-    "error", [InternalError("a bug"), PullWithheld("no staging memory")]
+    "error", [InternalError("a bug"), PullCircuitOpen("no staging memory")]
 )
 def test_a_peer_is_not_suspected_of_what_failed_here(error):
     info = ErrorInfo.of(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
-        actions = reading(1).reported(report, now=2.0)
+        actions = reading(1).on_report(report, now=2.0)
         assert actions and SUSPECT not in actions
 
 
@@ -196,7 +201,7 @@ def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
         held, waiting, ordered = (state(remote=remote) for _ in range(3))
         waiting.pull(ORDER, now=1.0)
         ordered.pull(ORDER, now=1.0)
-        ordered.peer_ready(now=1.0)
+        ordered.on_peer_ready(now=1.0)
         for unread in (held, waiting):
             assert unread.is_untouched is (remote is lent)
             assert unread.cancel(2.0, lend=True) == [DRAINED, *end]
@@ -282,7 +287,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @rule()
     def ready(self) -> None:
-        self.perform(self.pull.peer_ready(self.now, self.verified))
+        self.perform(self.pull.on_peer_ready(self.now, self.verified))
 
     @precondition(lambda self: self.asked)
     @rule(sums=st.sampled_from([RIGHT, RIGHT, RIGHT[::-1], b"", None]))
@@ -294,7 +299,7 @@ class PullMachine(RuleBasedStateMachine):
         reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
         if not self.fence_asked:
             self.theirs = sums
-        self.perform(self.pull.answered(reply, self.now))
+        self.perform(self.pull.on_reply(reply, self.now))
 
     @precondition(lambda self: self.reading)
     @rule(
@@ -332,20 +337,20 @@ class PullMachine(RuleBasedStateMachine):
         if self.asked:
             report = msgspec.structs.replace(report, part=DigestPart(rank, 0, sums))
             self.held.add(sums)
-        self.perform(self.pull.reported(report, self.now))
+        self.perform(self.pull.on_report(report, self.now))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def rank_fails(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.reading)))
         self.incomplete = True
-        self.perform(self.pull.reported(RankFailing("a", rank, ERROR), self.now))
+        self.perform(self.pull.on_report(RankFailing("a", rank, ERROR), self.now))
 
     @precondition(lambda self: self.fence_asked)
     @rule(ok=st.booleans())
     def fenced(self, ok: bool) -> None:
         self.perform(
-            self.pull.answered(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok
+            self.pull.on_reply(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok
         )
 
     @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
@@ -354,7 +359,7 @@ class PullMachine(RuleBasedStateMachine):
             self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
         else:
             self.perform(
-                self.pull.answered(
+                self.pull.on_reply(
                     RENEWED if what == "renewed" else RENEW_GONE, self.now
                 )
             )
@@ -391,7 +396,7 @@ class PullMachine(RuleBasedStateMachine):
         for rank in sorted(self.reading):
             self.reading.discard(rank)
             self.incomplete = True
-            self.perform(self.pull.reported(ended(rank, False), self.now))
+            self.perform(self.pull.on_report(ended(rank, False), self.now))
         if self.pull.phase in (
             Phase.HELD,
             Phase.WAITING,

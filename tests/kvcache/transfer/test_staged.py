@@ -11,7 +11,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import bytes_at
 from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.plan import Step
+from kvcache.transfer.plan.steps import Step
 from tests.kvcache.test_pool import resident_bytes
 from tests.kvcache.transfer.test_plan import scattered, side, simple
 from tests.rigs.geometry import GARBAGE, STAGE_ALL, Case, Side, execute_reads, memory_of

@@ -12,8 +12,8 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import ReadHandle, ReadState, ReadWindow
 from kvcache.transfer.job import ReadJob
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move import place as placing
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
@@ -141,7 +141,9 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
     rng = random.Random(seed)
     faults = Faults(random.Random(seed + 1))
     monkeypatch.setattr(placing, "place", faults.before(placing.place))
-    monkeypatch.setattr(ReadJob, "leave", faults.after(ReadJob.leave))
+    monkeypatch.setattr(
+        ReadJob, "release_staging", faults.after(ReadJob.release_staging)
+    )
     monkeypatch.setattr(ReadJob, "_begin", faults.after(ReadJob._begin))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
     rank = Rank(rng, faults, seed)

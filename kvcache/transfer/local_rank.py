@@ -1,0 +1,166 @@
+"""One rank of D: the resources that its pulls and links share."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import (
+    GPU_WINDOW,
+    MemoryKind,
+    ReadWindow,
+    Throttle,
+    TransferAgent,
+)
+from kvcache.transfer.move.cuda_placer import staging_placer
+from kvcache.transfer.move.place import Placer, StagingBuffer
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import Endpoint
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+SCRATCH_BYTES = 4 << 20  # the target of probes
+# With less staging memory, plans hardly depend on a link's costs.
+_MIN_MEASURED_STAGING_BYTES = 4 << 20
+
+
+class Link(Protocol):
+    """A link that a rank closes at its end, see peer_link.py."""
+
+    def close(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _is_never_busy() -> bool:
+    return False
+
+
+class LocalRank:
+    """One rank of D, with the resources that its pulls and links share.
+
+    Args:
+        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as in Endpoint.
+        agent: offers the pool to peers; each link reads with `agent.another()`. The
+            worker owns it from `start` to the end of `close`.
+        staging_bytes: size of the staging memory; None: transfers are direct only.
+        convert: accept a peer with another KV dtype.
+        costs: of every link; None measures each peer at first contact.
+        placer: carries out pulls from peers whose memory it can map. Agents read from
+            the other peers.
+        maps_only: refuse a peer that cannot be mapped.
+        busy: returns True while this rank's engine computes a batch. READs between GPUs
+            are slowed then.
+        connect_timeout_s: longest wait of a pull for the connection to its peer.
+
+    Attributes:
+        wake: called by a link's thread when the link is ready, failed or closed.
+        links: the links that are not closed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tp_size: int,
+        total_kv_heads: int,
+        agent: TransferAgent,
+        pool: KVPool,
+        *,
+        dcp: int = 1,
+        staging_bytes: int | None = None,
+        convert: bool = False,
+        costs: CostModel | None = None,
+        limits: ReadWindow | None = None,
+        placer: Placer | None = None,
+        maps_only: bool = False,
+        busy: Callable[[], bool] = _is_never_busy,
+        connect_timeout_s: float = 5.0,
+    ) -> None:
+        on_gpu = pool.device.type == "cuda"
+        self.number = number
+        self.total_kv_heads = total_kv_heads
+        self.agent = agent
+        self.pool = pool
+        self.placer = placer
+        self.maps_only = maps_only
+        self.convert = convert
+        self.costs = costs
+        self.connect_timeout_s = connect_timeout_s
+        self.busy = busy if on_gpu else None
+        self.endpoint = Endpoint(
+            layout=pool.layout,
+            rank=number,
+            tp=tp_size,
+            scales=pool.scales,
+            dcp=dcp,
+            groups=pool.groups,
+        )
+        self.staging: StagingBuffer | None = None
+        if staging_bytes:
+            placer_out_of_staging = staging_placer(pool, convert=convert)
+            self.staging = StagingBuffer(staging_bytes, pool, placer_out_of_staging)
+        window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
+        self.throttle = Throttle(window, busy) if on_gpu else Throttle(window)
+        self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
+        self._scratch = torch.empty(
+            SCRATCH_BYTES, dtype=torch.uint8, device=pool.device
+        )
+        self.scratch_address = int(self._scratch.data_ptr())
+        self.wake: Callable[[], None] = _do_nothing
+        self.links: set[Link] = set()
+        if costs is not None:
+            logger.info("configured costs of every link: %s", costs)
+
+    @staticmethod
+    def reserved_bytes(staging_bytes: int | None) -> int:
+        """Device memory of a LocalRank, without the pool."""
+        return (staging_bytes or 0) + SCRATCH_BYTES
+
+    @property
+    def measures_links(self) -> bool:
+        """True if links are probed.
+
+        They are if plans depend on their costs, and no costs are configured.
+        """
+        staging_bytes = self.staging.nbytes if self.staging else 0
+        return self.costs is None and staging_bytes >= _MIN_MEASURED_STAGING_BYTES
+
+    def bind_thread(self) -> None:
+        """Prepares the transfer thread; called there once."""
+        self.agent.bind_thread()
+        if self.staging is not None:
+            self.staging.bind_thread()
+        if self.placer is not None:
+            self.placer.bind_thread()
+
+    def offer(self) -> None:
+        """Makes the pool readable by peers."""
+        self._register(self.agent, self.pool.base_address, self.pool.nbytes)
+
+    def register_with(self, agent: TransferAgent) -> None:
+        """Registers all memory that a link's READs may write to."""
+        self._register(agent, self.scratch_address, SCRATCH_BYTES)
+        self._register(agent, self.pool.base_address, self.pool.nbytes)
+        if self.staging is not None:
+            self._register(agent, self.staging.base_address, self.staging.nbytes)
+
+    def _register(self, agent: TransferAgent, address: int, nbytes: int) -> None:
+        agent.register(address, nbytes, device_id=self.pool.device_id, kind=self.kind)
+
+    def close(self) -> None:
+        """Closes every link and the agent.
+
+        A link that is still connecting is not waited for: it has read nothing.
+        """
+        links = list(self.links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        self.agent.close()

@@ -1,0 +1,230 @@
+"""The link that reads from one prefill engine.
+
+Each engine is read by an agent of its own. Only closing that agent ends a READ that
+hangs, or that has failed while some of its runs continue (I7): the agent's sockets,
+queues and registrations end with it.
+
+Connecting may block for minutes where packets are dropped, and closing takes a while. A
+link does both in a thread of its own, so that pulls from other engines continue.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.local_rank import SCRATCH_BYTES, LocalRank
+from kvcache.transfer.plan.block_copy import ReadDescriptors
+from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, measure_link
+from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transports import UcxRead, ucx_log
+from protocol.errors import BatonError, PeerUnreachable, TransferFailed
+from protocol.handshake import EngineMetadata
+from protocol.ipc.wire import allow_short_naps
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+# Longer probes do not measure better.
+_MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
+_MIN_NAP_S = 0.00001
+_MAX_NAP_S = 0.01
+_CLOSE_TIMEOUT_S = 5.0  # longest wait for a link's thread when the worker ends
+FIX = (
+    "Open its UCX ports to this host (UCX_TCP_PORT_RANGE sets them), and let both "
+    "hosts use an interface that reaches the other (UCX_NET_DEVICES): an address that "
+    "exists on both, such as that of docker0, does not"
+)
+
+
+class PeerLink:
+    """The agent that reads from one engine. It begins to connect at once.
+
+    The worker's thread owns the link, and is woken whenever `is_ready`, `error` or
+    `is_closed` changes.
+
+    Args:
+        ranks: the server's ranks to read from.
+        probes: measure the link to the first of them, with READs of its null block.
+
+    Attributes:
+        is_connecting: also true after a timeout, while the system's call still blocks.
+        costs: the measured costs; None without a measurement.
+        deadline: of connecting, by time.monotonic.
+        num_active: READs of pulls that are not stopping; their jobs count them.
+    """
+
+    def __init__(
+        self,
+        rank: LocalRank,
+        metadata: EngineMetadata,
+        ranks: Sequence[Endpoint],
+        *,
+        probes: bool,
+    ) -> None:
+        self.is_connecting = True
+        self.is_ready = False
+        self.is_closed = False
+        self.costs: CostModel | None = None
+        self.deadline = time.monotonic() + rank.connect_timeout_s
+        self.num_active = 0
+        # The link's thread replaces this by an agent of the link's own.
+        self.agent: TransferAgent = rank.agent
+        self._error: BatonError | None = None
+        self._rank = rank
+        self._metadata = metadata
+        self._ranks = ranks
+        self._probes = probes
+        on_gpu = metadata.ranks[0].device_kind == "cuda"
+        self._kinds: tuple[MemoryKind, MemoryKind] = (
+            rank.kind,
+            "VRAM" if on_gpu else "DRAM",
+        )
+        self.between_gpus = self._kinds == ("VRAM", "VRAM")
+        self._names: dict[int, str] = {}  # of the server's agents, by rank
+        self._closing = threading.Event()
+        name = f"link-{metadata.engine_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        rank.links.add(self)
+        self._thread.start()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    @property
+    def error(self) -> BatonError | None:
+        """Why the link cannot be used; None while it is usable or still connecting."""
+        has_expired = time.monotonic() >= self.deadline
+        if self._error is None and not self.is_ready and has_expired:
+            limit = f"{self._rank.connect_timeout_s:g} s (--connect-timeout-s)"
+            self._error = self._unreachable(f"no connection within {limit}")
+        return self._error
+
+    def read(self, read: ReadDescriptors, base_address: int) -> ReadHandle:
+        """Posts a READ. Raises as TransferAgent.read.
+
+        Args:
+            base_address: local offsets count from here.
+        """
+        remote = self._metadata.ranks[read.remote_rank]
+        return self.agent.read(
+            self._names[read.remote_rank],
+            read.local_offsets + base_address,
+            read.remote_offsets + remote.base_address,
+            read.lengths,
+            local_device=self._rank.pool.device_id,
+            remote_device=remote.device_id,
+            kinds=self._kinds,
+        )
+
+    @property
+    def transport(self) -> UcxRead | None:
+        """The transport by which UCX reads; None if UCX has not reported it."""
+        local_kind, remote_kind = self._kinds
+        return ucx_log.read_between(
+            gpu_here=local_kind == "VRAM", gpu_there=remote_kind == "VRAM"
+        )
+
+    def close(self, error: BatonError | None = None) -> None:
+        """Begins to close the link, after an error or because it is not needed.
+
+        Its READs may write until `is_closed`.
+        """
+        if error is not None and not self.is_closing:
+            logger.warning(
+                "prefill server %s: %s", self._metadata.engine_id, error.message
+            )
+            self._error = error
+        self._closing.set()
+
+    def join(self) -> None:
+        """Waits for a closing link; does not wait for one that is still connecting."""
+        if not self.is_connecting:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        allow_short_naps()
+        agent = None
+        try:
+            agent = self._rank.agent.another()
+            self.agent = agent
+            self._rank.register_with(agent)
+            self._connect(agent)
+            self.is_ready = True
+        except Exception as error:  # NIXL's exceptions share no base class
+            self._error = self._unreachable(str(error) or repr(error))
+        self.is_connecting = False
+        self._rank.wake()
+        self._closing.wait()
+        try:
+            if agent is not None:
+                agent.close()
+                if self._rank.kind == "VRAM":
+                    # The agent's last copies continue for milliseconds.
+                    torch.cuda.synchronize(self._rank.pool.device)
+        except Exception:
+            # `is_closed` stays false: blocks that it may write to remain quarantined.
+            logger.exception(
+                "cannot close the link to prefill server %s", self._metadata.engine_id
+            )
+            return
+        self.is_closed = True
+        self._rank.links.discard(self)
+        self._rank.wake()
+
+    def _connect(self, agent: TransferAgent) -> None:
+        for end in self._ranks:
+            agent_metadata = self._metadata.ranks[end.rank].agent_metadata
+            self._names[end.rank] = agent.add_peer(agent_metadata)
+        if not self._probes:
+            return
+        name = self._metadata.engine_id
+        long, short = measure_link(
+            self._ranks[0],
+            SCRATCH_BYTES,
+            _MAX_PROBE_BYTES[self._rank.kind],
+            self._probe,
+        )
+        try:
+            costs = fit_costs(long, short, on_gpu=self._rank.kind == "VRAM")
+        except (
+            ValueError
+        ) as error:  # the null block is too small for two lengths of runs
+            logger.info("prefill server %s: %s; default costs are used", name, error)
+            return
+        transport = self.transport
+        logger.info(
+            "prefill server %s: NIXL by %s, %s",
+            name,
+            transport or "unknown transport",
+            costs,
+        )
+        warning = transport.warning() if transport else None
+        if warning:
+            logger.warning("prefill server %s: %s", name, warning)
+        self.costs = costs
+
+    def _probe(self, read: ReadDescriptors) -> Sample:
+        began_s = time.perf_counter()
+        handle = self.read(read, self._rank.scratch_address)
+        at_once = handle.ended
+        while self.agent.poll(handle) is ReadState.ACTIVE:
+            if self.is_closing or time.monotonic() >= self.deadline:
+                raise TransferFailed("a READ at first contact does not end")
+            # A fraction of the elapsed time bounds the error of the measurement.
+            nap_s = (time.perf_counter() - began_s) / 16
+            time.sleep(min(max(nap_s, _MIN_NAP_S), _MAX_NAP_S))
+        seconds = time.perf_counter() - began_s
+        if handle.state is ReadState.ERROR:
+            raise TransferFailed("a READ at first contact failed")
+        self.agent.release(handle)
+        return Sample(len(read.lengths), int(read.lengths.sum()), seconds, at_once)
+
+    def _unreachable(self, reason: str) -> PeerUnreachable:
+        name = self._metadata.engine_id
+        return PeerUnreachable(
+            f"prefill server {name} cannot be read over NIXL: {reason}. {FIX}."
+        )

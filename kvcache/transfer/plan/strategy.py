@@ -1,0 +1,256 @@
+"""The strategies by which a transfer can be moved, their estimated costs, and their
+steps.
+
+Part of a block may be hundreds of short runs where the whole block is one run. A
+strategy may therefore read more than the wanted tokens, but never more than the leased
+blocks. A direct strategy adds only the rest of the last block, which belongs to the
+sequence and contains no KV yet.
+
+A staged strategy divides the transfer into *chunks* of P's blocks, each of which fits a
+slot of staging memory. Some slots are filled while another one is placed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.transfer.plan.block_copy import Transfer, count_descriptors
+from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.endpoint import PlanError
+from kvcache.transfer.plan.steps import Step, slot_of
+
+# Where READs are CPU copies, a chunk is placed while it is still in the processor's
+# cache. A chunk takes this long to read.
+_CACHED_CHUNK_S = 0.75e-3
+# Each chunk has to be posted and polled, so their number is bounded.
+_MAX_CACHED_CHUNKS = 32
+# Where copies overlap reads, a transfer is read in this many equal chunks or in chunks
+# as large as possible, whichever costs less. Placing the last chunk overlaps nothing:
+# with eight chunks it is an eighth of all placing.
+_PIPELINE_CHUNKS = 8
+# At least four slots keep the link busy while a copy is launched.
+_PIPELINE_SLOTS = 4
+# Reading a chunk takes at least as long as posting and placing it.
+_MIN_PIPELINE_CHUNK_S = 0.1e-3
+# A run between GPUs costs at least this; a probe of few runs may measure less.
+_MIN_RUN_S = 3e-6
+
+
+class TransferStrategy(NamedTuple):
+    """How a transfer is moved.
+
+    Attributes:
+        staged: READ into staging memory and place from there; otherwise READ directly
+            into the pool.
+        whole_blocks: read whole blocks where only a part is wanted.
+        wider: read all heads of the owners, not only the wanted heads.
+        pipelined: read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible.
+    """
+
+    staged: bool
+    whole_blocks: bool
+    wider: bool = False
+    pipelined: bool = False
+
+
+class Estimate(NamedTuple):
+    """The cost of moving a transfer by one strategy."""
+
+    strategy: TransferStrategy
+    descriptors: int
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return describe_runs(self.descriptors, self.nbytes, self.seconds)
+
+
+def describe_runs(number: int, nbytes: int, seconds: float) -> str:
+    """A text for logs: the number of runs, their average size, and their time."""
+    return f"{number} runs of {nbytes // number} bytes on average in {seconds:.2g} s"
+
+
+def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
+    """The cheapest strategy that reads straight into the pool."""
+    estimates = [
+        _estimate(transfer, TransferStrategy(False, whole_blocks), costs, 0)
+        for whole_blocks in (False, True)
+    ]
+    return min(estimates, key=lambda estimate: estimate.seconds)
+
+
+def cheapest_staged(
+    transfer: Transfer, costs: CostModel, staging_bytes: int
+) -> Estimate:
+    """The cheapest strategy that stages a transfer of at least one token.
+
+    Raises:
+        PlanError: half the staging memory is smaller than one block.
+    """
+    layout = transfer.remote[0].layout
+    exact_heads = _heads(transfer, wider=False)
+    wide_heads = _heads(transfer, wider=True)
+    block_bytes = slot_of(layout, exact_heads, 1).nbytes
+    if staging_bytes // 2 < block_bytes:
+        raise PlanError(
+            f"staging_bytes is {staging_bytes}; a block of the peer takes "
+            f"{block_bytes} bytes, and two must fit: use at least {2 * block_bytes}"
+        )
+    can_widen = (
+        wide_heads != exact_heads
+        and slot_of(layout, wide_heads, 1).nbytes <= staging_bytes // 2
+    )
+    wider_choices = (False, True) if can_widen else (False,)
+    pipelined_choices = (False, True) if costs.overlaps else (False,)
+    estimates = []
+    for whole_blocks in (False, True):
+        for wider in wider_choices:
+            for pipelined in pipelined_choices:
+                strategy = TransferStrategy(True, whole_blocks, wider, pipelined)
+                estimates.append(_estimate(transfer, strategy, costs, staging_bytes))
+    extra_run_s = 0.0
+    if costs.overlaps:
+        extra_run_s = max(_MIN_RUN_S - costs.per_descriptor_s, 0.0)
+    return min(
+        estimates,
+        key=lambda estimate: estimate.seconds + extra_run_s * estimate.descriptors,
+    )
+
+
+def steps(
+    transfer: Transfer,
+    strategy: TransferStrategy,
+    costs: CostModel,
+    staging_bytes: int,
+) -> Iterator[Step]:
+    """The steps of a transfer that is moved by one strategy."""
+    if not strategy.staged:
+        yield Step(transfer, _tokens_to_read(transfer, strategy))
+        return
+    borders = _chunk_borders(transfer, strategy, costs, staging_bytes)
+    chunks = list(pairwise(borders))
+    max_blocks = max(stop - start for start, stop in chunks)
+    heads = _heads(transfer, strategy.wider)
+    slot = slot_of(transfer.remote[0].layout, heads, max_blocks)
+    tokens = transfer.tokens
+    size = transfer.block_size
+    for start, stop in chunks:
+        part = transfer.part(
+            max(tokens.start, start * size), min(tokens.stop, stop * size)
+        )
+        ordinals = part.remote_ordinals
+        slot_blocks = np.arange(-ordinals.start, len(ordinals))
+        yield Step(part, _tokens_to_read(part, strategy), slot, slot_blocks)
+
+
+def _estimate(
+    transfer: Transfer,
+    strategy: TransferStrategy,
+    costs: CostModel,
+    staging_bytes: int,
+) -> Estimate:
+    step = Step(transfer, _tokens_to_read(transfer, strategy))
+    if not strategy.staged:
+        num_runs = count_descriptors(step.read_copies())
+        seconds = costs.read_s(num_runs, step.bytes_read)
+        return Estimate(strategy, num_runs, step.bytes_read, seconds)
+    borders = _chunk_borders(transfer, strategy, costs, staging_bytes)
+    num_chunks = len(borders) - 1
+    num_blocks = borders[-1] - borders[0]
+    # Runs are counted as if one large slot took all chunks. An unused block lies
+    # between two chunks, so that no run crosses from one chunk to the next.
+    ordinals = np.arange(borders[-1])
+    chunk_numbers = np.searchsorted(borders[1:], ordinals, side="right")
+    heads = _heads(transfer, strategy.wider)
+    slot = slot_of(transfer.remote[0].layout, heads, num_blocks + num_chunks)
+    slot_blocks = ordinals - borders[0] + chunk_numbers
+    step = replace(step, slot=slot, slot_blocks=slot_blocks)
+    num_runs = count_descriptors(step.read_copies())
+    seconds = costs.staged_s(
+        read_s=costs.read_s(num_runs, step.bytes_read),
+        place_s=transfer.useful_bytes / costs.reformat_bytes_per_s,
+        chunks=num_chunks,
+        last_share=(borders[-1] - borders[-2]) / num_blocks,
+    )
+    return Estimate(strategy, num_runs, step.bytes_read, seconds)
+
+
+def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
+    """The wanted tokens and, with `strategy.whole_blocks`, the rest of their blocks."""
+    tokens = transfer.tokens
+    if not strategy.whole_blocks:
+        return tokens
+    size = transfer.block_size
+    stop = -(-tokens.stop // size) * size
+    if strategy.staged:
+        return range(tokens.start // size * size, stop)
+    local_size = transfer.local.layout.block_size
+    local_stop = -(-tokens.stop // local_size) * local_size
+    return range(tokens.start, min(stop, local_stop))
+
+
+def _chunk_borders(
+    transfer: Transfer,
+    strategy: TransferStrategy,
+    costs: CostModel,
+    staging_bytes: int,
+) -> list[int]:
+    """The borders of the chunks, as indices into P's block table.
+
+    A chunk takes at most half the staging memory. It ends where blocks of both sides
+    end, if such a chunk fits, so that no block of D is divided between two chunks.
+    """
+    layout = transfer.remote[0].layout
+    ordinals = transfer.remote_ordinals
+    period_tokens = lcm(layout.block_size, transfer.local.layout.block_size)
+    period = period_tokens // layout.block_size
+    max_blocks = _max_chunk_blocks(transfer, strategy, costs, staging_bytes, period)
+    if period > max_blocks:
+        period = 1
+    chunk_blocks = max_blocks // period * period
+    first_border = ordinals.start // period * period + chunk_blocks
+    inner_borders = range(first_border, ordinals.stop, chunk_blocks)
+    return [ordinals.start, *inner_borders, ordinals.stop]
+
+
+def _max_chunk_blocks(
+    transfer: Transfer,
+    strategy: TransferStrategy,
+    costs: CostModel,
+    staging_bytes: int,
+    period: int,
+) -> int:
+    """The largest number of P's blocks in one chunk, at least one.
+
+    Args:
+        period: number of P's blocks after which blocks of both sides end. A pipelined
+            chunk has at least this many.
+    """
+    heads = _heads(transfer, strategy.wider)
+    block_bytes = slot_of(transfer.remote[0].layout, heads, 1).nbytes
+    total_bytes = len(transfer.remote_ordinals) * block_bytes
+    max_bytes = staging_bytes // 2
+    if not costs.overlaps:
+        cached_bytes = int(_CACHED_CHUNK_S * costs.bytes_per_s)
+        max_bytes = min(max_bytes, max(cached_bytes, total_bytes // _MAX_CACHED_CHUNKS))
+    elif strategy.pipelined:
+        equal_bytes = -(-total_bytes // _PIPELINE_CHUNKS)
+        share_bytes = min(equal_bytes, staging_bytes // _PIPELINE_SLOTS)
+        quick_bytes = int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s)
+        min_bytes = max(period * block_bytes, quick_bytes)
+        max_bytes = min(max_bytes, max(share_bytes, min_bytes))
+    return max(1, max_bytes // block_bytes)
+
+
+def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
+    """The heads that are read for each head group."""
+    if not wider:
+        return tuple(group.heads for group in transfer.groups)
+    total = transfer.total_kv_heads
+    return tuple(
+        transfer.remote[group.owners[0]].heads(total) for group in transfer.groups
+    )

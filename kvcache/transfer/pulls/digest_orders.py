@@ -1,0 +1,42 @@
+"""Digests of this engine's KV that every rank computes a part of."""
+
+from collections.abc import Callable
+
+from kvcache.transfer.pulls.messages import DigestOrder, RankEnded
+from kvcache.verify.scope import DigestPart
+from kvcache.verify.scope import Scope as Scope
+from kvcache.verify.scope import Sums as Sums
+
+
+class DigestOrders:
+    """The orders that have not ended. Used by the coordinator's thread only.
+
+    Args:
+        broadcast: sends an order to every rank.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        total_kv_heads: int,
+        broadcast: Callable[[DigestOrder], None],
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._total_kv_heads = total_kv_heads
+        self._broadcast = broadcast
+        self._open: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
+
+    def begin(self, order: DigestOrder, reply: Sums) -> None:
+        """Sends an order. `reply` is called when every rank has ended."""
+        self._open[order.pull_id] = (order.scope, reply, [])
+        self._broadcast(order)
+
+    def on_report(self, report: RankEnded) -> None:
+        """A rank has computed its part, or has failed."""
+        if report.pull_id not in self._open:
+            return
+        scope, reply, parts = self._open[report.pull_id]
+        parts.append(report.part)
+        if len(parts) == self._num_ranks:
+            del self._open[report.pull_id]
+            reply(scope.merged(parts, self._total_kv_heads))

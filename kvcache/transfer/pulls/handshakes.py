@@ -1,0 +1,129 @@
+"""Handshakes with prefill engines over the side channel, and the loss of connections.
+
+A handshake requests the metadata of an engine. This file sends its requests and ends it
+when the metadata comes, the server refuses, or the connection is lost.
+"""
+
+from collections.abc import Callable
+
+from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
+from kvcache.transfer.pulls.messages import Command, DropPeer, PeerKey
+from kvcache.transfer.pulls.peers import PeerRecord, PeerTable, unreachable
+from kvcache.transfer.pulls.pull_state import PullState
+from protocol.errors import BatonError, LeaseGone, PeerUnreachable
+from protocol.handshake import GetMetadata, Metadata
+
+
+class Handshakes:
+    """Drives the handshakes of a PeerTable. Used by the coordinator's thread only.
+
+    Args:
+        connection_timeout_s: without a connection for this long, an address is lost.
+        broadcast: sends a command to every rank.
+        pulls_from: returns the open pulls from an address.
+        fail_pull: fails a pull.
+        on_decided: called with each peer whose handshake has ended.
+    """
+
+    def __init__(
+        self,
+        peers: PeerTable,
+        leases: LeaseClient,
+        connection_timeout_s: float,
+        clock: Callable[[], float],
+        *,
+        broadcast: Callable[[Command], None],
+        pulls_from: Callable[[Address], list[PullState]],
+        fail_pull: Callable[[PullState, BatonError], None],
+        on_decided: Callable[[PeerRecord], None],
+    ) -> None:
+        self._peers = peers
+        self._leases = leases
+        self._connection_timeout_s = connection_timeout_s
+        self._clock = clock
+        self._broadcast = broadcast
+        self._pulls_from = pulls_from
+        self._fail_pull = fail_pull
+        self._on_decided = on_decided
+
+    def deadline(self) -> float:
+        """When to call `send_requests` and `drop_lost` next; infinity for never."""
+        lost_deadlines = [
+            since + self._connection_timeout_s
+            for since in self._leases.unconnected().values()
+        ]
+        return min([self._peers.deadline(), *lost_deadlines])
+
+    def send_requests(self, now: float) -> None:
+        """Sends the requests that are due, and ends handshakes that have timed out."""
+        due, timed_out = self._peers.due(now)
+        for peer in due:
+            peer.nonce = peer.nonce or new_id()
+            self._leases.post(peer.address, GetMetadata(nonce=peer.nonce))
+        for peer in timed_out:
+            self._on_decided(peer)
+
+    def drop_lost(self, now: float) -> None:
+        """Drops the addresses that have had no connection for too long."""
+        for address, since in self._leases.unconnected().items():
+            if now - since >= self._connection_timeout_s:
+                self._drop(address)
+
+    def on_metadata(self, address: Address, reply: Metadata) -> None:
+        """A server has sent its metadata."""
+        peers = [
+            peer for peer in self._handshaking_at(address) if peer.nonce == reply.nonce
+        ]
+        if peers:
+            key = (reply.engine.engine_id, reply.engine.incarnation)
+            self._drop_earlier_engines(key, address)
+        for peer in peers:
+            self._peers.on_metadata(peer, reply.engine, self._clock())
+            self._on_decided(peer)
+
+    def on_refused(self, address: Address, reason: str) -> None:
+        """A server has refused the handshake."""
+        message = f"{address[0]}:{address[1]} refused the handshake: {reason}"
+        self._fail_handshakes(address, PeerUnreachable(message))
+
+    def _drop(self, address: Address) -> None:
+        """Fails the pulls and handshakes that wait for an answer from this address.
+
+        The ranks forget its peers, because a peer's memory is not freed while it is
+        mapped here.
+        """
+        error = unreachable(address, "cannot be connected to")
+        for peer in self._peers.at(address):
+            self._forget(peer)
+        self._leases.forget(address)
+        for state in self._pulls_from(address):
+            self._fail_pull(state, error)
+        self._fail_handshakes(address, error)
+
+    def _drop_earlier_engines(self, key: PeerKey, address: Address) -> None:
+        """Fails the pulls from earlier engines at this address: their leases have
+        ended.
+
+        A restarted server has a new engine id and a new incarnation.
+        """
+        for peer in self._peers.at(address):
+            if peer.key != key:
+                self._forget(peer)
+        for state in self._pulls_from(address):
+            if state.key != key:
+                error = LeaseGone(f"prefill server {state.key[0]} was restarted")
+                self._fail_pull(state, error)
+
+    def _fail_handshakes(self, address: Address, error: PeerUnreachable) -> None:
+        for peer in self._handshaking_at(address):
+            self._peers.fail(peer, error, self._clock())
+            self._on_decided(peer)
+
+    def _forget(self, peer: PeerRecord) -> None:
+        peer.metadata = None
+        if peer.is_announced:
+            peer.is_announced = False
+            self._broadcast(DropPeer(peer.key))
+
+    def _handshaking_at(self, address: Address) -> list[PeerRecord]:
+        return [peer for peer in self._peers.at(address) if peer.is_handshaking]

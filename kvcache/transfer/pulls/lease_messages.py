@@ -1,0 +1,91 @@
+"""The messages that a pull sends to P about its lease.
+
+A nonce is `<verb>-<attempt id>`: P's reply repeats it, so that the coordinator finds
+    the
+pull, and the pull knows which of its messages was answered.
+"""
+
+from kvcache.verify.scope import Scope
+from protocol.handshake import AbortLease, AskDigest, Complete, Renew, Subscribe
+from protocol.messages import RemotePrefill
+
+_MIN_RENEW_S = 0.02  # shortest time between two renewals
+_MAX_SUBSCRIBE_S = 1.0  # longest time between two subscriptions
+
+
+def renew_interval_s(
+    remote: RemotePrefill, configured_s: float | None, grows: bool
+) -> float:
+    """Seconds between two renewals, by default a third of the lease.
+
+    Args:
+        grows: P still computes the prompt; subscriptions take the place of renewals.
+    """
+    interval_s = configured_s or remote.lease_s / 3
+    if grows:
+        interval_s = min(interval_s, _MAX_SUBSCRIBE_S)
+    return max(interval_s, _MIN_RENEW_S)
+
+
+def renew_lease(remote: RemotePrefill, attempt_id: str) -> Renew:
+    return Renew(
+        nonce=f"renew-{attempt_id}",
+        incarnation=remote.incarnation,
+        lease_id=remote.lease_id,
+    )
+
+
+def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscribe:
+    """Requests the blocks of a prompt that P still computes.
+
+    Args:
+        num_blocks: number of blocks that are already known here.
+    """
+    assert remote.transfer_id is not None
+    return Subscribe(
+        nonce=f"subscribe-{attempt_id}",
+        incarnation=remote.incarnation,
+        transfer_id=remote.transfer_id,
+        prompt_digest=remote.prompt_digest,
+        num_blocks=num_blocks,
+    )
+
+
+def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
+    """The fence: P's answer confirms that the lease was held until now, and ends it."""
+    return Complete(
+        nonce=f"complete-{attempt_id}",
+        attempt_id=attempt_id,
+        incarnation=remote.incarnation,
+        lease_id=remote.lease_id,
+    )
+
+
+def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortLease:
+    """Gives up the lease, or the subscription if no lease is known.
+
+    P's answer is ignored.
+
+    Args:
+        lend: give up only the subscription, so that another engine may subscribe.
+    """
+    verb = "lend" if lend else "abort"
+    lease_id = "" if lend else remote.lease_id
+    return AbortLease(
+        nonce=f"{verb}-{attempt_id}",
+        incarnation=remote.incarnation,
+        lease_id=lease_id or remote.transfer_id or "",
+    )
+
+
+def ask_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> AskDigest:
+    """Requests P's digest of the KV in `scope`."""
+    return AskDigest(
+        nonce=nonce,
+        incarnation=remote.incarnation,
+        lease_id=remote.lease_id,
+        token_start=scope.start,
+        token_stop=scope.stop,
+        samples=scope.samples,
+        reach=scope.reach,
+    )

@@ -1,0 +1,115 @@
+"""Look-ups: requests to prefill engines for a reference to the KV of a known prefix.
+
+Pure, except for the messages that it posts: no clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from kvcache.transfer.pulls.messages import LookedUp, PullSettings, key_of
+from kvcache.transfer.pulls.peers import PeerRecord, PeerTable
+from protocol.handshake import AbortLease, Found, GetMetadata, Lookup, Request
+from protocol.messages import KVHint, RemotePrefill
+
+
+@dataclass(frozen=True)
+class _OpenLookup:
+    """A look-up that has not ended."""
+
+    pull_id: str
+    hint: KVHint
+    request: Lookup
+    began: float
+
+
+class Lookups:
+    """The open look-ups, at most one of each request.
+
+    Each ends within its timeout in one LookedUp.
+
+    Args:
+        post: sends a request to an address.
+        emit: called with each LookedUp.
+    """
+
+    def __init__(
+        self,
+        settings: PullSettings,
+        peers: PeerTable,
+        post: Callable[[tuple[str, int], Request], None],
+        emit: Callable[[LookedUp], None],
+    ) -> None:
+        self._timeout_s = settings.lookup_timeout_s
+        self._peers = peers
+        self._post = post
+        self._emit = emit
+        self._open: dict[str, _OpenLookup] = {}  # by nonce, oldest first
+
+    def begin(self, pull_id: str, hint: KVHint, request: Lookup, now: float) -> None:
+        """Sends a look-up to the hinted engine, after a handshake if necessary."""
+        self._open[request.nonce] = _OpenLookup(pull_id, hint, request, now)
+        self._send(request.nonce, self._peers.connect(hint, now), now)
+
+    def on_peer_decided(self, peer: PeerRecord, now: float) -> None:
+        """Sends or ends the look-ups that wait for the peer's handshake."""
+        for nonce, lookup in list(self._open.items()):
+            if key_of(lookup.hint) == peer.key:
+                self._send(nonce, peer, now)
+
+    def _send(self, nonce: str, peer: PeerRecord, now: float) -> None:
+        metadata = peer.metadata
+        if metadata is not None and peer.circuit.allows_pull(now, busy=True):
+            # A lease server accepts long messages only after a short one over the same
+            # connection.
+            self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
+            request = self._open[nonce].request
+            layout = metadata.ranks[0].layout
+            capacity = layout.num_blocks * layout.block_size * metadata.dcp_size
+            token_ids = request.token_ids[:capacity]
+            self._post(peer.address, replace(request, token_ids=token_ids))
+        elif not peer.is_handshaking:
+            self._end(nonce, "none", now)
+
+    def deadline(self) -> float:
+        """When to call `tick` next; infinity for never."""
+        oldest = min(
+            (lookup.began for lookup in self._open.values()), default=float("inf")
+        )
+        return oldest + self._timeout_s
+
+    def tick(self, now: float) -> None:
+        """Ends the look-ups that have timed out."""
+        expired_nonces = [
+            nonce
+            for nonce, lookup in self._open.items()
+            if now >= lookup.began + self._timeout_s
+        ]
+        for nonce in expired_nonces:
+            self._end(nonce, "late", now)
+
+    def on_reply(self, address: tuple[str, int], reply: Found, now: float) -> None:
+        """The engine has answered. The lease of a late reference is aborted."""
+        lookup = self._open.get(reply.nonce)
+        remote = reply.remote
+        if lookup is not None and (
+            remote is None or key_of(remote) == key_of(lookup.hint)
+        ):
+            self._end(reply.nonce, "found" if remote else "none", now, remote)
+        elif remote is not None:
+            abort = AbortLease(
+                nonce="abort-unwanted",
+                incarnation=remote.incarnation,
+                lease_id=remote.lease_id,
+            )
+            self._post(address, abort)
+
+    def _end(
+        self, nonce: str, outcome: str, now: float, remote: RemotePrefill | None = None
+    ) -> None:
+        lookup = self._open.pop(nonce)
+        if remote is not None:
+            # The engine may not know the address by which it is reached from here.
+            remote = replace(remote, host=lookup.hint.host, port=lookup.hint.port)
+        self._emit(LookedUp(lookup.pull_id, remote, outcome, now - lookup.began))

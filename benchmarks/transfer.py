@@ -192,7 +192,7 @@ def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
     reads = []
     for local in case.d.endpoints(size):
         planner = Planner(local, remote, size.heads, staging_bytes=setup.staging_bytes)
-        transfer = planner.take(
+        transfer = planner.make_transfer(
             (0, size.tokens), case.d.blocks(size), case.p.blocks(size)
         )
         reads.append(list(planner.plan(transfer, costs).reads))

@@ -22,11 +22,11 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerDecided, PullDone, PullFailed

@@ -124,7 +124,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
         parts = zip(end.groups.spans(hit, tokens, tokens), *tables, strict=True)
         transfers = (
-            planner.take((span.start, span.stop), *own) for span, *own in parts
+            planner.make_transfer((span.start, span.stop), *own) for span, *own in parts
         )
         plan = joined([planner.plan(each, costs) for each in transfers])
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()

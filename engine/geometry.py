@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from kvcache.groups import KVGroups, deal
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
-from kvcache.transfer.plan.plan import least_staging_bytes
+from kvcache.transfer.plan.steps import min_staging_bytes
 from model.config import ModelConfig, load_config
 from model.sizes import (
     check_files,
@@ -150,7 +150,7 @@ def check_scales(config: EngineConfig, model: ModelConfig) -> None:
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:
     """Raises InvalidGeometry when the staging memory cannot hold two blocks of `layout`. A peer's
     may be larger still: the planner decides that, pull by pull."""
-    least = least_staging_bytes(layout)
+    least = min_staging_bytes(layout)
     if config.staging_bytes < least:
         raise InvalidGeometry(
             f"--staging-bytes is {config.staging_bytes}; a KV block of {config.block_size} tokens "

@@ -41,7 +41,7 @@ from protocol.errors import (
     KVCorrupt,
     KVParamsRejected,
     Overloaded,
-    PullWithheld,
+    PullCircuitOpen,
     RemoteKVError,
     from_code,
 )
@@ -194,7 +194,7 @@ class Borrower(KVConnector):
     def _enqueue_begun(self, sequence: Sequence, remote: RemotePrefill) -> None:
         """Once hands are shaken, and some of its prompt is computed: it shall hold no blocks before
         that."""
-        if not self._coordinator.knows(remote):
+        if not self._coordinator.can_pull_from(remote):
             self._coordinator.connect(remote)
         elif remote.lease_id:
             self.core.enqueue(sequence)
@@ -288,7 +288,7 @@ class Borrower(KVConnector):
             needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
             if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
                 told = f"READs that hang hold {quarantined} blocks: there is no room for more"
-                self._give_up_untouched(sequence, PullWithheld(told))
+                self._give_up_untouched(sequence, PullCircuitOpen(told))
 
     def _compute_where_all_wait(self) -> None:
         """Who has this engine's blocks may wait for blocks of an engine whose blocks are held for
@@ -302,7 +302,7 @@ class Borrower(KVConnector):
             self._stands_since = now if scheduler.running else self._stands_since
             for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
                 told = f"nobody who waits got KV blocks for {_STANDS_S} s: others have them"
-                self._give_up_untouched(sequence, PullWithheld(told))
+                self._give_up_untouched(sequence, PullCircuitOpen(told))
 
     def _fail_locked_out(self) -> None:
         scheduler, now = self.core.scheduler, time.monotonic()

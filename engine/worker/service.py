@@ -12,8 +12,8 @@ from engine.kv.rates import Rates
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.cuda_placer import placer_for
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings

@@ -172,7 +172,7 @@ class Engine:
 
     Args:
         compat: of its KV, which its pool follows.
-        dcp: how many ranks it has, which share the tokens of sequences; `told_dcp` as its
+        dcp: how many ranks it has, which share the tokens of sequences; `coordinator_dcp` as its
             coordinator believes.
         convert: it takes KV of another dtype.
         launch_bytes: it copies out of peers' mapped memory, so much at a time; None: it reads.
@@ -189,7 +189,7 @@ class Engine:
         num_blocks: int = 40,
         compat: CompatRecord = COMPAT,
         dcp: int = 1,
-        told_dcp: int | None = None,
+        coordinator_dcp: int | None = None,
         convert: bool = False,
         launch_bytes: int | None = None,
         verify: str = "off",
@@ -221,7 +221,12 @@ class Engine:
             return self.movers.placers[-1]
 
         way: dict[str, Any] = {"make_placer": make_placer} if launch_bytes else {}
-        how = {"dcp": dcp, "told_dcp": told_dcp, "convert": convert, "verify": verify}
+        how = {
+            "dcp": dcp,
+            "coordinator_dcp": coordinator_dcp,
+            "convert": convert,
+            "verify": verify,
+        }
         how |= {"staging_bytes": 2**20, "clock": self.clock}
         self._work = Workers(self.pools, agents, compat, secret, settings, **how, **way)
         self.coordinator, self.workers = self._work.coordinator, self._work.workers

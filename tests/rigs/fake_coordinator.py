@@ -81,11 +81,11 @@ class FakeCoordinator:
 
     # -- what the role calls
 
-    def knows(self, remote: RemotePrefill) -> bool:
+    def can_pull_from(self, remote: RemotePrefill) -> bool:
         return remote.engine_id in self._ready
 
     def connect(self, remote: RemotePrefill) -> None:
-        if self.knows(remote):
+        if self.can_pull_from(remote):
             self._events.append(PeerDecided(key_of(remote)))
         else:
             self._awaited.add(key_of(remote))

@@ -82,7 +82,7 @@ class Case:
 
     def pull(self, planner: Planner) -> Transfer:
         tables = self.d.blocks, np.repeat(self.p.blocks, self.p.dcp)
-        return planner.take(
+        return planner.make_transfer(
             (self.start, self.stop), *tables, lease_hash=self.lease_hash
         )
 

@@ -381,7 +381,7 @@ class Decode:
 
     def pulls(self) -> list[PullState]:
         """Those that have not ended."""
-        return list(self.coordinator._pulls.values())
+        return list(self.coordinator._pulls)
 
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
         """[token, head of the model, layer, component, element] as the pools hold them now."""

@@ -103,7 +103,7 @@ class MemoryPlacer(Placer):
         self.mapped.append(address)
         return Memory(address, bytes_at(address, rank.nbytes), close)
 
-    def room(self, copy: BlockCopy, factors: Factors) -> int:
+    def max_launch_bytes(self, copy: BlockCopy, factors: Factors) -> int:
         return self.rooms.pop(0) if self.rooms else ALL_BYTES
 
     def launch(self, copy: BlockCopy, source: Memory, factors: Factors) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.peer import LocalRank
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests import stopping

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker import TransferWorker
@@ -20,7 +20,7 @@ class Workers:
     """Of an engine with these pools, which `start` begins.
 
     Args:
-        told_dcp: how many ranks share tokens, as the coordinator believes.
+        coordinator_dcp: how many ranks share tokens, as the coordinator believes.
         make_placer: makes each rank's, if it has one.
         options: of the ranks.
     """
@@ -35,7 +35,7 @@ class Workers:
         *,
         clock: Callable[[], float] = time.monotonic,
         dcp: int = 1,
-        told_dcp: int | None = None,
+        coordinator_dcp: int | None = None,
         convert: bool = False,
         verify: str = "off",
         make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
@@ -43,7 +43,7 @@ class Workers:
     ) -> None:
         tp, size = len(pools), pools[0].layout.block_size
         pairs = [socket.socketpair() for _ in pools[1:]]
-        about = {"dcp": told_dcp or dcp, "block_size": size, "verify": verify}
+        about = {"dcp": coordinator_dcp or dcp, "block_size": size, "verify": verify}
         settings, common = settings or PullSettings(), {"convert": convert}
         self.coordinator = PullCoordinator(
             [ours for ours, _ in pairs],

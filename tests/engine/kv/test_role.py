@@ -315,7 +315,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(make_pair, policy):
-    pair = make_pair(p_block_size=8, told_dcp=2, policy=policy)
+    pair = make_pair(p_block_size=8, coordinator_dcp=2, policy=policy)
     name = pair.ask(PROMPT)
     if policy == "recompute":
         assert pair.answer(name) == expected_output(PROMPT, 6)

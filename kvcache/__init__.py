@@ -1,1 +1,1 @@
-"""Where KV bytes live and how they travel between servers."""
+"""The memory of KV caches, leases of it, and its transfer between servers."""

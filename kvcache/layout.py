@@ -1,21 +1,26 @@
-"""Where each element of a rank's KV cache lies: one six-axis array, in any order of its axes.
+"""Where each element of a rank's KV cache lies: one six-axis array, in any axis order.
 
-    B block   H kv head on this rank   L layer   C component   N token in block   D element
+    B block   H kv head on this rank   L layer   C component   N token in block   D
+    element
 
-Components are K and V; MLA has one, its latent. D always comes last. The order and the sizes
-decide everything: element (b, h, l, c, n, d) lies at the sum of index x stride, and an axis'
-stride is the product of the sizes to its right. Block 0 is the reserved null block.
+Components are K and V; MLA has one, its latent. D always comes last. The order and the
+sizes decide everything: element (b, h, l, c, n, d) lies at the sum of index x stride,
+and an axis' stride is the product of the sizes to its right. Block 0 is the reserved
+null block.
 
-Byte maps, lowest address first, of 2 blocks x 2 heads x 2 layers x (K, V) x N tokens. A box is one
-contiguous run; `h1 L0 K` is the keys of head 1 in layer 0; `n0..` counts the tokens of one block.
+Byte maps, lowest address first, of 2 blocks x 2 heads x 2 layers x (K, V) x N tokens. A
+box is one contiguous run; `h1 L0 K` is the keys of head 1 in layer 0; `n0..` counts the
+tokens of one block.
 
-BHLCND (default): all that one head has in one block is ONE run, so a head slice of a block is one
-descriptor for all layers, and a whole block is one as well.
+BHLCND (default): everything that one head has in one block is ONE run. So a head slice
+of a block is one descriptor for all layers, and a complete block is one as well.
 
     block 0                                       block 1
-    [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | L0 V | .. ][ h0: .. ][ h1: .. ]
+    [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | L0 V | .. ][ h0: .. ][ h1:
+    .. ]
 
-BLCHND: cross-layer blocks. A whole block is one run, a head slice of it L x C runs of N x D.
+BLCHND: cross-layer blocks. A complete block is one run, a head slice of it L x C runs
+of N x D.
 
     block 0                                               block 1
     [ L0: K h0 n0.. | K h1 | V h0 | V h1 ][ L1: K h0 .. ][ L0: .. ][ L1: .. ]
@@ -30,13 +35,14 @@ LCBHND (FlashAttention, heads first): a region per layer and component.
     layer 0, K                         layer 0, V         layer 1, K
     [ b0: h0 n0.. | h1 ][ b1: h0 .. ]  [ b0 ][ b1 ]       [ b0 ][ b1 ]  ..
 
-LBCNHD, LCBNHD (token-major, "NHD"): as the two above, but each token holds all its heads, so a
-slice of the heads is one run of heads x D elements per token.
+LBCNHD, LCBNHD (token-major, "NHD"): like the two above, but each token holds all its
+heads. A slice of the heads is one run of heads x D elements per token.
 
     layer 0                                                   layer 1
     [ b0: K n0 h0 | n0 h1 | n1 h0 | n1 h1 | .. | V n0 h0 .. ][ b1 ]  [ b0 ][ b1 ]
 
-No torch here: processes that only plan or only talk use this too.
+This module does not import torch, because processes that only plan or communicate use
+it.
 """
 
 from functools import cached_property
@@ -50,8 +56,10 @@ MAX_BLOCK_SIZE_TOKENS = 256
 
 
 class KVLayout(LayoutRecord, frozen=True, dict=True):
-    """The order, the sizes and the dtype of one rank's KV cache; options and handshakes see to it
-    that they can be. What a plan asks for dozens of times is kept: do not change the dictionaries.
+    """The order, the sizes and the dtype of one rank's KV cache.
+
+    Options and handshakes have checked the values. Properties that a plan reads dozens
+    of times are cached: do not change the dictionaries that they return.
     """
 
     @classmethod
@@ -76,7 +84,9 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
     @cached_property
     def strides(self) -> dict[str, int]:
         """Distance between neighbours along each axis, by letter, in ELEMENTS."""
-        sizes, stride, strides = self.sizes, 1, {}
+        sizes = self.sizes
+        stride = 1
+        strides = {}
         for axis in reversed(self.order):
             strides[axis] = stride
             stride *= sizes[axis]
@@ -94,15 +104,13 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes that one token takes: all heads, layers and components of this rank."""
-        elements = (
-            self.num_heads * self.num_layers * self.num_components * self.head_dim
-        )
-        return elements * self.itemsize
+        """Bytes of one token: all heads, layers and components of this rank."""
+        num_rows = self.num_heads * self.num_layers * self.num_components
+        return num_rows * self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes, wherever they lie."""
+        """Bytes of one block, which need not be contiguous."""
         return self.block_size * self.token_bytes
 
 

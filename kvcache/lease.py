@@ -1,16 +1,17 @@
-"""Leases: blocks that a prefill server keeps for a reader until a deadline.
+"""Leases: blocks that a prefill server holds for a reader until a deadline.
 
     grant ---> HELD ---complete---> COMPLETED
                     ---abort------> ABORTED
                     ---deadline---> EXPIRED
 
-A lease of a prompt that is still computed grows until it is sealed, and cannot be completed before.
-An ended lease leaves a tombstone: the attempt that completed it gets `ok` again, all others get
-`gone`, as for an unknown lease. Tombstones are bounded by count and age.
+A lease of a prompt that is still being computed grows until it is sealed, and cannot be
+completed before. An ended lease leaves a tombstone: the attempt that completed it gets
+`ok` again, all other attempts get `gone`, as for an unknown lease. Tombstones are
+bounded by count and age.
 
-Pure: the clock is an argument, always the prefill server's own (I3). An operation at or after a
-deadline finds the lease expired, even if `expire` was not called since: a reader never gets `ok`
-for blocks that are not held any more (I4, I5).
+The table is pure: the clock is an argument, always the prefill server's own (I3). An
+operation at or after a deadline finds the lease expired, even if `expire` was not
+called since. So a reader never gets `ok` for blocks that are no longer held (I4, I5).
 """
 
 import heapq
@@ -34,7 +35,7 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True)
 class EndedLease:
-    """A lease whose blocks are the engine's again."""
+    """A lease that has ended: its blocks belong to the engine again."""
 
     lease_id: str
     request_id: str
@@ -43,7 +44,7 @@ class EndedLease:
 
 
 @dataclass
-class _Held:
+class _HeldLease:
     request_id: str
     block_ids: tuple[int, ...]
     lease_s: float
@@ -52,7 +53,7 @@ class _Held:
 
 
 class _Tombstone(NamedTuple):
-    attempt_id: str | None  # of the completion
+    attempt_id: str | None  # the attempt that completed the lease
     ended_at: float
 
 
@@ -60,11 +61,10 @@ class LeaseTable:
     """All leases of one engine. Times are seconds on one monotonic clock."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldLease] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
-        self._deadlines: list[
-            tuple[float, str]
-        ] = []  # a heap; renewed leases leave old entries
+        # A heap. A renewal adds an entry and leaves the old one in the heap.
+        self._deadlines: list[tuple[float, str]] = []
         self._ended: list[EndedLease] = []
         self.ended_counts = Counter[LeaseState]()  # since the start
 
@@ -84,10 +84,15 @@ class LeaseTable:
     ) -> None:
         """Holds the blocks until `now + lease_s`, unless renewed or ended before."""
         assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
-        self._held[lease_id] = _Held(
-            request_id, tuple(block_ids), lease_s, now + lease_s, grows
+        deadline = now + lease_s
+        self._held[lease_id] = _HeldLease(
+            request_id=request_id,
+            block_ids=tuple(block_ids),
+            lease_s=lease_s,
+            deadline=deadline,
+            grows=grows,
         )
-        heapq.heappush(self._deadlines, (now + lease_s, lease_id))
+        heapq.heappush(self._deadlines, (deadline, lease_id))
 
     def grow(
         self,
@@ -97,8 +102,14 @@ class LeaseTable:
         *,
         seals: bool = False,
     ) -> bool:
-        """Holds these blocks as well; `seals`: they are the last ones. False when the lease is
-        gone: the blocks stay the caller's."""
+        """Adds blocks to a lease that grows.
+
+        Args:
+            seals: These are the last blocks.
+
+        Returns:
+            False if the lease is gone. The blocks remain the caller's then.
+        """
         self.expire(now)
         lease = self._held.get(lease_id)
         if lease is None:
@@ -109,13 +120,13 @@ class LeaseTable:
         return True
 
     def blocks(self, lease_id: str, now: float) -> tuple[int, ...] | None:
-        """The held blocks; None when the lease is gone."""
+        """The held blocks; None if the lease is gone."""
         self.expire(now)
         lease = self._held.get(lease_id)
         return None if lease is None else lease.block_ids
 
     def renew(self, lease_id: str, now: float) -> bool:
-        """Moves the deadline to `now + lease_s`; False when the lease is gone."""
+        """Moves the deadline to `now + lease_s`; False if the lease is gone."""
         self.expire(now)
         lease = self._held.get(lease_id)
         if lease is None:
@@ -125,19 +136,24 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
-        """The fence: True when the lease was held until now, or was completed by the same attempt.
-        False for a lease that still grows."""
+        """Completes a lease: the fence of a pull.
+
+        Returns:
+            True if the lease was held until now, or if the same attempt has completed
+            it before. False for a lease that still grows.
+        """
         self.expire(now)
-        if (lease := self._held.get(lease_id)) is not None:
+        lease = self._held.get(lease_id)
+        if lease is not None:
             if lease.grows:
                 return False
             self._end(lease_id, LeaseState.COMPLETED, attempt_id, now)
             return True
-        grave = self._tombstones.get(lease_id)
-        return grave is not None and grave.attempt_id == attempt_id
+        tombstone = self._tombstones.get(lease_id)
+        return tombstone is not None and tombstone.attempt_id == attempt_id
 
     def abort(self, lease_id: str, now: float) -> bool:
-        """Ends a held lease; False when it was gone already."""
+        """Ends a held lease; False if it was gone already."""
         self.expire(now)
         if lease_id not in self._held:
             return False
@@ -145,27 +161,28 @@ class LeaseTable:
         return True
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose deadline has come, forgets old tombstones."""
+        """Ends the leases whose deadline has passed and removes old tombstones."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._held.get(lease_id)
             if lease is not None and lease.deadline <= now:
                 self._end(lease_id, LeaseState.EXPIRED, None, now)
-        self._bury(now)
+        self._remove_old_tombstones(now)
 
     def abort_all(self, now: float) -> None:
-        """Ends every held lease: the engine is going away."""
+        """Ends every held lease, because the engine is shutting down."""
         for lease_id in list(self._held):
             self._end(lease_id, LeaseState.ABORTED, None, now)
 
     @property
     def has_ended(self) -> bool:
-        """True while `drain_ended` has something to hand over."""
+        """Whether `drain_ended` would return any lease."""
         return bool(self._ended)
 
     def drain_ended(self) -> list[EndedLease]:
-        """Leases that ended since the last call, each exactly once, in order of ending."""
-        ended, self._ended = self._ended, []
+        """The leases that ended since the last call, in order of ending."""
+        ended = self._ended
+        self._ended = []
         return ended
 
     def _end(
@@ -173,16 +190,15 @@ class LeaseTable:
     ) -> None:
         lease = self._held.pop(lease_id)
         self.ended_counts[outcome] += 1
-        self._ended.append(
-            EndedLease(lease_id, lease.request_id, lease.block_ids, outcome)
-        )
+        ended = EndedLease(lease_id, lease.request_id, lease.block_ids, outcome)
+        self._ended.append(ended)
         self._tombstones[lease_id] = _Tombstone(attempt_id, now)
-        self._bury(now)
+        self._remove_old_tombstones(now)
 
-    def _bury(self, now: float) -> None:
+    def _remove_old_tombstones(self, now: float) -> None:
         while self._tombstones:
-            grave = next(iter(self._tombstones.values()))
-            fresh = now - grave.ended_at <= _TOMBSTONE_S
-            if fresh and len(self._tombstones) <= _MAX_TOMBSTONES:
+            oldest = next(iter(self._tombstones.values()))
+            is_recent = now - oldest.ended_at <= _TOMBSTONE_S
+            if is_recent and len(self._tombstones) <= _MAX_TOMBSTONES:
                 return
             self._tombstones.popitem(last=False)

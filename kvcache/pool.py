@@ -1,4 +1,4 @@
-"""The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
+"""The memory of a rank's KV cache: one allocation with strided views."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,28 @@ from protocol.handshake import AXES
 class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
 
-    On the CPU it is a mapping of its own: it begins on a page, and a page costs memory from its
-    first write on, so a large pool that is not used is free. `shared` is its file, which other
-    processes may map. On a GPU it is one torch allocation, which torch aligns to at least 512
-    bytes, and to 2 MiB for a pool of some size.
+    On the CPU it is a mapping of its own, which begins on a memory page. A page costs
+    memory from its first write on, so a large pool that is not used is free. Other
+    processes may map its file, `shared`. On a GPU the pool is one torch allocation,
+    which torch aligns to at least 512 bytes, and to 2 MiB for larger pools.
 
     Args:
-        layout: order, sizes and dtype; every view below has its dtype.
+        layout: Order, sizes and dtype. Every view below has this dtype.
         device: "cpu", "cuda", "cuda:1", or a torch.device.
-        scales: of FP8 elements (kvcache/fp8.py), by layer and component; empty: all 1.
-        groups: of layers, whose blocks these are; the layout's layers are those of one group.
+        scales: Scales of FP8 elements (kvcache/fp8.py), by layer and component; empty:
+            all are 1.
+        groups: Groups of layers whose blocks the pool holds. The layout's layers are
+            those of one group.
+
+    Attributes:
+        flat_bytes: uint8 [nbytes]: the allocation as transfers see it.
+        device: The device with its index.
+        tensor: dtype [six axes in layout.order].
+        canonical: dtype [B, H, L, C, N, D], whatever the order.
+        highest_block: The highest block that steps and pulls have used; -1: none.
 
     Raises:
-        MemoryError, torch.OutOfMemoryError: the allocation does not fit.
+        MemoryError, torch.OutOfMemoryError: The allocation does not fit.
     """
 
     def __init__(
@@ -35,31 +44,28 @@ class KVPool:
         scales: Sequence[float] = (),
         groups: KVGroups = ONE_GROUP,
     ) -> None:
-        assert len(scales) in (0, layout.num_layers * layout.num_components), len(
-            scales
-        )
-        self.layout, self.groups = layout, groups
+        num_scales = layout.num_layers * layout.num_components
+        assert len(scales) in (0, num_scales), len(scales)
+        self.layout = layout
+        self.groups = groups
         self.scales = tuple(scales)
         nbytes = layout.nbytes
-        self.shared = (
-            SharedMemory(nbytes) if torch.device(device).type == "cpu" else None
-        )
-        # zeroed uint8[nbytes], the allocation as transfers see it; it keeps the mapping alive
-        if self.shared is None:
-            self.flat_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        else:
+        self.shared: SharedMemory | None = None
+        if torch.device(device).type == "cpu":
+            self.shared = SharedMemory(nbytes)
+            # The tensor keeps the mapping alive.
             self.flat_bytes = torch.frombuffer(
                 self.shared.mapping, dtype=torch.uint8, count=nbytes
             )
-        self.device = self.flat_bytes.device  # with its index
+        else:
+            self.flat_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.device = self.flat_bytes.device
         dtype = getattr(torch, layout.dtype)
-        # dtype[...six axes in layout.order]
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
-        # dtype[B, H, L, C, N, D] whatever the order
         self.canonical = self.tensor.permute(
             [layout.order.index(axis) for axis in AXES]
         )
-        self.highest_block = -1  # of those that steps and pulls have used
+        self.highest_block = -1
 
     @property
     def nbytes(self) -> int:
@@ -76,14 +82,16 @@ class KVPool:
         return self.device.index or 0
 
     def scale(self, layer: int, component: int) -> float:
-        """What an element of this layer's keys (0) or values (1) is multiplied by when read; -1 is
-        the last component there is."""
+        """The factor of the stored elements of this layer's keys (0) or values (1).
+
+        Component -1 is the last component.
+        """
         count = self.layout.num_components
         index = layer * count + component % count
         return self.scales[index] if self.scales else 1.0
 
-    def use(self, block: int) -> None:
-        """A step or a pull uses blocks up to this one."""
+    def mark_used(self, block: int) -> None:
+        """Records that a step or a pull uses blocks up to `block`."""
         self.highest_block = max(self.highest_block, block)
 
     def view(self, layer: int) -> torch.Tensor:

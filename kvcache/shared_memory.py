@@ -1,9 +1,10 @@
-"""Zeroed host memory that another process of the same host and user may map to read it.
+"""Zeroed host memory that other processes of the same host and user may map to read it.
 
-It is a memory file without a name. A peer that is told the owner's process id and file descriptor
-opens it through /proc; a random token behind the memory proves that it found this very file, in
-whatever container either lives. The file is sealed against shrinking, so a mapping stays readable
-whatever becomes of the owner, and a page costs memory from its first write on.
+It is a memory file without a name. The owner sends a peer its process id and file
+descriptor, with which the peer opens the file through /proc. A random token after the
+memory proves that the peer opened this very file, in whatever container either process
+runs. The file is sealed against shrinking, so a mapping stays readable even when the
+owner ends. A page costs memory from its first write on.
 """
 
 import fcntl
@@ -15,18 +16,20 @@ from hmac import compare_digest
 TOKEN_BYTES = 16
 _NAME = "baton-kv"
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
-_ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl; Python names them from 3.14 on
+# Commands of fcntl, which Python names from 3.14 on.
+_ADD_SEALS = 1033
+_GET_SEALS = 1034
 
 
 class NotMappable(Exception):
-    """This peer's memory cannot be opened here; the text says why."""
+    """This process cannot map a peer's memory; the text is the reason."""
 
 
 class SharedMemory:
     """Owns the file for as long as it lives.
 
     Raises:
-        MemoryError: it does not fit.
+        MemoryError: The file does not fit into memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -51,30 +54,32 @@ class SharedMemory:
 
 
 def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
-    """Another process's memory, readable here until it is closed.
+    """Maps the memory of another process, readable until the mapping is closed.
 
     Args:
-        pid, fd, token: of the owner's SharedMemory.
-        nbytes: how much of it there must be.
+        pid, fd, token: Of the owner's SharedMemory.
+        nbytes: The size that the memory must have.
 
     Raises:
-        NotMappable: the owner is gone, may not be looked at, or this is not the file it announced.
+        NotMappable: The owner has ended, its file may not be opened, or the file is not
+            the one that it announced.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # open nothing else
-            raise NotMappable("its file is another one")
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise NotMappable("its descriptor belongs to another file")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NotMappable(f"its memory cannot be opened: {error}") from error
     try:
-        wanted, size = _file_bytes(nbytes), os.fstat(opened).st_size
-        if size != wanted:
+        size = os.fstat(opened).st_size
+        expected_size = _file_bytes(nbytes)
+        if size != expected_size:
             raise NotMappable(
-                f"its memory has {size} bytes, not the {wanted} it must have"
+                f"its memory has {size} bytes, not the {expected_size} it must have"
             )
         if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
-            raise NotMappable("its memory may still be cut short")
+            raise NotMappable("its memory is not sealed against shrinking")
         mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise NotMappable(f"its memory cannot be mapped: {error}") from error
@@ -87,5 +92,5 @@ def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
 
 
 def _file_bytes(nbytes: int) -> int:
-    """The memory, then the token in a page of its own."""
+    """Size of the file: the memory, then the token in a page of its own."""
     return (-(-nbytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE

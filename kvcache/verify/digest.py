@@ -1,15 +1,22 @@
 """Digests of KV: equal on any two engines that hold the same KV, in whatever layout.
 
-A *row* has the D elements of one head of one token in one layer and component, next to each other
-in every layout. Its words, times an odd key each, are added up; key numbers of the token and of
-(layer, component, head) are added, and the sum is scrambled. The digest of a chunk of tokens and
-a head is the sum of its rows, so the parts of ranks that share a sequence's tokens add up. All is
-modulo 2^64. One wrong bit always changes a sum: a bit times an odd key is not 0, and scrambling
-maps no two numbers to one. Any other fault is missed about once in 2^32 pulls, each time by chance:
-the keys depend on the lease.
+A *row* has the D elements of one head of one token in one layer and component. These
+are contiguous in every layout. The value of a row is computed in three steps:
 
-A *sample* has, of each chunk, all tokens and heads of one layer in 16, other ones for
-each chunk and lease. Blocks that are wrong, stale or missing are in it, one bit with that chance.
+1. Multiply each word of the row by an odd key of its own, and add the products up.
+2. Add the key of the token and the key of (layer, component, head).
+3. Scramble the sum.
+
+The digest of a chunk of tokens and a head is the sum of its rows, so the parts of ranks
+that share a sequence's tokens add up. All arithmetic is modulo 2^64.
+
+One wrong bit always changes a sum: a bit times an odd key is not 0, and scrambling maps
+no two numbers to one. Any other fault is missed about once in 2^32 pulls, each time by
+chance: the keys depend on the lease.
+
+A *sample* covers, for each chunk, all tokens and heads of one layer in 16. The layers
+differ between chunks and leases. A sample contains rows of every block that is wrong,
+stale or missing; it contains a single wrong bit with a chance of 1 in 16.
 """
 
 from collections import deque
@@ -26,122 +33,162 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-Tell = Callable[[DigestPart | None], None]  # None: it has failed
+OnPart = Callable[[DigestPart | None], None]  # called with None if the digest failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
-_CPU_PIECE_BYTES: Final = 2 << 20  # two milliseconds, in which nothing else is driven
-_GPU_PIECE_BYTES: Final = 256 << 20  # a launch of some 0.2 ms takes as long to prepare
-_CACHED_BYTES: Final = (
-    256 << 10
-)  # with more, malloc returns and faults in pages time and again
+# A piece of this size takes two milliseconds. The thread drives nothing else while it
+# computes.
+_CPU_PIECE_BYTES: Final = 2 << 20
+_GPU_PIECE_BYTES: Final = 256 << 20  # preparing a launch, some 0.2 ms, takes as long
+# For larger tensors, malloc returns the memory pages and faults them in again each
+# time.
+_CACHED_BYTES: Final = 256 << 10
 
 
 class Rows(NamedTuple):
-    """Some tokens' rows; where `[..., G]` stands, G = heads x looked-at layers x components."""
+    """The rows of some tokens. G is heads x covered layers x components.
 
-    tokens: torch.Tensor  # i64[T], rows from the pool's first one to the token
-    token_keys: torch.Tensor  # i64[T]
-    chunks: torch.Tensor  # i64[T], index into the next two
-    groups: torch.Tensor  # i64[chunks, G], rows from a token to these
-    group_keys: torch.Tensor  # i64[chunks, G]
+    Attributes:
+        tokens: i64 [T]: number of rows from the pool's first row to the token.
+        token_keys: i64 [T]
+        chunks: i64 [T]: index into `groups` and `group_keys`.
+        groups: i64 [chunks, G]: number of rows from a token to each of its rows.
+        group_keys: i64 [chunks, G]
+    """
+
+    tokens: torch.Tensor
+    token_keys: torch.Tensor
+    chunks: torch.Tensor
+    groups: torch.Tensor
+    group_keys: torch.Tensor
+
+
+class _Digest(NamedTuple):
+    """A digest in progress; each step of `pieces` computes one piece."""
+
+    name: str
+    pieces: Generator[None, None, DigestPart]
+    on_part: OnPart
 
 
 class Digester:
-    """Computes the parts of one rank, which take turns, a piece each. One thread uses it.
+    """Computes digest parts of one rank. Only one thread may use it.
+
+    Several digests take turns, a piece each.
 
     Args:
-        total_kv_heads: of the model.
+        total_kv_heads: KV heads of the model.
     """
 
     def __init__(self, endpoint: Endpoint, total_kv_heads: int, pool: KVPool) -> None:
-        self._endpoint, self._pool, self._layout = endpoint, pool, pool.layout
-        self._heads, self._total_heads = endpoint.heads(total_kv_heads), total_kv_heads
-        nbytes = pool.layout.head_dim * pool.layout.itemsize
-        word = next(dtype for dtype in _WORDS if nbytes % dtype.itemsize == 0)
-        self._words = pool.flat_bytes.view(word).view(
-            -1, nbytes // word.itemsize
-        )  # by row
-        self._open: deque[tuple[str, Generator[None, None, DigestPart], Tell]] = deque()
-        self.values, self._stream = _values, None
+        self._endpoint = endpoint
+        self._pool = pool
+        self._layout = pool.layout
+        self._heads = endpoint.heads(total_kv_heads)
+        self._total_heads = total_kv_heads
+        row_bytes = pool.layout.head_dim * pool.layout.itemsize
+        word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
+        # [rows, words of a row]
+        self._words = pool.flat_bytes.view(word).view(-1, row_bytes // word.itemsize)
+        self._digests: deque[_Digest] = deque()
+        self.values = _values
+        self._stream = None
         self.piece_bytes = _CPU_PIECE_BYTES
         if pool.device.type == "cuda":
             self.piece_bytes = _GPU_PIECE_BYTES
-            # The lowest priority, as of copies (move/place.py).
+            # The lowest priority, as for copies (move/place.py).
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
             self._compile()
 
     def _compile(self) -> None:
-        """Launches all there is once, before anybody waits for it."""
-        self.values, told = _by_kernel, list[DigestPart | None]()
-        self.begin("to compile its kernel", Scope("", 0, 1), [0], told.append)
-        while self._open:
+        """Launches the kernel once, before any request waits for it."""
+        self.values = _values_by_kernel
+        parts: list[DigestPart | None] = []
+        self.begin("to compile its kernel", Scope("", 0, 1), [0], parts.append)
+        while self._digests:
             self.drive()
-        if None in told:  # whatever the driver or the compiler lacks, as was logged
+        if None in parts:
+            # The driver or the compiler does not support the kernel; `drive` has logged
+            # the error.
             self.values = _values
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._digests)
 
-    def begin(self, name: str, scope: Scope, blocks: Sequence[int], tell: Tell) -> None:
-        """
+    def begin(
+        self, name: str, scope: Scope, blocks: Sequence[int], on_part: OnPart
+    ) -> None:
+        """Starts a digest.
+
         Args:
-            blocks: of this engine, from token 0 of the sequence on.
+            blocks: This engine's blocks of the sequence, from token 0 on.
+            on_part: Called by `drive` with the result.
         """
-        self._open.append((name, self._part(scope, np.asarray(blocks, np.int64)), tell))
+        pieces = self._compute_part(scope, np.asarray(blocks, np.int64))
+        self._digests.append(_Digest(name, pieces, on_part))
 
     def stop(self, name: str) -> None:
-        """Drops a digest: `tell` is not called. A kernel that still reads blocks is harmless."""
-        self._open = deque(one for one in self._open if one[0] != name)
+        """Drops a digest: `on_part` is not called.
+
+        A kernel that still reads its blocks is harmless.
+        """
+        self._digests = deque(d for d in self._digests if d.name != name)
 
     def drive(self) -> bool:
-        """Does or begins one piece, or ends one digest; whether it did. Never waits for a GPU."""
-        if not self._open or (self._stream is not None and not self._stream.query()):
+        """Computes or launches one piece, or ends one digest. Never waits for a GPU.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        is_gpu_busy = self._stream is not None and not self._stream.query()
+        if not self._digests or is_gpu_busy:
             return False
-        name, pieces, tell = self._open.popleft()
+        digest = self._digests.popleft()
         try:
             with torch.cuda.stream(self._stream):
-                next(pieces)
+                next(digest.pieces)
         except StopIteration as end:
-            tell(end.value)
+            digest.on_part(end.value)
         except Exception:
-            logger.exception("digest %s", name)
-            tell(None)
+            logger.exception("digest %s failed", digest.name)
+            digest.on_part(None)
         else:
-            self._open.append((name, pieces, tell))
+            self._digests.append(digest)
         return True
 
-    def _part(
+    def _compute_part(
         self, scope: Scope, blocks: IntArray
     ) -> Generator[None, None, DigestPart]:
-        layout, stripe, groups = (
-            self._layout,
-            self._endpoint.stripe,
-            self._endpoint.groups,
-        )
-        spans = groups.spans(scope.start, scope.stop, scope.reach)
+        """Computes this rank's part of a digest; yields after each piece."""
+        layout = self._layout
+        stripe = self._endpoint.stripe
+        groups = self._endpoint.groups
         layers = scope.layers(layout.num_layers)
-        count = int(
-            self.piece_bytes * layout.num_layers / layers.shape[1] / layout.token_bytes
-        )
+        all_layers_bytes = self.piece_bytes * layout.num_layers / layers.shape[1]
+        piece_tokens = max(1, int(all_layers_bytes / layout.token_bytes))
         sums = self._tensor(np.zeros((len(scope.chunks), len(self._heads)), np.int64))
-        numbers = np.arange(self._words.shape[1], dtype=np.uint64)
-        word_keys = self._tensor(scope.keys(0, numbers) | np.uint64(1))
-        for group, span in enumerate(spans):
-            tokens = np.arange(span.start, span.stop)
-            tokens = tokens[tokens // layout.block_size % stripe.size == stripe.rank]
+        word_numbers = np.arange(self._words.shape[1], dtype=np.uint64)
+        word_keys = self._tensor(scope.keys(0, word_numbers) | np.uint64(1))
+        ranges = groups.token_ranges(scope.start, scope.stop, scope.reach)
+        for group, token_range in enumerate(ranges):
+            tokens = np.arange(token_range.start, token_range.stop)
+            is_local = tokens // layout.block_size % stripe.size == stripe.rank
+            tokens = tokens[is_local]
             table = blocks[group :: groups.count]
-            for at in range(0, len(tokens), max(1, count)):
-                some = tokens[at : at + max(1, count)]
-                rows, first = self._rows(
-                    scope, table, some, layers, group * layout.num_layers
-                )
+            first_layer = group * layout.num_layers
+            for start in range(0, len(tokens), piece_tokens):
+                piece = tokens[start : start + piece_tokens]
+                rows, first_chunk = self._rows(scope, table, piece, layers, first_layer)
                 values = self.values(self._words, word_keys, rows)
                 by_head = values.view(len(values), len(self._heads), -1).sum(-1)
-                sums.index_add_(0, rows.chunks + first, by_head)
+                sums.index_add_(0, rows.chunks + first_chunk, by_head)
                 yield
-        copy = self._endpoint.rank // self._endpoint.dcp
-        return DigestPart(copy, self._heads.start, sums.cpu().numpy().T.tobytes())
+        return DigestPart(
+            copy=self._endpoint.rank // self._endpoint.dcp,
+            first_head=self._heads.start,
+            sums=sums.cpu().numpy().T.tobytes(),
+        )
 
     def _rows(
         self,
@@ -151,31 +198,39 @@ class Digester:
         layers: IntArray,
         first_layer: int,
     ) -> tuple[Rows, int]:
-        """Those of some tokens in a group's layers, the first of which is `first_layer`, and which
-        chunk of the digest is the first of them."""
-        layout, stripe = self._layout, self._endpoint.stripe
+        """The rows of some tokens in a group's layers.
+
+        Args:
+            blocks: The group's blocks of the sequence.
+            first_layer: Number of the group's first layer, over all groups.
+
+        Returns:
+            The rows, and the digest's chunk that is their first chunk.
+        """
+        layout = self._layout
         strides = {
-            axis: step // layout.head_dim for axis, step in layout.strides.items()
+            axis: stride // layout.head_dim for axis, stride in layout.strides.items()
         }
-        starts = blocks[tokens // stripe.tokens_per_block] * strides["B"]
+        tokens_per_block = self._endpoint.stripe.tokens_per_block
+        starts = blocks[tokens // tokens_per_block] * strides["B"]
         starts += tokens % layout.block_size * strides["N"]
         chunks = tokens // scope.chunk_tokens - scope.chunks.start
-        first, stop = int(chunks[0]), int(chunks[-1]) + 1
+        first = int(chunks[0])
+        stop = int(chunks[-1]) + 1
+        # Broadcast to [chunks, heads, layers, components].
         head = np.arange(len(self._heads))[:, None, None]
-        layer, component = (
-            layers[first:stop, None, :, None],
-            np.arange(layout.num_components),
-        )
+        layer = layers[first:stop, None, :, None]
+        component = np.arange(layout.num_components)
         groups = head * strides["H"] + layer * strides["L"] + component * strides["C"]
-        names = (first_layer + layer) * layout.num_components + component
-        names = names * self._total_heads
-        names = (names + head + self._heads.start).reshape(stop - first, -1)
+        numbers = (first_layer + layer) * layout.num_components + component
+        numbers = numbers * self._total_heads + head + self._heads.start
+        numbers = numbers.reshape(stop - first, -1)
         rows = Rows(
-            self._tensor(starts),
-            self._tensor(scope.keys(1, tokens.astype(np.uint64))),
-            self._tensor(chunks - first),
-            self._tensor(groups.reshape(stop - first, -1)),
-            self._tensor(scope.keys(2, names.astype(np.uint64))),
+            tokens=self._tensor(starts),
+            token_keys=self._tensor(scope.keys(1, tokens.astype(np.uint64))),
+            chunks=self._tensor(chunks - first),
+            groups=self._tensor(groups.reshape(stop - first, -1)),
+            group_keys=self._tensor(scope.keys(2, numbers.astype(np.uint64))),
         )
         return rows, first
 
@@ -183,24 +238,26 @@ class Digester:
         return torch.from_numpy(numbers.view(np.int64)).to(self._pool.device)
 
 
-def _by_kernel(
+def _values_by_kernel(
     words: torch.Tensor, word_keys: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
-    from kvcache.verify.digest_kernel import values  # needs Triton
+    # Imported here, because it needs Triton, which only GPU machines have.
+    from kvcache.verify.digest_kernel import values
 
     return values(words, word_keys, rows)
 
 
 def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """i64[T, G], the value of each row."""
-    groups, keys = rows.groups[rows.chunks], rows.group_keys[rows.chunks]
+    """i64 [T, G]: the value of each row."""
+    groups = rows.groups[rows.chunks]
+    group_keys = rows.group_keys[rows.chunks]
     index = (rows.tokens[:, None] + groups).view(-1)
     sums = torch.empty_like(index)
     count = max(1, _CACHED_BYTES // (words.shape[1] * words.itemsize))
-    for at in range(0, len(index), count):
-        picked = words.index_select(0, index[at : at + count])
-        torch.sum(picked * word_keys, -1, out=sums[at : at + count])
-    value = sums.view(groups.shape).add_(keys).add_(rows.token_keys[:, None])
+    for start in range(0, len(index), count):
+        selected = words.index_select(0, index[start : start + count])
+        torch.sum(selected * word_keys, -1, out=sums[start : start + count])
+    value = sums.view(groups.shape).add_(group_keys).add_(rows.token_keys[:, None])
     for factor in FACTORS:
         value ^= (value >> 33) & ((1 << 31) - 1)
         value *= factor - (1 << 64)

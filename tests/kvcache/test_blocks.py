@@ -1,4 +1,4 @@
-"""The block state machine: every move by hand, then against a naive model, at random."""
+"""The block state machine: single cases, then random transitions against a model."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,28 +18,29 @@ from kvcache.blocks import (
 )
 from tests.rigs.examples import examples
 
-FREE, USED, CACHED = BlockState.FREE, BlockState.USED, BlockState.CACHED
-LEASED, RECEIVING, QUARANTINED = (
-    BlockState.LEASED,
-    BlockState.RECEIVING,
-    BlockState.QUARANTINED,
-)
+FREE = BlockState.FREE
+USED = BlockState.USED
+CACHED = BlockState.CACHED
+LEASED = BlockState.LEASED
+RECEIVING = BlockState.RECEIVING
+QUARANTINED = BlockState.QUARANTINED
 
 
-def test_a_pool_has_a_block_beside_the_null_block():
+def test_pool_needs_a_block_besides_the_null_block():
     with pytest.raises(ValueError, match="num_blocks is 1"):
         BlockAllocator(1)
 
 
-def test_what_is_too_much_is_refused_with_both_numbers():
-    with pytest.raises(OutOfBlocks, match="5 blocks wanted, 4 of 4 available"):
+def test_allocating_too_many_blocks_raises_an_error_with_both_numbers():
+    with pytest.raises(OutOfBlocks, match="5 blocks requested, 4 of 4 available"):
         BlockAllocator(5).allocate(5)
 
 
-def test_fresh_and_released_blocks_come_out_in_ascending_runs():
+def test_new_and_released_blocks_are_allocated_in_ascending_order():
     allocator = BlockAllocator(10)
-    first, second = allocator.allocate(4), allocator.allocate(3)
-    assert (first, second) == ([1, 2, 3, 4], [5, 6, 7])
+    first = allocator.allocate(4)
+    assert first == [1, 2, 3, 4]
+    assert allocator.allocate(3) == [5, 6, 7]
     allocator.release(first)
     assert allocator.allocate(4) == first
 
@@ -57,7 +58,7 @@ def test_fresh_and_released_blocks_come_out_in_ascending_runs():
         lambda a: a._evictable.clear(),
     ],
 )
-def test_integrity_check_sees_corrupted_books(corrupt):
+def test_integrity_check_detects_corrupted_state(corrupt):
     allocator = BlockAllocator(10)
     blocks = allocator.allocate(4)
     allocator.receive([3])
@@ -72,7 +73,7 @@ def test_integrity_check_sees_corrupted_books(corrupt):
 
 @dataclass
 class ModelBlock:
-    """The naive model of one block, written from DESIGN section 5 and not from the code."""
+    """The naive model of one block, written from docs/design.md, not from the code."""
 
     uses: int = 0
     leases: int = 0
@@ -99,9 +100,9 @@ def is_exclusive(m: ModelBlock) -> bool:
     return m.state is USED and m.uses == 1 and not m.cached and not m.leases
 
 
-# When a move is legal, and its effect: values to set, or to add to counts.
+# When a transition is legal, and its effect: values to set, or to add to counts.
 Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
-MOVES: dict[str, Rule] = {
+TRANSITIONS: dict[str, Rule] = {
     "share": (holds_bytes, {"uses": 1}),
     "release": (lambda m: m.uses > 0, {"uses": -1}),
     "lease": (holds_bytes, {"leases": 1}),
@@ -121,10 +122,11 @@ MARKS: dict[str, Rule] = {
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random moves on random lists of ids, legal or not, beside the naive model."""
+    """Random transitions of random ids, legal or not, compared with the naive model."""
 
-    one = st.integers(1, 3).map(lambda block: [block])  # often, so that moves meet
-    ids = one | one | st.lists(st.integers(-1, 13), min_size=1, max_size=5)
+    # Single ids of few blocks are frequent, so that transitions meet the same block.
+    single = st.integers(1, 3).map(lambda block: [block])
+    ids = single | single | st.lists(st.integers(-1, 13), min_size=1, max_size=5)
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
@@ -136,26 +138,30 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def apply(
         self,
-        move: Callable[[list[int]], None],
+        transition: Callable[[list[int]], None],
         ids: list[int],
-        legal: Callable[[ModelBlock], bool],
+        is_legal: Callable[[ModelBlock], bool],
         effect: dict[str, Any],
     ) -> None:
-        """The move must succeed exactly if every id is known, single and in a legal state."""
-        if len(set(ids)) < len(ids) or not all(
-            b in self.model and legal(self.model[b]) for b in ids
-        ):
+        """Applies a transition to the allocator and the model.
+
+        It must succeed exactly if every id exists, occurs once and is in a legal state.
+        """
+        has_duplicates = len(set(ids)) < len(ids)
+        all_legal = all(b in self.model and is_legal(self.model[b]) for b in ids)
+        if has_duplicates or not all_legal:
             with pytest.raises(BlockStateError):
-                move(ids)
+                transition(ids)
             return
-        move(ids)
+        transition(ids)
         for block in reversed(ids):
             self.clock += 1
-            m, was = self.model[block], self.model[block].state
+            m = self.model[block]
+            previous = m.state
             for name, value in effect.items():
                 is_count = name in ("uses", "leases")
                 setattr(m, name, getattr(m, name) + value if is_count else value)
-            if was is not CACHED and m.state is CACHED:
+            if previous is not CACHED and m.state is CACHED:
                 m.released_at = self.clock
 
     @rule(n=st.integers(0, 12))
@@ -171,28 +177,30 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert not self.evicted
             return
         evicted = cached[: max(0, n - len(free))]
-        taken = self.allocator.allocate(n)
+        allocated = self.allocator.allocate(n)
         assert self.evicted == evicted
-        assert len(set(taken)) == n and set(taken) <= free | set(evicted)
+        assert len(set(allocated)) == n
+        assert set(allocated) <= free | set(evicted)
         for block in evicted:
             self.model[block] = ModelBlock()
-        for block in taken:
+        for block in allocated:
             self.model[block] = ModelBlock(uses=1)
 
     @rule(
-        moves=st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=4), ids=ids
+        names=st.lists(st.sampled_from(sorted(TRANSITIONS)), min_size=1, max_size=4),
+        ids=ids,
     )
-    def move(self, moves: list[str], ids: list[int]) -> None:
-        for move in moves:
-            self.apply(getattr(self.allocator, move), ids, *MOVES[move])
+    def transition(self, names: list[str], ids: list[int]) -> None:
+        for name in names:
+            self.apply(getattr(self.allocator, name), ids, *TRANSITIONS[name])
 
     @rule(
-        move=st.sampled_from(sorted(MARKS)),
+        name=st.sampled_from(sorted(MARKS)),
         block=st.integers(1, 3) | st.integers(-1, 13),
     )
-    def mark(self, move: str, block: int) -> None:
-        marked = getattr(self.allocator, move)
-        self.apply(lambda ids: marked(ids[0]), [block], *MARKS[move])
+    def mark(self, name: str, block: int) -> None:
+        mark = getattr(self.allocator, name)
+        self.apply(lambda ids: mark(ids[0]), [block], *MARKS[name])
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -201,8 +209,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.state(block) is expected.state
             assert self.allocator.is_cached(block) == expected.cached
             if expected.exclusive is None:
-                told = f"uses {expected.uses}, leases {expected.leases}, "
-                with pytest.raises(BlockStateError, match=told):
+                message = f"uses {expected.uses}, leases {expected.leases}, "
+                with pytest.raises(BlockStateError, match=message):
                     self.allocator.drained([block])
         counts = Counter(m.state for m in self.model.values())
         assert self.allocator.counts() == {s: counts[s] for s in BlockState}

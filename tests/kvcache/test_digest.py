@@ -1,4 +1,4 @@
-"""The digest of KV is the same wherever the KV lies, and any wrong bit changes it."""
+"""The digest of KV does not depend on its layout, and any wrong bit changes it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,61 +19,70 @@ DTYPES = "float32", "bfloat16", "float8_e4m3fn"
 
 @st.composite
 def scopes(draw: Any, case: Case) -> Scope:
-    lease_id = f"{draw(st.integers(0, 2**64)):032x}"
     return Scope(
-        lease_id, case.start, case.stop, draw(st.booleans()), draw(st.integers(1, 64))
+        lease_id=f"{draw(st.integers(0, 2**64)):032x}",
+        start=case.start,
+        stop=case.stop,
+        samples=draw(st.booleans()),
+        chunk_tokens=draw(st.integers(1, 64)),
     )
 
 
 @st.composite
-def scoped(draw: Any) -> tuple[Case, Scope]:
+def scoped_cases(draw: Any) -> tuple[Case, Scope]:
     case = draw(cases().filter(lambda case: case.start < case.stop))
     case = with_dtypes(case, *[draw(st.sampled_from(DTYPES))] * 2)
     return case, draw(scopes(case))
 
 
 def element_bytes(pool: KVPool) -> torch.Tensor:
-    """[B, H, L, C, N, bytes of D], into the pool."""
+    """A view [B, H, L, C, N, bytes of D] of the pool."""
     layout = pool.layout
     shape = (*layout.shape[:-1], layout.head_dim * layout.itemsize)
-    return pool.flat_bytes.view(shape).permute(
-        [layout.order.index(axis) for axis in "BHLCND"]
-    )
+    axes = [layout.order.index(axis) for axis in "BHLCND"]
+    return pool.flat_bytes.view(shape).permute(axes)
 
 
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
-    """An engine with the case's KV, by head and token of the model, and garbage around it."""
-    nbytes = case.head_dim * case.layout(side, 0).itemsize
-    shape = case.stop, case.heads, case.layers, case.components, nbytes
+    """The pools of an engine with the case's KV, and random bytes around it.
+
+    The KV depends on the head and the token of the model only; `seed` determines the
+    other bytes.
+    """
+    row_bytes = case.head_dim * case.layout(side, 0).itemsize
+    shape = (case.stop, case.heads, case.layers, case.components, row_bytes)
     kv = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
-    pools, around = [], np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
+    pools = []
     for rank in range(side.tp):
         pool = KVPool(case.layout(side, rank))
-        pool.flat_bytes.copy_(
-            torch.from_numpy(around.integers(0, 256, pool.nbytes, np.uint8))
-        )
-        tokens, heads = (
-            torch.from_numpy(kept(case, side, rank)),
-            side.heads(rank, case.heads),
-        )
+        noise = rng.integers(0, 256, pool.nbytes, np.uint8)
+        pool.flat_bytes.copy_(torch.from_numpy(noise))
+        tokens = torch.from_numpy(local_tokens(case, side, rank))
+        heads = side.heads(rank, case.heads)
         blocks = torch.tensor(side.blocks)[tokens // side.tokens_per_block]
-        within = tokens % side.block_size
-        wanted = kv[tokens, heads.start : heads.stop]
-        element_bytes(pool)[blocks, :, :, :, within] = wanted
+        offsets = tokens % side.block_size
+        rows = kv[tokens, heads.start : heads.stop]
+        element_bytes(pool)[blocks, :, :, :, offsets] = rows
         pools.append(pool)
     return pools
 
 
-def kept(case: Case, side: Side, rank: int) -> np.ndarray:
+def local_tokens(case: Case, side: Side, rank: int) -> np.ndarray:
+    """The tokens of the case that a rank stores."""
     return side.kept(rank, np.arange(case.start, case.stop))
+
+
+def ranks_with_tokens(case: Case, side: Side) -> list[int]:
+    return [rank for rank in range(side.tp) if len(local_tokens(case, side, rank))]
 
 
 def parts_of(
     case: Case, side: Side, pools: list[KVPool], scope: Scope, piece_bytes: int = 1000
 ) -> list[DigestPart]:
     return [
-        part_of(Digester(end, case.heads, pool), scope, side.blocks, piece_bytes)
-        for end, pool in zip(case.endpoints(side), pools, strict=True)
+        part_of(Digester(endpoint, case.heads, pool), scope, side.blocks, piece_bytes)
+        for endpoint, pool in zip(case.endpoints(side), pools, strict=True)
     ]
 
 
@@ -90,81 +99,93 @@ def part_of(
     return part
 
 
-@given(scoped(), st.integers(1, 5000))
-def test_engines_that_hold_the_same_agree_whatever_their_geometries(
-    scoped, piece_bytes
+def prefill_digest(case: Case, scope: Scope) -> bytes:
+    parts = parts_of(case, case.p, pools_of(case, case.p, 1), scope)
+    return scope.merge(parts, case.heads)
+
+
+@given(scoped_cases(), st.integers(1, 5000))
+def test_engines_with_the_same_kv_agree_whatever_their_geometries(
+    scoped_case, piece_bytes
 ):
-    """Orders, TP, DCP, copies of heads, blocks, and what lies in the rest of them."""
-    case, scope = scoped
-    told = scope.merged(
-        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
-    )
-    ours = parts_of(case, case.d, pools_of(case, case.d, 2), scope, piece_bytes)
-    assert scope.faults(ours, told) == ""
-    assert len(told) == 8 * case.heads * len(scope.chunks)
+    """Orders, TP, DCP, copies of heads, blocks and other content may differ."""
+    case, scope = scoped_case
+    expected = prefill_digest(case, scope)
+    pools = pools_of(case, case.d, 2)
+    parts = parts_of(case, case.d, pools, scope, piece_bytes)
+    assert scope.differences(parts, expected) == ""
+    assert len(expected) == 8 * case.heads * len(scope.chunks)
 
 
-def flip(case: Case, side: Side, rank: int, pool: KVPool, draw: Any) -> tuple[int, int]:
-    """One bit of what the rank holds; returns the token and the head of the model."""
-    token = int(draw(st.sampled_from(kept(case, side, rank).tolist())))
+def flip_bit(
+    case: Case, side: Side, rank: int, pool: KVPool, draw: Any
+) -> tuple[int, int]:
+    """Flips one bit of the rank's KV; returns the token and the head of the model."""
+    token = int(draw(st.sampled_from(local_tokens(case, side, rank).tolist())))
     heads = side.heads(rank, case.heads)
     head = draw(st.sampled_from(heads))
-    block, within = side.blocks[token // side.tokens_per_block], token % side.block_size
-    row = element_bytes(pool)[block, head - heads.start, :, :, within]  # [L, C, bytes]
-    at = tuple(draw(st.integers(0, size - 1)) for size in row.shape)
-    row[at] ^= 1 << draw(st.integers(0, 7))
+    block = side.blocks[token // side.tokens_per_block]
+    offset = token % side.block_size
+    # [L, C, bytes]
+    row = element_bytes(pool)[block, head - heads.start, :, :, offset]
+    position = tuple(draw(st.integers(0, size - 1)) for size in row.shape)
+    row[position] ^= 1 << draw(st.integers(0, 7))
     return token, head
 
 
-@given(scoped(), st.data())
-def test_any_wrong_bit_is_found_and_its_tokens_are_named(scoped, data):
-    """On whichever rank, a copy's among them. Two that would cancel out in a plain sum as well."""
-    case, scope = scoped
+@given(scoped_cases(), st.data())
+def test_wrong_bits_are_found_with_their_tokens_and_heads(scoped_case, data):
+    """Two bits are flipped on any rank, also one that has a copy of another's heads.
+
+    The two may cancel each other out in a plain sum.
+    """
+    case, scope = scoped_case
     scope = replace(scope, samples=False)
-    holders = [rank for rank in range(case.d.tp) if len(kept(case, case.d, rank))]
-    assume(holders)
-    told = scope.merged(
-        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
-    )
+    ranks = ranks_with_tokens(case, case.d)
+    assume(ranks)
+    expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)
-    rank = data.draw(st.sampled_from(holders))
+    rank = data.draw(st.sampled_from(ranks))
     before = pools[rank].flat_bytes.clone()
-    wrong = [flip(case, case.d, rank, pools[rank], data.draw) for _ in range(2)]
-    assume(not torch.equal(pools[rank].flat_bytes, before))  # the same one twice
-    found = scope.faults(parts_of(case, case.d, pools, scope), told)
-    chunks = {token // scope.chunk_tokens * scope.chunk_tokens for token, _ in wrong}
-    start, stop = (
-        max(min(chunks), case.start),
-        min(max(chunks) + scope.chunk_tokens, case.stop),
-    )
-    heads = ", ".join(map(str, sorted({head for _, head in wrong})))
-    if wrong[0] != wrong[1]:
-        assert found == f"tokens {start} to {stop - 1} in KV heads {heads}"
-    assert found
+    flipped = [flip_bit(case, case.d, rank, pools[rank], data.draw) for _ in range(2)]
+    # The same bit may have been flipped twice.
+    assume(not torch.equal(pools[rank].flat_bytes, before))
+    parts = parts_of(case, case.d, pools, scope)
+    differences = scope.differences(parts, expected)
+    size = scope.chunk_tokens
+    chunk_starts = [token // size * size for token, _ in flipped]
+    start = max(min(chunk_starts), case.start)
+    stop = min(max(chunk_starts) + size, case.stop)
+    heads = ", ".join(map(str, sorted({head for _, head in flipped})))
+    if flipped[0] != flipped[1]:
+        assert differences == f"tokens {start} to {stop - 1} in KV heads {heads}"
+    assert differences
 
 
-@given(scoped(), st.data())
-def test_a_sample_finds_every_token_that_is_another(scoped, data):
-    """As where a block is wrong, stale or was never written."""
-    case, scope = scoped
+@given(scoped_cases(), st.data())
+def test_sample_finds_every_wrong_token(scoped_case, data):
+    """A wrong, stale or missing block has wrong tokens in all heads and layers."""
+    case, scope = scoped_case
     scope = replace(scope, samples=True)
-    holders = [rank for rank in range(case.d.tp) if len(kept(case, case.d, rank))]
-    assume(holders)
-    told = scope.merged(
-        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
-    )
+    ranks = ranks_with_tokens(case, case.d)
+    assume(ranks)
+    expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)
-    rank = data.draw(st.sampled_from(holders))
-    token = data.draw(st.sampled_from(kept(case, case.d, rank).tolist()))
+    rank = data.draw(st.sampled_from(ranks))
+    tokens = local_tokens(case, case.d, rank).tolist()
+    token = data.draw(st.sampled_from(tokens))
     block = case.d.blocks[token // case.d.tokens_per_block]
-    element_bytes(pools[rank])[block, :, :, :, token % case.d.block_size] ^= 0x55
-    assert scope.faults(parts_of(case, case.d, pools, scope), told)
+    offset = token % case.d.block_size
+    element_bytes(pools[rank])[block, :, :, :, offset] ^= 0x55
+    assert scope.differences(parts_of(case, case.d, pools, scope), expected)
 
 
-def test_samples_of_many_leases_leave_no_layer_out():
+def test_samples_of_many_leases_cover_all_layers():
     samples = [
         Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)
     ]
-    for seen in np.stack(samples, axis=1):  # of one chunk: [leases, layers]
-        assert seen.shape[1] == 3 and set(seen.flat) == set(range(40))
+    # [leases, layers] of each chunk
+    for layers in np.stack(samples, axis=1):
+        assert layers.shape[1] == 3
+        assert set(layers.flat) == set(range(40))
     assert len({sample.tobytes() for sample in samples}) == 200

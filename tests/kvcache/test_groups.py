@@ -2,29 +2,29 @@
 
 import pytest
 
-from kvcache.groups import KVGroups, deal
+from kvcache.groups import KVGroups, make_groups
 
 
 @pytest.mark.parametrize(
     ("windows", "max_len", "groups", "sizes"),
     [
         ([None] * 32, 8192, (None,), {32}),
-        ([4096] * 32, 4096, (None,), {32}),  # never passed
+        ([4096] * 32, 4096, (None,), {32}),  # no sequence is longer than the window
         ([4096] * 32, 32768, (4096,), {32}),
         ([128, None] * 12, 131072, (None, 128), {12}),  # gpt-oss
-        (
-            ([9] * 5 + [None]) * 10 + [9] * 2,
-            9999,
-            (None, *[9] * 6),
-            {10, 2},
-        ),  # Gemma 3 27B
+        # Gemma 3 27B
+        (([9] * 5 + [None]) * 10 + [9] * 2, 9999, (None, *[9] * 6), {10, 2}),
     ],
 )
-def test_layers_are_dealt_into_few_groups_that_waste_little(
+def test_layers_are_dealt_into_few_groups_with_little_padding(
     windows, max_len, groups, sizes
 ):
-    found, layers = deal(windows, max_len)
-    assert found == KVGroups(groups) and {len(each) for each in layers} == sizes
-    assert sorted(sum(layers, ())) == list(range(len(windows)))
-    kinds = [{windows[layer] for layer in each} for each in layers]
-    assert found.count == 1 or kinds == [{window} for window in groups]
+    actual, layers_of_groups = make_groups(windows, max_len)
+    assert actual == KVGroups(groups)
+    assert {len(layers) for layers in layers_of_groups} == sizes
+    assert sorted(sum(layers_of_groups, ())) == list(range(len(windows)))
+    windows_of_groups = [
+        {windows[layer] for layer in layers} for layers in layers_of_groups
+    ]
+    if actual.count > 1:
+        assert windows_of_groups == [{window} for window in groups]

@@ -1,4 +1,4 @@
-"""Strides, byte offsets and refusals of KVLayout, against numpy as the second opinion."""
+"""Strides and sizes of KVLayout, compared with numpy's."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from protocol.handshake import ITEMSIZE, LayoutRecord
 from tests.rigs.examples import examples
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
-NUMPY_STANDIN = {1: np.int8, 2: np.int16, 4: np.int32}
+NUMPY_DTYPE = {1: np.int8, 2: np.int16, 4: np.int32}  # by item size
 
 BASE = KVLayout("BHLCND", 5, 2, 3, 2, 4, 8, "float32")
 
@@ -34,24 +34,26 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 @given(layouts())
 @examples(200)
-def test_strides_and_shape_are_those_of_a_contiguous_array(layout):
-    array = np.zeros(layout.shape, NUMPY_STANDIN[layout.itemsize])
+def test_strides_and_shape_equal_those_of_a_contiguous_array(layout):
+    array = np.zeros(layout.shape, NUMPY_DTYPE[layout.itemsize])
     by_axis = dict(zip(layout.order, array.strides, strict=True))
     assert layout.nbytes == array.nbytes
     for axis in AXES:
-        # numpy keeps strides of axes of size 1 as well, so every axis can be compared
+        # numpy has strides of axes of size 1 as well, so every axis can be compared.
         assert layout.byte_strides[axis] == by_axis[axis]
         assert layout.strides[axis] * layout.itemsize == by_axis[axis]
 
 
-def test_counts_of_tokens_and_bytes():
-    assert BASE.block_bytes == 1536 and BASE.nbytes == 5 * 1536
+def test_sizes_in_bytes():
+    assert BASE.block_bytes == 1536
+    assert BASE.nbytes == 5 * 1536
     assert BASE.token_bytes == 2 * 3 * 2 * 8 * 4
     assert replace(BASE, dtype="float8_e4m3fn").nbytes * 4 == BASE.nbytes
 
 
-def test_a_record_carries_every_field_across_the_wire():
-    assert BASE.strides  # kept with it, and no part of it
+def test_record_carries_every_field_across_the_wire():
+    assert BASE.strides  # a cached property must not become a part of the record
+
     record = msgspec.msgpack.decode(msgspec.msgpack.encode(BASE), type=LayoutRecord)
     assert KVLayout.from_record(record) == BASE
     assert msgspec.to_builtins(BASE) == msgspec.structs.asdict(record)

@@ -1,3 +1,5 @@
+"""Leases end exactly once, and only held leases can be renewed or completed."""
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -12,50 +14,53 @@ def test_tombstones_are_bounded_by_count_and_age(monkeypatch):
     for name in "abc":
         table.grant(name, name, [1], 10.0, now=0.0)
         assert table.complete(name, "t", now=1.0)
-    assert not table.complete("a", "t", now=1.0) and table.complete("b", "t", now=1.0)
+    assert not table.complete("a", "t", now=1.0)
+    assert table.complete("b", "t", now=1.0)
     assert table.complete("c", "t", now=51.0)
     assert not table.complete("c", "t", now=51.5)
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Property: every lease ends once, `ok` is said only for blocks still promised (I3, I4, I5)."""
+    """Every lease ends once, and only held blocks get `ok` (I3, I4, I5)."""
 
     @initialize()
     def begin(self) -> None:
         self.table = LeaseTable()
         self.now = 0.0
-        self.deadlines: dict[str, float] = {}  # the model: held leases
+        # The model: deadlines of held leases.
+        self.deadlines: dict[str, float] = {}
+        self.lease_s: dict[str, float] = {}
         self.completed_by: dict[str, str] = {}
         self.aborted: set[str] = set()
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.collected: list[str] = []
 
-    def held(self, lease_id: str) -> bool:
+    def is_held(self, lease_id: str) -> bool:
         return self.now < self.deadlines.get(lease_id, -1.0)
 
     @rule(lease_s=st.floats(0.1, 20.0), size=st.integers(1, 4))
     def grant(self, lease_s: float, size: int) -> None:
         lease_id = f"L{len(self.blocks)}"
         self.blocks[lease_id] = tuple(range(size))
-        self.lease_s = {**getattr(self, "lease_s", {}), lease_id: lease_s}
+        self.lease_s[lease_id] = lease_s
         self.deadlines[lease_id] = self.now + lease_s
         self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
 
     def latest(self, index: int) -> str:
-        """One of the leases granted last, or one that never was."""
+        """The id of a lease granted recently, or of one that was never granted."""
         return f"L{len(self.blocks) - 1 - index}"
 
     @rule(seconds=st.floats(0.0, 8.0), index=st.integers(0, 3), exactly=st.booleans())
     def wait(self, seconds: float, index: int, exactly: bool) -> None:
-        """Often to the very deadline of a lease."""
+        """Advances the time, often exactly to the deadline of a lease."""
         deadline = self.deadlines.get(self.latest(index), 0.0)
         self.now = max(self.now, deadline) if exactly else self.now + seconds
 
     @rule(index=st.integers(0, 3), attempt=st.sampled_from("ab"))
     def complete(self, index: int, attempt: str) -> None:
         lease_id = self.latest(index)
-        expected = self.held(lease_id) or self.completed_by.get(lease_id) == attempt
-        if self.held(lease_id):
+        expected = self.is_held(lease_id) or self.completed_by.get(lease_id) == attempt
+        if self.is_held(lease_id):
             self.completed_by[lease_id] = attempt
             del self.deadlines[lease_id]
         assert self.table.complete(lease_id, attempt, self.now) == expected
@@ -63,7 +68,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def renew(self, index: int) -> None:
         lease_id = self.latest(index)
-        expected = self.held(lease_id)
+        expected = self.is_held(lease_id)
         if expected:
             self.deadlines[lease_id] = self.now + self.lease_s[lease_id]
         assert self.table.renew(lease_id, self.now) == expected
@@ -71,7 +76,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def abort(self, index: int) -> None:
         lease_id = self.latest(index)
-        expected = self.held(lease_id)
+        expected = self.is_held(lease_id)
         assert self.table.abort(lease_id, self.now) == expected
         if expected:
             self.aborted.add(lease_id)
@@ -80,26 +85,24 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         self.table.expire(self.now)
-        held = {lease_id for lease_id in self.deadlines if self.held(lease_id)}
+        held = {lease_id for lease_id in self.deadlines if self.is_held(lease_id)}
         assert self.table.num_held == len(held)
 
     def collect(self) -> None:
         for lease in self.table.drain_ended():
-            assert (lease.request_id, lease.block_ids) == (
-                "r",
-                self.blocks[lease.lease_id],
-            )
-            assert (lease.outcome is LeaseState.COMPLETED) == (
-                lease.lease_id in self.completed_by
-            )
-            assert (lease.outcome is LeaseState.ABORTED) == (
-                lease.lease_id in self.aborted
-            )
-            assert not self.held(lease.lease_id)
-            self.collected.append(lease.lease_id)
+            lease_id = lease.lease_id
+            assert lease.request_id == "r"
+            assert lease.block_ids == self.blocks[lease_id]
+            is_completed = lease.outcome is LeaseState.COMPLETED
+            assert is_completed == (lease_id in self.completed_by)
+            is_aborted = lease.outcome is LeaseState.ABORTED
+            assert is_aborted == (lease_id in self.aborted)
+            assert not self.is_held(lease_id)
+            self.collected.append(lease_id)
 
     @invariant()
-    def nothing_is_lost_or_collected_twice(self) -> None:
+    def every_lease_is_held_or_collected_once(self) -> None:
+
         self.collect()
         assert len(set(self.collected)) == len(self.collected)
         assert self.table.num_held + len(self.collected) == len(self.blocks)

@@ -1,4 +1,4 @@
-"""One allocation, and views of it that mean the same in every order."""
+"""A pool is one allocation, and its views have the same content in every order."""
 
 import gc
 import itertools
@@ -21,13 +21,13 @@ BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
 
 
 def fill(pool: KVPool) -> None:
-    """Writes through the per-layer views; each element encodes its logical place."""
+    """Writes through the per-layer views; each element encodes its logical index."""
     sizes = pool.layout.sizes
-    place = torch.arange(pool.tensor.numel()).view([sizes[axis] for axis in AXES])
+    index = torch.arange(pool.tensor.numel()).view([sizes[axis] for axis in AXES])
     for layer in range(sizes["L"]):
         for component in range(sizes["C"]):
             view = pool.component(layer, component)
-            view.copy_((place[:, :, layer, component] % 251).to(view.dtype))
+            view.copy_((index[:, :, layer, component] % 251).to(view.dtype))
 
 
 @given(
@@ -43,36 +43,35 @@ def fill(pool: KVPool) -> None:
 )
 @examples(100)
 def test_pools_of_any_two_orders_hold_the_same_content(order, other, dtype, sizes):
-    pools = [KVPool(KVLayout(each, *sizes, dtype)) for each in (order, other)]
-    for pool in pools:
-        fill(pool)
-    one, two = (pool.canonical.float() for pool in pools)
-    assert torch.equal(one, two)
+    pool = KVPool(KVLayout(order, *sizes, dtype))
+    other_pool = KVPool(KVLayout(other, *sizes, dtype))
+    fill(pool)
+    fill(other_pool)
+    assert torch.equal(pool.canonical.float(), other_pool.canonical.float())
     for layer in range(sizes[2]):
-        assert torch.equal(pools[0].view(layer).float(), pools[1].view(layer).float())
+        view = pool.view(layer).float()
+        assert torch.equal(view, other_pool.view(layer).float())
     if order == other:
-        assert torch.equal(pools[0].flat_bytes, pools[1].flat_bytes)
+        assert torch.equal(pool.flat_bytes, other_pool.flat_bytes)
 
 
 @pytest.mark.parametrize("order", NAMED_ORDERS)
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
-def test_a_views_element_lies_where_the_layout_says(order, dtype):
+def test_elements_of_views_lie_at_the_offsets_of_the_layout(order, dtype):
     pool = KVPool(replace(BASE, order=order, dtype=dtype))
     strides = pool.layout.byte_strides
-    at = sum(
-        i * strides[axis] for axis, i in zip(AXES, (2, 1, 1, 1, 3, 0), strict=True)
-    )
+    index = {"B": 2, "H": 1, "L": 1, "C": 1, "N": 3, "D": 0}
+    offset = sum(index[axis] * strides[axis] for axis in AXES)
     view = pool.component(1, 1)[2, 1, 3]
-    assert view.data_ptr() == pool.base_address + at
+    assert view.data_ptr() == pool.base_address + offset
     view.copy_(torch.arange(1, 6).to(view.dtype))
-    got = pool.flat_bytes[at : at + 5 * pool.layout.itemsize].clone().view(view.dtype)
-    assert got.float().tolist() == [1, 2, 3, 4, 5]
-    assert int(pool.flat_bytes.count_nonzero()) == int(
-        view.contiguous().view(torch.uint8).ne(0).sum()
-    )
+    row_bytes = pool.flat_bytes[offset : offset + 5 * pool.layout.itemsize]
+    assert row_bytes.clone().view(view.dtype).float().tolist() == [1, 2, 3, 4, 5]
+    num_nonzero = int(view.contiguous().view(torch.uint8).ne(0).sum())
+    assert int(pool.flat_bytes.count_nonzero()) == num_nonzero
 
 
-def test_item_sizes_are_those_of_torch():
+def test_item_sizes_equal_those_of_torch():
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
 
 
@@ -80,7 +79,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_an_untouched_pool_costs_no_memory():
+def test_unused_pool_costs_no_memory():
     large = replace(BASE, num_blocks=2**30 // BASE.block_bytes)  # 1 GiB
     before = resident_bytes()
     pool = KVPool(large)
@@ -97,7 +96,7 @@ def test_views_keep_the_memory_alive():
     assert float(view.sum()) == 2.0 * view.numel()
 
 
-def test_a_pool_that_cannot_fit_says_how_many_bytes():
+def test_pool_that_does_not_fit_raises_an_error_with_its_size():
     impossible = replace(BASE, num_blocks=2**48 // BASE.block_bytes)
     with pytest.raises(MemoryError, match=f"{impossible.nbytes} bytes does not fit"):
         KVPool(impossible)

@@ -1,4 +1,4 @@
-"""Pages get their memory without a byte changing, ahead of the blocks in use."""
+"""Pages ahead of the blocks in use are populated without a change of their bytes."""
 
 import mmap
 import time
@@ -15,24 +15,27 @@ NUM_BLOCKS = 20
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "_LATER_PAUSE_S", 0.001)
-    monkeypatch.setattr(prefault, "_LOOK_S", 0.001)
+    monkeypatch.setattr(prefault, "_POLL_S", 0.001)
 
 
 def _pool(order: str) -> KVPool:
     return KVPool(KVLayout(order, NUM_BLOCKS, 2, 4, 2, 64, 64, "float32"))
 
 
-def _resident(pool: KVPool) -> np.ndarray:
-    """bool [regions of all blocks, blocks, pages]"""
+def _is_resident(pool: KVPool) -> np.ndarray:
+    """bool [planes, blocks, pages]: whether each page has memory.
+
+    A plane has one contiguous part of each block.
+    """
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(pool.base_address // mmap.PAGESIZE * 8)
-        entries = np.frombuffer(
-            pagemap.read(pool.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64
-        )
-    pages = (entries >> np.uint64(63)).astype(bool)
-    return pages.reshape(-1, NUM_BLOCKS, pool.layout.byte_strides["B"] // mmap.PAGESIZE)
+        data = pagemap.read(pool.nbytes // mmap.PAGESIZE * 8)
+    entries = np.frombuffer(data, dtype=np.uint64)
+    is_present = (entries >> np.uint64(63)).astype(bool)
+    pages_per_block = pool.layout.byte_strides["B"] // mmap.PAGESIZE
+    return is_present.reshape(-1, NUM_BLOCKS, pages_per_block)
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCHND", "LCBNHD"])
@@ -46,21 +49,23 @@ def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
     thread.start()
     try:
         for used, num_blocks in ((-1, 5), (2, 8), (1, 8), (3, 9), (19, 20)):
-            pool.use(used)
+            pool.mark_used(used)
             deadline = time.monotonic() + 20
             while thread.num_populated != num_blocks:
                 assert time.monotonic() < deadline, thread.num_populated
                 time.sleep(0.001)
-            resident = _resident(pool)
-            assert resident[:, :num_blocks].all() and not resident[:, num_blocks:].any()
+            is_resident = _is_resident(pool)
+            assert is_resident[:, :num_blocks].all()
+            assert not is_resident[:, num_blocks:].any()
     finally:
         thread.close()
     assert int(pool.flat_bytes[12345]) == int(pool.flat_bytes.sum()) == 7
 
 
-def test_memory_that_cannot_be_had_ends_it(monkeypatch):
-    monkeypatch.setattr(KVPool, "base_address", 1 << 46)  # nobody's address
+def test_thread_ends_if_the_kernel_refuses_to_populate(monkeypatch):
+    monkeypatch.setattr(KVPool, "base_address", 1 << 46)  # an unmapped address
     thread = PrefaultThread(_pool("BHLCND"))
     thread.start()
     thread.join(20)
-    assert not thread.is_alive() and thread.num_populated == 0
+    assert not thread.is_alive()
+    assert thread.num_populated == 0

@@ -1,4 +1,4 @@
-"""The prefix index: longest exact prefix, no wrong hit, no entry left behind."""
+"""The prefix index finds the longest exact prefix, without wrong or stale entries."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
-from kvcache.groups import KVGroups, held
+from kvcache.groups import KVGroups, without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from tests.rigs.examples import examples
 
@@ -33,27 +33,28 @@ def published(index: PrefixIndex, tokens: list[int]) -> list[int]:
     return blocks
 
 
-def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone():
+def test_sequence_publishes_its_own_copies_once_another_sequences_are_evicted():
     allocator, index = make(10)
-    tokens, cursor = list(range(16)), PrefixCursor()
-    theirs, ours = published(index, tokens[:8]), allocator.allocate(4)
-    index.publish(tokens, ours[:3], cursor=cursor)
-    assert index.match(tokens) == [*theirs, ours[2]] and not allocator.is_cached(
-        ours[0]
-    )
-    allocator.release(theirs)
+    tokens = list(range(16))
+    cursor = PrefixCursor()
+    first_blocks = published(index, tokens[:8])
+    second_blocks = allocator.allocate(4)
+    index.publish(tokens, second_blocks[:3], cursor=cursor)
+    assert index.match(tokens) == [*first_blocks, second_blocks[2]]
+    assert not allocator.is_cached(second_blocks[0])
+    allocator.release(first_blocks)
     allocator.allocate(allocator.num_available)
-    assert not (
-        index.match(tokens) or allocator.is_cached(ours[2])
-    )  # it went with its parent
-    index.publish(tokens, ours, cursor=cursor)
-    assert index.match(tokens) == ours
+    assert not index.match(tokens)
+    assert not allocator.is_cached(second_blocks[2]), "its parent was evicted"
+    index.publish(tokens, second_blocks, cursor=cursor)
+    assert index.match(tokens) == second_blocks
     index.check_integrity()
 
 
-def test_a_block_that_is_receiving_can_not_be_published_or_found():
+def test_receiving_block_can_not_be_published_or_found():
     allocator, index = make()
-    tokens, blocks = list(range(8)), allocator.allocate(2)
+    tokens = list(range(8))
+    blocks = allocator.allocate(2)
     allocator.receive(blocks)
     with pytest.raises(BlockStateError):
         index.publish(tokens, blocks, cursor=PrefixCursor())
@@ -64,7 +65,7 @@ def test_a_block_that_is_receiving_can_not_be_published_or_found():
 
 
 @pytest.mark.parametrize("tokens", [[], list(range(7)), list(range(50, 58))])
-def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens):
+def test_published_block_can_not_be_published_for_other_tokens(tokens):
     _, index = make()
     blocks = published(index, list(range(8)))
     with pytest.raises(BlockStateError, match="cannot"):
@@ -72,7 +73,7 @@ def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens):
     index.check_integrity()
 
 
-def test_integrity_check_sees_marks_and_entries_that_differ():
+def test_integrity_check_detects_marks_that_differ_from_entries():
     allocator, index = make()
     (block,) = allocator.allocate(1)
     allocator.mark_cached(block)
@@ -86,47 +87,51 @@ def test_integrity_check_sees_marks_and_entries_that_differ():
 
 
 class Running:
-    """A sequence as the engine has it; `content` is what its blocks really hold."""
+    """A running sequence, as the engine has it."""
 
     def __init__(
         self, tokens: list[int], salt: bytes, blocks: list[int], num_published: int
     ) -> None:
-        self.tokens, self.salt = tokens, salt
-        self.blocks, self.num_published = blocks, num_published
+        self.tokens = tokens
+        self.salt = salt
+        self.blocks = blocks
+        self.num_published = num_published
         self.cursor = PrefixCursor()
 
 
 class LookUps(RuleBasedStateMachine):
-    """Some ask again and again, for more or fewer of their tokens."""
+    """Waiting sequences are looked up repeatedly, for varying numbers of tokens."""
 
-    asked = Bundle("asked")
+    waiting = Bundle("waiting")
     # Two tokens only, so that prefixes collide, diverge and recur.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
     # One salt begins like another, and one is the bytes of a token.
     salts = st.sampled_from([b"", b"salt", b"salted", bytes(8)])
 
-    @rule(target=asked, tokens=tokens, salt=salts)
-    def ask(self, tokens: list[int], salt: bytes) -> object:
+    @rule(target=waiting, tokens=tokens, salt=salts)
+    def wait(self, tokens: list[int], salt: bytes) -> object:
         return tokens, salt, PrefixCursor()
 
-    @rule(one=asked, limit=st.integers(0, 14))
-    def look_up(self, one: tuple[list[int], bytes, PrefixCursor], limit: int) -> None:
-        tokens, salt, cursor = one
-        found = self.index.match(tokens, max_tokens=limit, cursor=cursor, salt=salt)
-        assert found == self.expected(tokens, min(limit, len(tokens)), salt)
+    @rule(sequence=waiting, limit=st.integers(0, 14))
+    def look_up(
+        self, sequence: tuple[list[int], bytes, PrefixCursor], limit: int
+    ) -> None:
+        tokens, salt, cursor = sequence
+        table = self.index.match(tokens, max_tokens=limit, cursor=cursor, salt=salt)
+        assert table == self.expected(tokens, min(limit, len(tokens)), salt)
 
     @invariant()
-    def books_balance(self) -> None:
+    def integrity(self) -> None:
         self.allocator.check_integrity()
         self.index.check_integrity()
 
 
 class PrefixMachine(LookUps):
-    """Sequences come, grow, publish, lease and go in a small pool that evicts all the time.
+    """Sequences arrive, grow, publish, lease and end in a small pool that often evicts.
 
-    `content` records for every block the salt and the exact token prefix whose KV was last
-    written to it. Every match is compared with it, and with the longest prefix among the
-    published ones by brute force.
+    `content` records for every block the salt and the exact token prefix whose KV was
+    last written to it. Every match is compared with it, and with the longest prefix
+    among the published ones by brute force.
     """
 
     index_type = PrefixIndex
@@ -144,70 +149,66 @@ class PrefixMachine(LookUps):
     def cached_contents(self) -> dict[tuple[bytes, tuple[int, ...]], int]:
         marked = [b for b in self.content if self.allocator.is_cached(b)]
         by_content = {self.content[block]: block for block in marked}
-        assert len(by_content) == len(marked)  # each content is published once
+        assert len(by_content) == len(marked), "a content was published twice"
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Brute force: grow the prefix for as long as some marked block holds exactly it."""
+        """Extends the prefix while some marked block holds exactly its content."""
         cached = self.cached_contents()
-        found: list[int] = []
-        for stop in range(
-            self.block_size, min(limit, len(tokens)) + 1, self.block_size
-        ):
-            if (salt, tuple(tokens[:stop])) not in cached:
+        blocks: list[int] = []
+        max_stop = min(limit, len(tokens))
+        for stop in range(self.block_size, max_stop + 1, self.block_size):
+            content = (salt, tuple(tokens[:stop]))
+            if content not in cached:
                 break
-            found.append(cached[salt, tuple(tokens[:stop])])
-        return found
+            blocks.append(cached[content])
+        return blocks
 
     @rule(target=sequences, tokens=tokens, salt=LookUps.salts)
     def admit(self, tokens: list[int], salt: bytes) -> object:
         limit = len(tokens) - 1
         hits = self.index.match(tokens, max_tokens=limit, salt=salt)
         assert hits == self.expected(tokens, limit, salt)
-        for at, block in enumerate(hits):
-            assert self.content[block] == (
-                salt,
-                tuple(tokens[: (at + 1) * self.block_size]),
-            )
-        need = -(-len(tokens) // self.block_size) - len(hits)
+        for index, block in enumerate(hits):
+            prefix = tuple(tokens[: (index + 1) * self.block_size])
+            assert self.content[block] == (salt, prefix)
+        num_missing = -(-len(tokens) // self.block_size) - len(hits)
         self.allocator.share(hits)
-        if not self.allocator.can_allocate(need):
+        if not self.allocator.can_allocate(num_missing):
             self.allocator.release(hits)
             return multiple()
-        sequence = Running(
-            tokens, salt, hits + self.allocator.allocate(need), len(hits)
-        )
+        blocks = hits + self.allocator.allocate(num_missing)
+        sequence = Running(tokens, salt, blocks, len(hits))
         self.write(sequence, len(hits))
         return sequence
 
     def write(self, sequence: Running, first: int) -> None:
         """Records what the blocks of a sequence hold, from block number `first` on."""
-        for at in range(first, len(sequence.blocks)):
-            prefix = tuple(sequence.tokens[: (at + 1) * self.block_size])
-            self.content[sequence.blocks[at]] = sequence.salt, prefix
+        for index in range(first, len(sequence.blocks)):
+            prefix = tuple(sequence.tokens[: (index + 1) * self.block_size])
+            self.content[sequence.blocks[index]] = sequence.salt, prefix
 
     @rule(sequence=sequences, num_blocks=st.integers(0, 14), from_start=st.booleans())
     def publish(self, sequence: Running, num_blocks: int, from_start: bool) -> None:
         if from_start:
             sequence.cursor = PrefixCursor()
-        full = min(
-            len(sequence.tokens) // self.block_size, sequence.num_published + num_blocks
-        )
+        num_full = len(sequence.tokens) // self.block_size
+        num_published = min(num_full, sequence.num_published + num_blocks)
         salt = sequence.salt
-        blocks = sequence.blocks[:full]
+        blocks = sequence.blocks[:num_published]
         self.index.publish(sequence.tokens, blocks, cursor=sequence.cursor, salt=salt)
-        sequence.num_published = full
-        # all of a sequence that was just published can be found
-        assert len(self.index.match(sequence.tokens, salt=salt)) >= full
+        sequence.num_published = num_published
+        # All blocks that were just published can be found.
+        assert len(self.index.match(sequence.tokens, salt=salt)) >= num_published
 
     @rule(sequence=sequences, more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def grow(self, sequence: Running, more: list[int]) -> None:
         tokens = sequence.tokens + more
-        need = -(-len(tokens) // self.block_size) - len(sequence.blocks)
-        if not self.allocator.can_allocate(need):
+        num_missing = -(-len(tokens) // self.block_size) - len(sequence.blocks)
+        if not self.allocator.can_allocate(num_missing):
             return
         sequence.tokens = tokens
-        sequence.blocks = sequence.blocks + self.allocator.allocate(need)
+        sequence.blocks = sequence.blocks + self.allocator.allocate(num_missing)
         self.write(sequence, sequence.num_published)
 
     @rule(target=leases, sequence=consumes(sequences), leased=st.booleans())
@@ -221,20 +222,19 @@ class PrefixMachine(LookUps):
     def end_lease(self, blocks: list[int]) -> None:
         self.allocator.end_lease(blocks)
 
-    @rule(now=st.sampled_from([False] * 9 + [True]))
-    def clear(self, now: bool) -> None:
-        if now:
-            self.index._drop_below(self.index._root)
-            assert not any(
-                map(self.allocator.is_cached, range(self.allocator.num_blocks))
-            )
+    @rule(clears=st.sampled_from([False] * 9 + [True]))
+    def clear(self, clears: bool) -> None:
+        if clears:
+            self.clear_index()
+
+    def clear_index(self) -> None:
+        self.index._remove_descendants(self.index._root)
+        all_blocks = range(self.allocator.num_blocks)
+        assert not any(map(self.allocator.is_cached, all_blocks))
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
-            self.index._drop_below(self.index._root)
-            assert not any(
-                map(self.allocator.is_cached, range(self.allocator.num_blocks))
-            )
+            self.clear_index()
             self.allocator.check_integrity()
 
 
@@ -246,12 +246,12 @@ class SameHash(bytes):
 
 
 class CollidingIndex(PrefixIndex):
-    def _key(self, token_ids: Sequence[int], at: int, salt: bytes) -> bytes:
-        return SameHash(super()._key(token_ids, at, salt))
+    def _key(self, token_ids: Sequence[int], index: int, salt: bytes) -> bytes:
+        return SameHash(super()._key(token_ids, index, salt))
 
 
 class CollidingMachine(PrefixMachine):
-    """The same laws when all hashes are equal: a hit depends on the tokens alone."""
+    """The same properties hold when all hashes are equal: only tokens matter."""
 
     index_type = CollidingIndex
 
@@ -264,8 +264,11 @@ TestCollidingMachine.settings = MACHINE_SETTINGS
 
 
 class WindowMachine(LookUps):
-    """Tables of several groups, whose windows drop blocks: a hit is the longest prefix that has all
-    blocks that whoever goes on from it needs, found by brute force, and none but those."""
+    """Tables of several groups, whose windows drop blocks.
+
+    A hit is the longest prefix that has all blocks that are needed to continue it, and
+    has no other blocks. The expected hit is found by brute force.
+    """
 
     tokens = LookUps.tokens
 
@@ -275,7 +278,8 @@ class WindowMachine(LookUps):
         windows=st.sampled_from([(None, 3), (None, 2, 5), (4,), (3, 3)]),
     )
     def start(self, num_blocks: int, size: int, windows: tuple[int | None, ...]):
-        self.size, self.groups = size, KVGroups(windows)
+        self.size = size
+        self.groups = KVGroups(windows)
         self.allocator = BlockAllocator(num_blocks)
         self.index = PrefixIndex(self.allocator, size, self.groups)
         self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
@@ -284,21 +288,27 @@ class WindowMachine(LookUps):
         marked = {
             self.content[b]: b for b in self.content if self.allocator.is_cached(b)
         }
-        for count in range(limit // self.size, 0, -1):
-            prefixes = [tuple(tokens[: (at + 1) * self.size]) for at in range(count)]
-            table = [0] * (count * self.groups.count)
-            wanted = [
-                (at * self.groups.count + g, (g, salt, prefixes[at]))
-                for g, span in enumerate(
-                    self.groups.spans(0, count * self.size, count * self.size)
-                )
-                for at in range(span.start // self.size, count)
-            ]
-            if all(content in marked for _, content in wanted):
-                for at, content in wanted:
-                    table[at] = marked[content]
+        for num_full in range(limit // self.size, 0, -1):
+            needed = self.needed_contents(tokens, num_full, salt)
+            if all(content in marked for content in needed.values()):
+                table = [0] * (num_full * self.groups.count)
+                for entry, content in needed.items():
+                    table[entry] = marked[content]
                 return table
         return []
+
+    def needed_contents(
+        self, tokens: list[int], num_full: int, salt: bytes
+    ) -> dict[int, tuple[int, bytes, tuple[int, ...]]]:
+        """The content of each table entry that a prefix of full blocks needs."""
+        num_tokens = num_full * self.size
+        needed = {}
+        ranges = self.groups.token_ranges(0, num_tokens, num_tokens)
+        for group, token_range in enumerate(ranges):
+            for index in range(token_range.start // self.size, num_full):
+                prefix = tuple(tokens[: (index + 1) * self.size])
+                needed[index * self.groups.count + group] = (group, salt, prefix)
+        return needed
 
     @rule(
         tokens=tokens,
@@ -307,40 +317,49 @@ class WindowMachine(LookUps):
         step=st.integers(1, 6),
     )
     def compute(self, tokens: list[int], salt: bytes, more: list[int], step: int):
-        """One sequence, from its hit to its end, as the scheduler leads it."""
-        groups, size, cursor = self.groups, self.size, PrefixCursor()
+        """Computes one sequence, from its hit to its end, like the scheduler."""
+        groups = self.groups
+        count = groups.count
+        size = self.size
+        cursor = PrefixCursor()
         table = self.index.match(tokens, max_tokens=len(tokens) - 1, salt=salt)
         assert table == self.expected(tokens, len(tokens) - 1, salt)
-        self.allocator.share(held(table))
-        num = len(table) // groups.count * size
-        for stop in range(num + 1, len(tokens := tokens + more) + 1, step):
-            places = groups.missing(table, [range(num, stop)] * groups.count, size)
-            if not self.allocator.can_allocate(len(places)):
+        self.allocator.share(without_null_blocks(table))
+        tokens = tokens + more
+        num_computed = len(table) // count * size
+        for stop in range(num_computed + 1, len(tokens) + 1, step):
+            ranges = [range(num_computed, stop)] * count
+            entries = groups.missing_entries(table, ranges, size)
+            if not self.allocator.can_allocate(len(entries)):
                 break
-            groups.fill(table, places, fresh := self.allocator.allocate(len(places)))
-            for at, block in zip(places, fresh, strict=True):
-                prefix = tuple(tokens[: (at // groups.count + 1) * size])
-                self.content[block] = at % groups.count, salt, prefix
-            num = stop
-            full = num // size * groups.count
-            # what is not full yet holds what it will hold
-            self.index.publish(tokens, table[:full], cursor=cursor, salt=salt)
-            kept = groups.of_prefix(table, num, size)
-            self.allocator.release(b for b in held(table) if b not in kept)
-            table = kept
-        self.allocator.release(held(table))
+            blocks = self.allocator.allocate(len(entries))
+            groups.fill_entries(table, entries, blocks)
+            for entry, block in zip(entries, blocks, strict=True):
+                # A block that is not full yet will hold this content.
+                prefix = tuple(tokens[: (entry // count + 1) * size])
+                self.content[block] = entry % count, salt, prefix
+            num_computed = stop
+            full_entries = num_computed // size * count
+            self.index.publish(tokens, table[:full_entries], cursor=cursor, salt=salt)
+            next_table = groups.prefix_table(table, num_computed, size)
+            dropped = [b for b in without_null_blocks(table) if b not in next_table]
+            self.allocator.release(dropped)
+            table = next_table
+        self.allocator.release(without_null_blocks(table))
 
 
 TestWindowMachine = WindowMachine.TestCase
 TestWindowMachine.settings = MACHINE_SETTINGS
 
 
-def test_where_all_layers_have_a_window_the_index_has_a_bound():
-    """Paths to what is left of long sequences have nodes without blocks."""
-    allocator, groups = BlockAllocator(10), KVGroups((4,))
-    index, blocks = PrefixIndex(allocator, BLOCK, groups), allocator.allocate(1)
-    index.publish(range(4000), [0] * 999 + blocks, cursor=PrefixCursor())
-    assert not (index.match(range(4000)) or allocator.is_cached(blocks[0]))
-    index.publish(range(200), [0] * 49 + blocks, cursor=PrefixCursor())
-    assert index.match(range(200)) == [0] * 49 + blocks
+def test_index_is_bounded_if_all_layers_have_a_window():
+    """Paths to the last blocks of long sequences have nodes without blocks."""
+    allocator = BlockAllocator(10)
+    index = PrefixIndex(allocator, BLOCK, KVGroups((4,)))
+    (block,) = allocator.allocate(1)
+    index.publish(range(4000), [0] * 999 + [block], cursor=PrefixCursor())
+    assert not index.match(range(4000))
+    assert not allocator.is_cached(block)
+    index.publish(range(200), [0] * 49 + [block], cursor=PrefixCursor())
+    assert index.match(range(200)) == [0] * 49 + [block]
     index.check_integrity()

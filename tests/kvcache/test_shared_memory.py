@@ -1,4 +1,7 @@
-"""A pool's memory, opened by others: only the right one, read-only, for longer than its owner."""
+"""Mapping a pool's memory in another process.
+
+Only the announced memory can be mapped. It is read-only and outlives its owner.
+"""
 
 import mmap
 import os
@@ -23,19 +26,25 @@ sys.stdin.readline()
 """
 
 
-def owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
-    argv = [sys.executable, "-c", OWNER, str(NBYTES)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+def start_owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
+    """Starts a process that owns memory; returns it with pid, fd and token."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(NBYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     assert process.stdout is not None
     pid, fd, token = process.stdout.readline().split()
     return process, int(pid), int(fd), bytes.fromhex(token)
 
 
-def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed():
-    process, pid, fd, token = owner()
+def test_memory_stays_readable_after_its_owner_was_killed():
+    process, pid, fd, token = start_owner()
     memory = open_memory(pid, fd, token, NBYTES)
-    assert memory[5] == 77 and memory[6] == 0
+    assert memory[5] == 77
+    assert memory[6] == 0
     process.kill()
     process.communicate()
     assert memory[5] == 77
@@ -55,43 +64,48 @@ def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed():
         ({"pid": 2**22 + 1}, "cannot be opened"),
     ],
 )
-def test_what_is_not_the_announced_memory_is_refused(change, reason):
-    mine = SharedMemory(NBYTES)
-    values = {"pid": os.getpid(), "fd": mine.fd, "token": mine.token, "nbytes": NBYTES}
+def test_memory_other_than_the_announced_one_is_not_mapped(change, reason):
+    memory = SharedMemory(NBYTES)
+    values = {
+        "pid": os.getpid(),
+        "fd": memory.fd,
+        "token": memory.token,
+        "nbytes": NBYTES,
+    }
     with pytest.raises(NotMappable, match=reason):
         open_memory(**(values | change))
 
 
-def test_a_file_of_another_kind_is_not_opened(tmp_path):
+def test_file_of_another_kind_is_not_opened(tmp_path):
     with (
         open(tmp_path / "file", "wb") as file,
-        pytest.raises(NotMappable, match="another one"),
+        pytest.raises(NotMappable, match="belongs to another file"),
     ):
         open_memory(os.getpid(), file.fileno(), b"", 1)
 
 
-def test_memory_that_could_shrink_under_a_reader_is_refused():
+def test_memory_that_could_shrink_is_not_mapped():
     fd = os.memfd_create("baton-kv")
     os.ftruncate(fd, 2 * mmap.PAGESIZE)
     try:
-        with pytest.raises(NotMappable, match="cut short"):
+        with pytest.raises(NotMappable, match="not sealed"):
             open_memory(os.getpid(), fd, b"\0" * TOKEN_BYTES, mmap.PAGESIZE)
     finally:
         os.close(fd)
 
 
-def test_it_begins_zeroed_on_a_page_cannot_shrink_and_closes_its_file_with_its_end():
-    mine = SharedMemory(NBYTES)
-    array = np.frombuffer(mine.mapping, np.uint8)
+def test_memory_is_zeroed_page_aligned_sealed_and_closed_at_its_end():
+    owned = SharedMemory(NBYTES)
+    array = np.frombuffer(owned.mapping, np.uint8)
     assert array.ctypes.data % mmap.PAGESIZE == 0
     assert not array[:NBYTES].any()
-    memory = open_memory(os.getpid(), mine.fd, mine.token, NBYTES)
-    mine.mapping[NBYTES - 1] = 9
-    assert memory[NBYTES - 1] == 9  # later writes are seen
+    mapped = open_memory(os.getpid(), owned.fd, owned.token, NBYTES)
+    owned.mapping[NBYTES - 1] = 9
+    assert mapped[NBYTES - 1] == 9  # later writes are visible
     with pytest.raises(PermissionError):
-        os.ftruncate(mine.fd, 0)
-    fd = mine.fd
-    memory.close()
-    del mine, array
+        os.ftruncate(owned.fd, 0)
+    fd = owned.fd
+    mapped.close()
+    del owned, array
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -3,19 +3,20 @@
 from kvcache.step_watch import StepWatch
 
 
-def test_an_engine_is_busy_while_a_step_runs_and_between_two_decode_steps():
-    now, ended = 100.0, False
-    stepping = StepWatch(lambda: now)
-    assert not stepping.busy  # it never stepped
-    stepping.launching()
-    assert stepping.busy
-    stepping.launched(lambda: ended)
+def test_engine_is_busy_during_a_step_and_between_two_decode_steps():
+    now = 100.0
+    has_ended = False
+    watch = StepWatch(lambda: now)
+    assert not watch.busy, "no step has run yet"
+    watch.launching()
+    assert watch.busy
+    watch.launched(lambda: has_ended)
     now += 10.0
-    assert stepping.busy  # however long the step takes
-    ended = True
-    assert not stepping.busy
-    stepping.launching()
+    assert watch.busy, "the step still runs"
+    has_ended = True
+    assert not watch.busy
+    watch.launching()
     now += 0.01
-    assert stepping.busy  # the next one is likely to follow
+    assert watch.busy, "the next step is likely to follow"
     now += 0.02
-    assert not stepping.busy
+    assert not watch.busy

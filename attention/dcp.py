@@ -413,7 +413,7 @@ class ContextParallelBackend(AttentionBackend):
         for component, new in enumerate(components):
             target = self._local_pool.component(layer, component)
             scale = self._local_pool.scale(layer, component)
-            stored = fp8.stored_as(new[rows], target.dtype, scale)
+            stored = fp8.to_stored(new[rows], target.dtype, scale)
             fp8.addressable(target)[blocks, :, offsets] = fp8.addressable(stored)
 
 

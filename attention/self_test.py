@@ -183,7 +183,7 @@ def _count_wrong(
         store(components[0], values, slots, caches, scales, q=q, rope_norm=rope_norm)
         num_wrong = (q != expected_q).sum()
         for block, component, scale in zip(blocks, expected, scales, strict=False):
-            stored = fp8.stored_as(component, block.dtype, scale).float()
+            stored = fp8.to_stored(component, block.dtype, scale).float()
             num_wrong += (block.transpose(0, 1).float() != stored).sum()
     return num_wrong
 

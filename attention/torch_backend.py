@@ -212,7 +212,7 @@ class TorchBackend(AttentionBackend):
             The elements as a later step will read them, not yet scaled.
         """
         flat = new.reshape(-1, self.head_dim)
-        stored = fp8.stored_as(flat, self.pool.tensor.dtype, scale)
+        stored = fp8.to_stored(flat, self.pool.tensor.dtype, scale)
         rows.index_copy_(0, self._slots, fp8.addressable(stored))
         return stored.view(new.shape).to(self._dtype)
 
@@ -259,5 +259,5 @@ class TorchBackend(AttentionBackend):
 
     def _read(self, rows: Tensor, indices: Tensor) -> Tensor:
         """[H * n] rows as [H, n, D] in the queries' dtype."""
-        selected = fp8.numbers(rows.index_select(0, indices), self._dtype)
+        selected = fp8.from_stored(rows.index_select(0, indices), self._dtype)
         return selected.view(self.num_kv_heads, -1, self.head_dim)

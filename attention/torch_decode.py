@@ -185,7 +185,9 @@ class GatherDecode:
             buffer = torch.empty(num_elements, dtype=rows.dtype, device=self._device)
             self._buffers[component] = buffer
         out = buffer[:num_elements].view(len(indices), self._head_dim)
-        return fp8.numbers(torch.index_select(rows, 0, indices, out=out), self._dtype)
+        return fp8.from_stored(
+            torch.index_select(rows, 0, indices, out=out), self._dtype
+        )
 
 
 def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor | None:

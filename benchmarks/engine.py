@@ -245,8 +245,8 @@ def _tables(
     """
     groups = runner.groups
     layout = runner.memory.pool.layout
-    spans = groups.spans(0, num_tokens, num_computed)
-    columns = groups.missing([], spans, layout.block_size)
+    spans = groups.token_ranges(0, num_tokens, num_computed)
+    columns = groups.missing_entries([], spans, layout.block_size)
     num_needed = num_seqs * len(columns)
     if num_needed >= layout.num_blocks:
         raise SystemExit(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
-from kvcache.transports import GPU_FIX, Host, UcxRead, look, ucx_log
+from kvcache.transports import GPU_FIX, Host, UcxRead, inspect_host, ucx_log
 from protocol.process.lifecycle import safe_path
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
@@ -180,7 +180,7 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what was found; 1 where no KV could move at all."""
     settings = parse(DoctorSettings, argv, prog="baton doctor")
-    host = look()
+    host = inspect_host()
     found = links(host, settings.nbytes) if settings.measure else []
     notes = advice(host, found)
     report = {

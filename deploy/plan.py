@@ -122,7 +122,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     for end in d.endpoints(model, tokens):
         nbytes, converts = settings.staging_bytes, settings.kv_convert
         planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
-        parts = zip(end.groups.spans(hit, tokens, tokens), *tables, strict=True)
+        parts = zip(end.groups.token_ranges(hit, tokens, tokens), *tables, strict=True)
         transfers = (
             planner.make_transfer((span.start, span.stop), *own) for span, *own in parts
         )

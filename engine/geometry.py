@@ -5,7 +5,7 @@ from typing import Final
 
 from attention.support import AttentionSpec, StepLimits, check_supported
 from engine.config import EngineConfig
-from kvcache.groups import KVGroups, deal
+from kvcache.groups import KVGroups, make_groups
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.steps import min_staging_bytes
@@ -133,7 +133,7 @@ def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
 def kv_groups(model: ModelConfig) -> tuple[KVGroups, list[tuple[int, ...]]]:
     """The groups of layers that have KV blocks of their own, and the layers of each."""
     windows = [model.window_of(layer) for layer in range(model.num_layers)]
-    return deal(windows, model.max_position)
+    return make_groups(windows, model.max_position)
 
 
 def check_scales(config: EngineConfig, model: ModelConfig) -> None:

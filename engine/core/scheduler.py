@@ -32,7 +32,7 @@ from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
 from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones, work_of
 from kvcache.blocks import BlockAllocator, BlockState
-from kvcache.groups import held
+from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from protocol.metrics import stat_key
 
@@ -155,7 +155,7 @@ class Scheduler:
             if victim is sequence:
                 plan.stuck += [sequence] * self.allocator.is_all_available
                 return False
-        self.limits.groups.fill(
+        self.limits.groups.fill_entries(
             sequence.block_ids, places, self.allocator.allocate(needed)
         )
         return True
@@ -193,7 +193,7 @@ class Scheduler:
                 return
             if is_remote and not (is_locked_out or pulls_wait):
                 needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
-                pulls_wait = not self.allocator.has_room_to_receive(needed)
+                pulls_wait = not self.allocator.can_receive(needed)
             if (
                 is_locked_out
                 or (is_remote and pulls_wait)
@@ -265,7 +265,7 @@ class Scheduler:
         is_remote = sequence.remote is not None  # what needs blocks now
         num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
         table = self._match(sequence)
-        start, hits = self.tables.num_tokens(table), held(table)
+        start, hits = self.tables.num_tokens(table), without_null_blocks(table)
         idle = sum(self.allocator.state(block) is BlockState.CACHED for block in hits)
         room = self.allocator.num_available - idle - self._num_spare(sequence)
         if room < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
@@ -275,9 +275,9 @@ class Scheduler:
             return False
         self.allocator.share(hits)
         fresh = self.allocator.allocate(len(places))
-        self.limits.groups.fill(table, places, fresh)
+        self.limits.groups.fill_entries(table, places, fresh)
         sequence.block_ids, sequence.num_computed = table, start
-        if self.limits.groups.drops:
+        if self.limits.groups.drops_blocks:
             sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill
         sequence.count_skipped()
         if sequence.remote is not None:
@@ -355,7 +355,10 @@ class Scheduler:
     def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
         """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
         become QUARANTINED, and are returned; their owner frees them when the reads have ended."""
-        fresh, blocks = self.tables.fresh(sequence), held(sequence.block_ids)
+        fresh, blocks = (
+            self.tables.fresh(sequence),
+            without_null_blocks(sequence.block_ids),
+        )
         if quarantine:
             self.allocator.quarantine(fresh)
         self.allocator.release(blocks[: len(blocks) - len(fresh)])
@@ -381,10 +384,10 @@ class Scheduler:
         child.fork_from(parent)
         size = self.limits.block_size
         child.num_computed = self._num_forked(parent, child)
-        child.block_ids = self.limits.groups.of_prefix(
+        child.block_ids = self.limits.groups.prefix_table(
             parent.block_ids, child.num_computed, size
         )
-        self.allocator.share(held(child.block_ids))
+        self.allocator.share(without_null_blocks(child.block_ids))
         child.whole_from = parent.whole_from
         self._run(child)
 
@@ -468,7 +471,7 @@ class Scheduler:
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self._release(sequence, held(sequence.block_ids))
+        self._release(sequence, without_null_blocks(sequence.block_ids))
         sequence.forget_blocks()
 
     def _release(self, sequence: Sequence, blocks: list[int]) -> None:

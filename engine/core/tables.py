@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.core.sequence import Sequence
 from kvcache.blocks import NULL_BLOCK
-from kvcache.groups import ONE_GROUP, KVGroups, held
+from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
 from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 
 
@@ -53,18 +53,18 @@ class BlockTables:
         ] * groups.count
         if sequence.remote is not None:
             stop = sequence.num_to_pull
-            first = groups.spans(tokens.start, stop, self.reach(sequence, stop))
+            first = groups.token_ranges(tokens.start, stop, self.reach(sequence, stop))
         spans = [f if w else tokens for f, w in zip(first, groups.windows, strict=True)]
-        return groups.missing(table, spans, self._block_size)
+        return groups.missing_entries(table, spans, self._block_size)
 
     def places_for_next(self, sequence: Sequence, num_tokens: int) -> Sequenceable[int]:
         """What a running sequence lacks for so many tokens more."""
         groups, table = self._groups, sequence.block_ids
         start = sequence.num_computed + sequence.num_launched
         stop = start + num_tokens
-        if not groups.drops:
+        if not groups.drops_blocks:
             return range(len(table), groups.count * -(-stop // self._block_size))
-        return groups.missing(
+        return groups.missing_entries(
             table, [range(start, stop)] * groups.count, self._block_size
         )
 
@@ -86,18 +86,20 @@ class BlockTables:
     def fresh(self, sequence: Sequence) -> list[int]:
         """The blocks that hold nothing yet."""
         num_cached = sequence.num_computed // self._block_size
-        return held(sequence.block_ids[num_cached * self._groups.count :])
+        return without_null_blocks(
+            sequence.block_ids[num_cached * self._groups.count :]
+        )
 
     def reach(self, sequence: Sequence, num_tokens: int) -> int:
         """The fewest of so many tokens that anybody may go on from: of n choices all but the first
         compute the prompt's last block by themselves, and so does who borrows a lent one."""
         found = [num_tokens]
         if (
-            self._groups.drops and sequence.request.retain_kv
+            self._groups.drops_blocks and sequence.request.retain_kv
         ):  # whatever a borrower's blocks
             of_last = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
             found.append(sequence.num_prompt_tokens - of_last)
-        if self._groups.drops and sequence.children:
+        if self._groups.drops_blocks and sequence.children:
             found.append(
                 (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
             )
@@ -106,8 +108,8 @@ class BlockTables:
     def pulled(self, sequence: Sequence) -> None:
         """A pull has begun in the middle of a window's block: it is no block of the prefix."""
         stop, size = sequence.num_to_pull, self._block_size
-        if self._groups.drops:
-            spans = self._groups.spans(
+        if self._groups.drops_blocks:
+            spans = self._groups.token_ranges(
                 sequence.num_computed, stop, self.reach(sequence, stop)
             )
             sequence.whole_from = [-(-span.start // size) for span in spans]
@@ -115,24 +117,24 @@ class BlockTables:
     def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table that is lent of so many tokens."""
         reach = num_tokens if sequence.is_moving else self.reach(sequence, num_tokens)
-        return self._groups.of_prefix(
+        return self._groups.prefix_table(
             sequence.block_ids, num_tokens, self._block_size, reach
         )
 
     def take_passed(self, sequence: Sequence) -> list[int]:
         """Takes out of the table the blocks before the windows of all who may go on from it."""
         groups = self._groups
-        if not groups.drops:
+        if not groups.drops_blocks:
             return []
         reach = self.reach(sequence, sequence.num_computed)
         before = sequence.kept_from or [0] * groups.count
-        sequence.kept_from = groups.kept_from(reach, self._block_size)
+        sequence.kept_from = groups.first_needed_blocks(reach, self._block_size)
         places = sorted(
             block * groups.count + group
             for group, kept in enumerate(zip(before, sequence.kept_from, strict=True))
             for block in range(*kept)
         )
-        passed = held(sequence.block_ids[at] for at in places)
+        passed = without_null_blocks(sequence.block_ids[at] for at in places)
         for at in places:
             sequence.block_ids[at] = NULL_BLOCK
         return passed

@@ -286,7 +286,7 @@ class Borrower(KVConnector):
             if sequence.remote is None or scheduler.is_locked_out(sequence):
                 continue
             needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
-            if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
+            if not scheduler.allocator.can_receive(needed, ignore_receiving=True):
                 told = f"READs that hang hold {quarantined} blocks: there is no room for more"
                 self._give_up_untouched(sequence, PullCircuitOpen(told))
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
-from kvcache.groups import held
+from kvcache.groups import without_null_blocks
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
@@ -65,10 +65,10 @@ class Lender(KVConnector):
         name, scheduler = self._name_of(sequence), self.core.scheduler
         if scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
             return  # as another one would, or on_finish does
-        if scheduler.limits.groups.drops:
+        if scheduler.limits.groups.drops_blocks:
             return  # preempted, it would not find what its windows have passed
         with self._leases.offers() as (offers, _):
-            first = offers.wanted(name)
+            first = offers.num_leased_blocks(name)
         num_full = sequence.num_computed // self._config.block_size
         if first is not None and first < num_full:
             self._grow(sequence, name, sequence.block_ids[first:num_full])
@@ -80,7 +80,7 @@ class Lender(KVConnector):
         with self._leases.offers() as (offers, now):
             lease_id = offers.grow(name, new_id(), blocks, now, seals=seals)
         if lease_id:
-            self.core.scheduler.allocator.lease(held(blocks))
+            self.core.scheduler.allocator.lease(without_null_blocks(blocks))
             self._by_request[sequence.request_id] = lease_id
         return lease_id
 
@@ -102,13 +102,13 @@ class Lender(KVConnector):
         if (
             sequence.is_moving
             and not is_whole
-            and self.core.scheduler.limits.groups.drops
+            and self.core.scheduler.limits.groups.drops_blocks
         ):
             return None  # the windows of the prompt's end have passed
         table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
         with self._leases.offers() as (offers, _):
-            leased = offers.leased(name)
+            leased = offers.leased_blocks(name)
         lease_id = (
             self._grow(sequence, name, table[len(leased) :], seals=True)
             if leased
@@ -116,7 +116,7 @@ class Lender(KVConnector):
         )
         block_ids = [*leased, *table[len(leased) :]] if lease_id else table
         if not lease_id:  # or it has ended, and another reader may come
-            self.core.scheduler.allocator.lease(held(table))
+            self.core.scheduler.allocator.lease(without_null_blocks(table))
             lease_id = self._leases.grant(
                 sequence.request_id, table, self._config.lease_s
             )
@@ -129,7 +129,7 @@ class Lender(KVConnector):
         if name:
             reference = msgspec.json.encode(params)
             with self._leases.offers() as (offers, now):
-                offers.tell_end(name, lease_id, block_ids, reference, now)
+                offers.finish(name, lease_id, block_ids, reference, now)
         return params
 
     def _params(
@@ -201,15 +201,17 @@ class Lender(KVConnector):
 
     def poll(self) -> None:
         for ended in self._leases.drain_ended():
-            self.core.scheduler.allocator.end_lease(held(ended.block_ids))
+            self.core.scheduler.allocator.end_lease(
+                without_null_blocks(ended.block_ids)
+            )
             if self._by_request.get(ended.request_id) == ended.lease_id:
                 del self._by_request[ended.request_id]
         self._let_lent_go_on()
         for _ in range(_MAX_LOOKUPS):
-            if not self._leases.asked:
+            if not self._leases.lookups:
                 return
-            asked, reader = self._leases.asked.popleft()
-            self._leases.found(
+            asked, reader = self._leases.lookups.popleft()
+            self._leases.answer_lookup(
                 reader, Found(nonce=asked.nonce, remote=self._look_up(asked))
             )
         self.core.wake()  # for those that are left
@@ -252,14 +254,14 @@ class Lender(KVConnector):
         block_ids = [
             block for block, num in zip(found, taken, strict=True) if num <= room
         ]
-        if scheduler.limits.groups.drops and len(block_ids) < len(found):
+        if scheduler.limits.groups.drops_blocks and len(block_ids) < len(found):
             block_ids = []  # of a shorter one the windows may be gone
         num_tokens = tables.num_tokens(block_ids)
         if not block_ids or num_tokens < asked.min_tokens:
             self._lookups["full"] += 1
             return None
         self._lookups["found"] += 1
-        allocator.lease(held(block_ids))
+        allocator.lease(without_null_blocks(block_ids))
         lease_id = self._leases.grant(asked.nonce, block_ids, self._config.lease_s)
         self._by_request[asked.nonce] = lease_id
         about = asked.nonce, block_ids, lease_id, num_tokens

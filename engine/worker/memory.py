@@ -185,12 +185,12 @@ def longest_in(
     """Tokens of the longest sequence that so many blocks hold, with two steps beside each window,
     and what a prefill server keeps for other block sizes."""
     step = 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
-    return groups.longest_in(num_blocks, max_len, step, config.tokens_per_block)
+    return groups.max_tokens_in(num_blocks, max_len, step, config.tokens_per_block)
 
 
 def _held(config: EngineConfig, groups: KVGroups, blocks: int) -> str:
     tokens = blocks // groups.count * config.tokens_per_block
-    if not groups.drops:
+    if not groups.drops_blocks:
         return f"{tokens} tokens"
     windows = ", ".join(f"{window or 'all'}" for window in groups.windows)
     return f"{tokens} tokens, and more in sequences longer than a window ({windows}),"

@@ -235,7 +235,7 @@ class ModelRunner:
 
     def _begin(self, step: StepInput) -> LaunchedStep:
         if self.device.type == "cpu":
-            self.memory.pool.use(int(step.block_tables.max()))
+            self.memory.pool.mark_used(int(step.block_tables.max()))
         if len(step.sample_rows) == 0:
             rows = (
                 None if step.scores else np.zeros(1, np.int64)

@@ -28,7 +28,7 @@ from kvcache.transports import ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
 
-ucx_log.begin()  # before UCX is loaded
+ucx_log.start()  # before UCX is loaded
 
 from nixl import _bindings as nixl  # noqa: E402
 
@@ -153,7 +153,7 @@ class NixlAgent(TransferAgent):
         self._active -= handle.ended
         if handle.state is ReadState.ERROR:
             self._has_failed = True
-            ucx_log.look()
+            ucx_log.update()
         return handle.state
 
     def release(self, handle: ReadHandle) -> None:

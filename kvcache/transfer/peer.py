@@ -75,20 +75,22 @@ class Peer:
             PeerIncompatible: no plan can bridge the geometries.
         """
         groups = self.rank.endpoint.groups
-        token_ranges = groups.spans(pull.token_start, pull.token_stop, pull.reach)
+        token_ranges = groups.token_ranges(
+            pull.token_start, pull.token_stop, pull.reach
+        )
         lease_hash = int(pull.lease_id[:8], 16)
         with _as_incompatible():
             planner = self._get_planner()
             transfers = [
                 planner.make_transfer(
                     (tokens.start, tokens.stop),
-                    groups.of_group(pull.local_block_ids, group),
-                    groups.of_group(pull.remote_block_ids, group),
+                    groups.group_table(pull.local_block_ids, group),
+                    groups.group_table(pull.remote_block_ids, group),
                     lease_hash=lease_hash,
                 )
                 for group, tokens in enumerate(token_ranges)
             ]
-        self.rank.pool.use(max(pull.local_block_ids, default=-1))
+        self.rank.pool.mark_used(max(pull.local_block_ids, default=-1))
         return transfers
 
     def plan(self, pull: Pull, link: PeerLink) -> TransferPlan:

@@ -225,7 +225,7 @@ def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
     scale = by_layer[:, component, None, None, None]
     dtype = getattr(torch, shape.kv_dtype or shape.dtype)
     scaled = values.float() * (1 / scale).float() if shape.scales else values
-    return fp8.stored_as(scaled, dtype).double() * scale
+    return fp8.to_stored(scaled, dtype).double() * scale
 
 
 def reference(

@@ -224,7 +224,7 @@ def test_keys_and_values_are_normed_rotated_and_stored(
     pairs = [(k, original_k), (v, original_v)]
     for component, (actual, original) in enumerate(pairs):
         scale = scales[component]
-        stored = fp8.stored_as(stored_values[component], pool.tensor.dtype, scale)
+        stored = fp8.to_stored(stored_values[component], pool.tensor.dtype, scale)
         target = expected_pool.component(1, component)
         target[slots // 16, :, slots % 16] = stored
         expected = (stored.float() * scale).bfloat16() if read_back else original

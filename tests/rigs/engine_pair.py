@@ -16,7 +16,7 @@ from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenDelta
 from tests.ports import reserved_ports
 from tests.rigs.engines import SECRET, Engine, Group, RealEngine, _names
-from tests.rigs.memory_pair import take_a_round
+from tests.rigs.memory_pair import run_round
 from tests.rigs.shadow import MemoryTransport, add
 
 _OF_BOTH = {
@@ -136,7 +136,7 @@ class Pair(Group):
                 self.p.core.round([ours])
             elif side == "d":
                 self.d.core.round([theirs])
-                take_a_round(self.coordinator)
+                run_round(self.coordinator)
             else:
                 self.until(lambda: bool(self.p.out.terminals(names[0])))
         return names
@@ -144,7 +144,7 @@ class Pair(Group):
     def skip(self, seconds: float) -> None:
         """Pulls that take longer by the coordinator's clock take too long."""
         self.d.clock.skip(seconds)
-        take_a_round(self.coordinator)
+        run_round(self.coordinator)
 
     def end(self, name: str) -> TokenDelta:
         """The one end of a request of D."""

@@ -174,7 +174,7 @@ class Orders:
         self._selector.close()
 
 
-def take_a_round(coordinator: PullCoordinator) -> None:
+def run_round(coordinator: PullCoordinator) -> None:
     """A whole one, after all that was said to it."""
     for _ in range(2):
         begun = threading.Event()
@@ -369,12 +369,12 @@ class Decode:
     def skip(self, seconds: float) -> None:
         """Whatever takes longer by the coordinator's clock is over."""
         self.clock.skip(seconds)
-        take_a_round(self.coordinator)
+        run_round(self.coordinator)
 
     def settle(self) -> list[Event]:
         """All events left, once every command given so far has been obeyed and every answer that
         has come was taken."""
-        take_a_round(self.coordinator)
+        run_round(self.coordinator)
         self.events += self.coordinator.drain()
         events, self.events = self.events, []
         return events

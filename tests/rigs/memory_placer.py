@@ -66,7 +66,7 @@ def place_units(
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]
     if kind.scaled or kind.source_dtype != kind.target_dtype:
-        picked = fp8.stored_as(picked.float() * scales[:, None], pool.dtype)
+        picked = fp8.to_stored(picked.float() * scales[:, None], pool.dtype)
     fp8.addressable(pool.view(-1).view(-1, elements))[writes] = fp8.addressable(picked)
 
 

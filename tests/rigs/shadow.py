@@ -375,7 +375,7 @@ def make_core(
         groups=groups,
     )  # fmt: skip
     scheduler = Scheduler(limits, num_blocks, cached=prefix_caching)
-    if executor is None and groups.drops:
+    if executor is None and groups.drops_blocks:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)
     if isinstance(executor, ShadowExecutor):

@@ -262,7 +262,7 @@ def _converter(
     scale = torch.tensor(factors or [1.0] * (layers * components), device=pool.device)
     # The last two axes of a view are tokens and elements.
     scale = scale.view(layers, components, 1, 1)
-    return lambda part: fp8.stored_as(part.float() * scale, pool.dtype)
+    return lambda part: fp8.to_stored(part.float() * scale, pool.dtype)
 
 
 def _view(

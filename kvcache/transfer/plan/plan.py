@@ -185,7 +185,7 @@ class Planner:
         remote_block_ids, lanes = self._split_remote_table(remote_block_ids)
         token_range = range(start, stop)
         # Block tables have gaps (the null block, 0) where windows drop blocks.
-        min_block = int(local.groups.drops)
+        min_block = int(local.groups.drops_blocks)
         local_blocks = check_blocks(
             "local_block_ids",
             local_block_ids,

@@ -15,7 +15,7 @@ from socket import socket
 from typing import Any
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.pulls.digest_orders import DigestOrders, Scope, Sums
+from kvcache.transfer.pulls.digest_orders import DigestOrders, OnSums, Scope
 from kvcache.transfer.pulls.handshakes import Handshakes
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
 from kvcache.transfer.pulls.lookups import Lookups
@@ -214,7 +214,7 @@ class PullCoordinator:
         """
         self._call(lambda: self._do_cancel(pull_id, lend))
 
-    def digest(self, scope: Scope, blocks: tuple[int, ...], reply: Sums) -> None:
+    def digest(self, scope: Scope, blocks: tuple[int, ...], reply: OnSums) -> None:
         """Computes a digest of this engine's KV in `blocks`, on every rank.
 
         Args:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from kvcache.transfer.pulls.messages import DigestOrder, RankEnded
 from kvcache.verify.scope import DigestPart
+from kvcache.verify.scope import OnSums as OnSums
 from kvcache.verify.scope import Scope as Scope
-from kvcache.verify.scope import Sums as Sums
 
 
 class DigestOrders:
@@ -24,9 +24,9 @@ class DigestOrders:
         self._num_ranks = num_ranks
         self._total_kv_heads = total_kv_heads
         self._broadcast = broadcast
-        self._open: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
+        self._open: dict[str, tuple[Scope, OnSums, list[DigestPart | None]]] = {}
 
-    def begin(self, order: DigestOrder, reply: Sums) -> None:
+    def begin(self, order: DigestOrder, reply: OnSums) -> None:
         """Sends an order. `reply` is called when every rank has ended."""
         self._open[order.pull_id] = (order.scope, reply, [])
         self._broadcast(order)
@@ -39,4 +39,4 @@ class DigestOrders:
         parts.append(report.part)
         if len(parts) == self._num_ranks:
             del self._open[report.pull_id]
-            reply(scope.merged(parts, self._total_kv_heads))
+            reply(scope.merge(parts, self._total_kv_heads))

@@ -379,7 +379,7 @@ class PullState:
             if not self._sums:
                 message = f"{engine} could not compute the digest of its KV"
                 return self._fail_by_peer(TransferFailed(message), now)
-            faults = scope.faults(self._parts, self._sums)
+            faults = scope.differences(self._parts, self._sums)
             if faults and not self._is_repeating_digest:
                 self._is_repeating_digest = True
                 self._sums = None

@@ -120,7 +120,7 @@ def test_what_is_lent_by_half_goes_before_who_does_not_fit_beside_it(make_pair):
         PROMPT[:40],
     )
     ours, theirs = pair.both(prompt, order="d")
-    pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
+    pair.until(lambda: pair.leases._offers.num_leased_blocks(f"{ours}-0") == 0)
     for messages in ([add("stream", [5] * 9, 55)], [], [], []):
         pair.p.core.round(messages)
     pair.p.core.round([add(ours, prompt, 1, retain_kv=True, transfer_id=f"{ours}-0")])
@@ -163,7 +163,7 @@ def test_a_lease_that_ends_before_its_prompt_does_leaves_a_reference_that_holds(
     """D hung, and P's answer serves another one."""
     pair = make_pair(max_num_batched_tokens=8, policy="fail")
     ours, theirs = pair.both(PROMPT, order="d")
-    pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
+    pair.until(lambda: pair.leases._offers.num_leased_blocks(f"{ours}-0") == 0)
     for messages in (
         [add(ours, PROMPT, 1, retain_kv=True, transfer_id=f"{ours}-0")],
         [],

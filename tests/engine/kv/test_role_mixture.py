@@ -141,7 +141,7 @@ class _LateGrammars:
         self._open.append((Future(), grammar))
         return self._open[-1][0]
 
-    def go_on(self, *, to_end: bool = False) -> None:
+    def advance(self, *, to_end: bool = False) -> None:
         for late in list(self._open):
             if to_end or self._rng.random() < 0.3:
                 self._open.remove(late)
@@ -231,8 +231,8 @@ class _Mixture:
 
     def some(self) -> list[EngineInput]:
         """What comes, a little at a time; time goes on for pulls and grammars."""
-        self.coordinator.go_on(to_end=self.is_over)
-        self.grammars.go_on(to_end=self.is_over)
+        self.coordinator.advance(to_end=self.is_over)
+        self.grammars.advance(to_end=self.is_over)
         rng, messages = self.rng, list[EngineInput]()
         if self.is_over:
             return messages

@@ -143,7 +143,7 @@ class FenceMachine(RuleBasedStateMachine):
             engine.offers.withdraw(name, self.p_now)
             del engine.growing[name]
             return
-        if engine.offers.wanted(name) is None:
+        if engine.offers.num_leased_blocks(name) is None:
             return
         block, seals = engine.free.pop(0), bool(engine.growing[name])
         engine.content[block] = name
@@ -154,11 +154,13 @@ class FenceMachine(RuleBasedStateMachine):
             return
         engine.growing[name].append(block)
         if seals:
-            engine.offers.tell_end(
+            engine.offers.finish(
                 name, f"0 of {name}", engine.growing.pop(name), b"{}", self.p_now
             )
         if is_heard:
-            for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
+            for pulling, reply in engine.offers.take_messages(
+                self.p_now, lambda reader: False
+            ):
                 self.perform(pulling, pulling.state.on_reply(reply, self.d_now))
 
     @rule(sweeps=st.booleans())
@@ -301,7 +303,9 @@ class FenceMachine(RuleBasedStateMachine):
     @rule(is_lost=SELDOM)
     def tell(self, is_lost: bool) -> None:
         """P tells its readers."""
-        for pulling, reply in self.engine.offers.take(self.p_now, lambda reader: False):
+        for pulling, reply in self.engine.offers.take_messages(
+            self.p_now, lambda reader: False
+        ):
             if not is_lost:
                 self.answers.append(Message(pulling, pulling.state.abort(), reply))
 

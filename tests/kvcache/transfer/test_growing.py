@@ -56,7 +56,7 @@ class Prompt:
     @property
     def is_wanted(self) -> bool:
         with self.prefill.server.offers() as (offers, _):
-            return offers.wanted(self.name) is not None
+            return offers.num_leased_blocks(self.name) is not None
 
     @property
     def is_computed(self) -> bool:
@@ -79,12 +79,12 @@ class Prompt:
         if not (self.is_wanted or ends):
             return False
         with self.prefill.server.offers() as (offers, now):
-            first = len(offers.leased(self.name))
+            first = len(offers.leased_blocks(self.name))
             lease_id = offers.grow(
                 self.name, new_id(), self.blocks[first:stop], now, seals=ends
             )
             if ends:
-                offers.tell_end(self.name, lease_id, self.blocks, b"reference", now)
+                offers.finish(self.name, lease_id, self.blocks, b"reference", now)
         return bool(lease_id)
 
     @property

@@ -174,7 +174,7 @@ def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(
     def compute() -> None:
         with server.offers() as (offers, now):
             offers.expect("x-0", "r", "d", 30.0, 16, now)
-            offers.tell_end("x-0", lease, [3], b"{}", now)
+            offers.finish("x-0", lease, [3], b"{}", now)
 
     if comes_first:
         compute()
@@ -294,7 +294,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server):
 
 
 def test_strangers_who_say_nothing_do_not_keep_others_out(server, monkeypatch):
-    monkeypatch.setattr("kvcache.lease_server._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kvcache.lease_server._MAX_UNAUTHENTICATED", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
         known = stack.enter_context(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from kvcache.groups import deal
+from kvcache.groups import make_groups
 from kvcache.layout import KVLayout
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
@@ -38,7 +38,7 @@ def check_direct(case: Case, d_rank: int) -> None:
     plan = case.plan(d_rank)
     check_plan(case, d_rank, plan)
     assert plan.path == "direct"
-    tokens = case.d.kept(d_rank, np.arange(case.start, case.stop))
+    tokens = case.d.stored_tokens(d_rank, np.arange(case.start, case.stop))
     if plan.bytes_read > plan.useful_bytes:
         tokens = np.concatenate([tokens, rest_of_block(case, d_rank)])
     assert plan.descriptors == fewest_descriptors(case, d_rank, tokens)
@@ -61,7 +61,7 @@ def test_of_long_prompts_local_layers_move_their_window(
     windows, max_len, heads, head_dim, window
 ):
     """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""
-    groups, dealt = deal(windows, max_len + 1)
+    groups, dealt = make_groups(windows, max_len + 1)
     size, stop = max(map(len, dealt)), max_len
     moved = []
     for p_size, d_size in ((16, 16), (64, 16), (16, 128)):
@@ -78,12 +78,14 @@ def test_of_long_prompts_local_layers_move_their_window(
             for n in (p_size, d_size)
         ]
         tables = [
-            groups.of_prefix(range(1, stop // n * groups.count + 1), stop, n)
+            groups.prefix_table(range(1, stop // n * groups.count + 1), stop, n)
             for n in (p_size, d_size)
         ]
         planner, found = Planner(ends[1], ends[:1], heads), 0
-        for group, span in enumerate(groups.spans(0, stop, stop)):
-            ours, theirs = (groups.of_group(table, group) for table in reversed(tables))
+        for group, span in enumerate(groups.token_ranges(0, stop, stop)):
+            ours, theirs = (
+                groups.group_table(table, group) for table in reversed(tables)
+            )
             plan = planner.plan(
                 planner.make_transfer((span.start, span.stop), ours, theirs), COSTS
             )

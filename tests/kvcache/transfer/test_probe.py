@@ -75,7 +75,7 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     decode.agents[0].resume()
     (peer,) = decode.workers[0]._peers.values()
     while peer.link is not None:  # it ends
-        decode.woken.wait(0.001)
+        decode.has_event.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
     pulled(decode, prefill, "b", BLOCKS)
 

@@ -33,7 +33,7 @@ from tests.rigs.memory_pair import (
     assert_pulled,
     layout,
     nixl_agent,
-    take_a_round,
+    run_round,
 )
 
 
@@ -388,7 +388,7 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig, p
             link.retry_at = decode.clock() + 13.0
 
     decode.coordinator._call(wait_for_a_user)
-    take_a_round(decode.coordinator)
+    run_round(decode.coordinator)
     second = rig(Prefill, port=port)
     decode.clock.skip(12.0)  # in all of which nobody waited
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])

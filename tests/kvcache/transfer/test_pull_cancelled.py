@@ -48,7 +48,7 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
         remote = prefill.lease(list(range(1, 33)), 256)
         decode.coordinator.hold(str(index), remote)
         decode.coordinator.pull(str(index), remote, 0, 256, list(range(1, 33)))
-        decode.woken.wait(0.0002 * index)
+        decode.has_event.wait(0.0002 * index)
         decode.coordinator.cancel(str(index))
         while not isinstance(
             event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained

@@ -126,7 +126,7 @@ def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
     decode.coordinator.pull("a", remote, 16, 53, blocks)
     decode.done()
     stored = expected(remote, 16, 53) / np.array(scales).reshape(LAYERS, 2, 1)
-    wanted = fp8.stored_as(
+    wanted = fp8.to_stored(
         torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn
     )
     np.testing.assert_array_equal(decode.tokens(blocks, 16, 53), wanted.float().numpy())

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from kvcache import transports as ucx_log
-from kvcache.transports import UcxLog, UcxRead, other_lines, parse
+from kvcache.transports import UcxLog, UcxRead, parse_reads, warning_lines
 from tests.rigs.process_pair import run_program
 
 # As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
@@ -27,7 +27,7 @@ PRINTED = """\
 [1795251.724] [vm:786 :0]   | active message by ucp_am_send* from host memory           |
 [1795251.724] [vm:786 :0]   | 0..inf | short              | sysv/memory                 |
 """
-OVER_NVLINK, OVER_TCP = parse(PRINTED)
+OVER_NVLINK, OVER_TCP = parse_reads(PRINTED)
 
 
 def test_tables_about_reads_are_found_among_everything_else():
@@ -36,7 +36,7 @@ def test_tables_about_reads_are_found_among_everything_else():
     )
     assert (OVER_TCP.local, OVER_TCP.remote) == ("host memory", "host")
     assert str(OVER_TCP) == "tcp/lo (software emulation)"
-    assert [line.split("ERROR")[1] for line in other_lines(PRINTED)] == [
+    assert [line.split("ERROR")[1] for line in warning_lines(PRINTED)] == [
         "  it is | broken"
     ]
 
@@ -45,7 +45,7 @@ def test_tables_about_reads_are_found_among_everything_else():
     "text", ["", "garbage\n||\n| | |\n", "| 0..inf | zero-copy | cma/memory |"]
 )
 def test_what_is_no_table_is_nothing(text):
-    assert parse(text) == []
+    assert parse_reads(text) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
         "UCX_LOG_FILE", "/proc/1/fd/1"
     )  # as of a process that made this one
     log = UcxLog()
-    log.begin()
+    log.start()
     file = os.open(os.environ["UCX_LOG_FILE"], os.O_WRONLY)
     for local in ("host memory", "cuda"):
         os.write(
@@ -118,6 +118,6 @@ def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
 def test_where_the_log_goes_is_left_to_those_who_have_said_it(monkeypatch):
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()
-    log.begin()
+    log.start()
     assert os.environ["UCX_LOG_FILE"] == "mine.log"
     assert log.read_between(gpu_here=False, gpu_there=False) is None

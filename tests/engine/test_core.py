@@ -236,7 +236,7 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, k
     core.scheduler._preempt(core.sequences["b"], Plan(0))
     assert core.scheduler.prefix is not None
     prefix = core.scheduler.prefix
-    prefix._drop_below(prefix._root)
+    prefix._remove_descendants(prefix._root)
     run_until_idle(core)
     assert out.tokens("b") == outputs[known:]
     usage = KVUsage(skipped=16, cached_tokens=16) if known else KVUsage(recomputed=16)

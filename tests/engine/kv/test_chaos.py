@@ -101,7 +101,7 @@ class Chaos:
         pair.until(pair.p.is_home)
         assert pair.p.core.scheduler.prefix is not None
         prefix = pair.p.core.scheduler.prefix
-        prefix._drop_below(prefix._root)
+        prefix._remove_descendants(prefix._root)
         pair.end_of(pair.p, pair.begin(pair.p, prompt[::-1], 1))
         pair.d.movers.resume()
         assert pair.answer(name) == expected_output(prompt, 6)

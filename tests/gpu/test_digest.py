@@ -14,7 +14,7 @@ from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.verify.digest import Digester
 from protocol.errors import KVCorrupt
-from tests.kvcache.test_digest import part_of, scoped
+from tests.kvcache.test_digest import part_of, scoped_cases
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import Decode, Prefill
 
@@ -26,9 +26,9 @@ pytestmark = [
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
-@given(scoped(), st.sampled_from([1, 8, 64, 192]), st.integers(1, 100_000))
-def test_the_kernel_computes_what_torch_computes(scoped, widen, piece_bytes):
-    case, scope = scoped
+@given(scoped_cases(), st.sampled_from([1, 8, 64, 192]), st.integers(1, 100_000))
+def test_the_kernel_computes_what_torch_computes(scoped_case, widen, piece_bytes):
+    case, scope = scoped_case
     case = replace(case, head_dim=case.head_dim * widen)
     for end in case.endpoints(case.d):
         ours, on_gpu = KVPool(end.layout), KVPool(end.layout, "cuda")

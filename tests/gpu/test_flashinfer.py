@@ -124,7 +124,7 @@ def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
 def test_long_new_prompts_read_the_kv_of_the_step(
     num_q_heads, num_kv_heads, head_dim, monkeypatch
 ):
-    monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
+    monkeypatch.setattr("attention.flashinfer_backend._MIN_FRESH_TOKENS_EACH", 550)
     shape = gpu_shape(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -154,13 +154,13 @@ def test_long_new_prompts_read_the_kv_of_the_step(
 
 def new_prompts(backend: AttentionBackend) -> list[int]:
     """Tokens of each prompt of the planned step that reads its own keys and values."""
-    kernels, *_ = backend._of_kind.values()
+    kernels, *_ = backend._kernels.values()
     return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
-    monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 512)
+    monkeypatch.setattr("attention.flashinfer_backend._MIN_FRESH_TOKENS_EACH", 512)
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [600, 530, 700])
     for part in (seqs.k, seqs.v):
@@ -187,7 +187,7 @@ def test_blocks_of_8_bits_are_copied_for_prompts_where_they_fit(most, hopper):
     check_steps(
         backend, shape, seqs, [(0, 0, 150)], [(0, 150, 300)], tolerance=TOLERANCE
     )
-    (kernels,) = backend._of_kind.values()
+    (kernels,) = backend._kernels.values()
     assert [part.copied is not None for part in kernels.parts] == [most > 300]
 
 
@@ -337,7 +337,7 @@ def test_the_workspace_is_what_prompts_need_or_more(
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192))
     num_blocks = -(-(num_tokens + num_cached) // 64)
-    (kernels,) = backend._of_kind.values()
+    (kernels,) = backend._kernels.values()
     floats, ints = kernels.prefill[0].workspace_size(
         *(torch.tensor([0, n], dtype=torch.int32) for n in (num_tokens, num_blocks)),
         torch.zeros(num_blocks, dtype=torch.int32), torch.ones(1, dtype=torch.int32),

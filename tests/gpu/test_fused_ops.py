@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention.base import Kind
+from attention.base import AttentionKind
 from engine.sampling.sampler import LastSampledTokens, greedy
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -14,7 +14,7 @@ from model.architectures.rotation import RopeConfig
 from model.layers import Columns, Linear
 from model.rope import Rope
 
-proofs = pytest.importorskip("attention.self_test", reason="needs triton")
+self_test = pytest.importorskip("attention.self_test", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -119,10 +119,15 @@ def test_what_is_stored_and_rotated_and_decoded_proves_itself(
     pool = KVPool(KVLayout(order, 6, num_kv, 2, 2, 16, dim, dtype), device="cuda")
     caches = (pool.component(1, 0), pool.component(1, 1))
     scales = (1.0, 1.0) if dtype == "bfloat16" else (0.03, 0.002)
-    proofs.prove_storing(caches, scales, torch.bfloat16, num_q)
+    self_test.check_storing(caches, scales, torch.bfloat16, num_q)
     if num_q:
-        kinds = [Kind(), Kind(100), Kind(None, 0.7), Kind(3000, 2.0)]
-        proofs.prove_decoding(caches, torch.bfloat16, num_q, kinds)
+        kinds = [
+            AttentionKind(),
+            AttentionKind(100),
+            AttentionKind(None, 0.7),
+            AttentionKind(3000, 2.0),
+        ]
+        self_test.check_decoding(caches, torch.bfloat16, num_q, kinds)
     assert not any(cache.float().any() for cache in caches), "what was lent comes back"
 
 

@@ -1,7 +1,7 @@
-"""Tests that need GPUs: skipped, with the reason, where there are none.
+"""Tests that need GPUs; machines without a GPU skip them with the reason.
 
-FlashInfer and triton warn of their own affairs when they are imported and compiled, so warnings
-are not errors here. parallel.py runs them in shards: BATON_TEST_SHARD=I/N keeps every Nth test.
+Imports and compilations of FlashInfer and triton emit warnings, so warnings are not errors
+here. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every Nth test.
 """
 
 import os
@@ -15,11 +15,11 @@ import torch
 _HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(trylast=True)  # after -m has chosen
+@pytest.hookimpl(trylast=True)  # after -m has selected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     index, _, num_shards = os.environ.get("BATON_TEST_SHARD", "0/1").partition("/")
     items[:] = items[int(index) :: int(num_shards)]
-    reason = _missing()
+    reason = _skip_reason()
     for item in items:
         if not item.path.is_relative_to(_HERE):
             continue
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _missing() -> str | None:
+def _skip_reason() -> str | None:
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
     try:
@@ -40,8 +40,8 @@ def _missing() -> str | None:
 
 @pytest.fixture
 def made() -> Iterator[list[Any]]:
-    """What a test puts here is closed at its end, the last first."""
-    sides: list[Any] = []
-    yield sides
-    for side in reversed(sides):
-        side.close()
+    """A list of objects that are closed at the end of the test, in reverse order."""
+    objects: list[Any] = []
+    yield objects
+    for each in reversed(objects):
+        each.close()

@@ -1,6 +1,8 @@
-"""Every architecture on a GPU in bfloat16: graphs compute what eager steps do, and these what the
-CPU computes in float32, which tests/model compares with transformers. Weights are random, heads
-those that the kernels have."""
+"""Every architecture on a GPU in bfloat16.
+
+Graphs equal eager steps, and eager steps equal the CPU in float32, which tests/model
+compares with transformers. Weights are random; heads have sizes that the kernels support.
+"""
 
 from typing import Any
 
@@ -19,9 +21,12 @@ pytestmark = pytest.mark.gpu
 
 NUM_STEPS = 8
 SIZES: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 512, "moe_intermediate_size": 64,
-    "query_pre_attn_scalar": 256,  # of Gemma: else random keys differ so much that rounding tells
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 512,
+    "moe_intermediate_size": 64,
+    # For Gemma. Without it, random keys differ so much that rounding changes tokens.
+    "query_pre_attn_scalar": 256,
+}
 HEADS = {"head_dim": 64, "num_key_value_heads": 2}
 LATENTS = {
     "kv_lora_rank": 512,
@@ -29,13 +34,14 @@ LATENTS = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
-TOLERANCE = 0.15  # mean, of logits around 1
-ALIKE = 0.995  # cosine, the median: where two experts are as good, rounding may choose the other
+MAX_MEAN_ERROR = 0.15  # of logits around 1
+# The median of cosines: for two equally good experts, rounding may choose the other one.
+MIN_SIMILARITY = 0.995
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
-def test_graphs_equal_eager_steps_and_these_the_cpu(name, tmp_path):
+def test_graphs_equal_eager_steps_and_the_cpu(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].proof]
     shape = LATENTS if ARCHITECTURES[name].mla else HEADS
     make(architecture, tmp_path, **{**options, **SIZES, **shape})
@@ -44,12 +50,12 @@ def test_graphs_equal_eager_steps_and_these_the_cpu(name, tmp_path):
         tokens, in_graphs = decode(runner, NUM_STEPS)
     with runner_for(tmp_path, enforce_eager=True) as runner:
         _, eager = decode(runner, NUM_STEPS, forced=tokens)
-    assert (in_graphs - eager).abs().mean() < TOLERANCE
-    alike, on_cpu = [], load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    assert (in_graphs - eager).abs().mean() < MAX_MEAN_ERROR
+    on_cpu = load_model(load_config(tmp_path), tmp_path, dtype=torch.float32)
+    similarities = []
     for row, prompt in enumerate(PROMPTS):
         sequence = torch.tensor([*prompt, *(step[row] for step in tokens[:-1])])
-        wanted = logits_of(on_cpu, sequence)[len(prompt) - 1 :]
-        alike.append(
-            torch.cosine_similarity(eager[:, row].float().cpu(), wanted, dim=-1)
-        )
-    assert torch.cat(alike).median() > ALIKE
+        expected = logits_of(on_cpu, sequence)[len(prompt) - 1 :]
+        actual = eager[:, row].float().cpu()
+        similarities.append(torch.cosine_similarity(actual, expected, dim=-1))
+    assert torch.cat(similarities).median() > MIN_SIMILARITY

@@ -1,4 +1,7 @@
-"""FlashInfer under ranks that share tokens: all of one GPU, in eager and captured steps."""
+"""FlashInfer with ranks that share tokens, in eager and captured steps.
+
+All ranks use one GPU.
+"""
 
 import numpy as np
 import pytest
@@ -22,18 +25,18 @@ def bench_of(name: str) -> Bench:
 
 
 @pytest.mark.parametrize("name", _GROUPS)
-def test_shared_tokens_attend_like_whole_sequences(name):
+def test_ranks_that_share_tokens_attend_as_one_rank(name):
     check_growing_sequences(bench_of(name))
 
 
 @pytest.mark.parametrize("name", _GROUPS)
-def test_captured_decode_steps_do_too(name):
+def test_captured_decode_steps_of_ranks_attend_as_one_rank(name):
     bench = bench_of(name)
     for part in bench.parts:
         part.reserve_captured(8, 4)
     tables = np.arange(1, 9).reshape(4, 2)
     lens = [3, 16, 40, 17]
     bench.check_step(lens, lens, tables)
-    for _ in range(20):  # over the border of a rank's tokens
+    for _ in range(20):  # until new tokens belong to another rank
         lens = [n + 1 for n in lens]
         bench.check_captured_step(lens, tables, 8)

@@ -1,4 +1,4 @@
-"""The digest kernel computes what torch does on a CPU, and pulls are verified by it. One GPU."""
+"""The digest kernel equals torch on a CPU, and pulls are verified with it. One GPU."""
 
 import importlib.util
 from dataclasses import replace
@@ -27,25 +27,26 @@ pytestmark = [
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
 @given(scoped_cases(), st.sampled_from([1, 8, 64, 192]), st.integers(1, 100_000))
-def test_the_kernel_computes_what_torch_computes(scoped_case, widen, piece_bytes):
+def test_kernel_computes_the_same_digest_as_torch(scoped_case, widen, piece_bytes):
     case, scope = scoped_case
     case = replace(case, head_dim=case.head_dim * widen)
-    for end in case.endpoints(case.d):
-        ours, on_gpu = KVPool(end.layout), KVPool(end.layout, "cuda")
-        assert on_gpu.device.index is not None and on_gpu.base_address % 256 == 0
-        ours.flat_bytes.random_(0, 256)
-        on_gpu.flat_bytes.copy_(ours.flat_bytes)
+    for endpoint in case.endpoints(case.d):
+        cpu_pool = KVPool(endpoint.layout)
+        gpu_pool = KVPool(endpoint.layout, "cuda")
+        assert gpu_pool.device.index is not None
+        assert gpu_pool.base_address % 256 == 0
+        cpu_pool.flat_bytes.random_(0, 256)
+        gpu_pool.flat_bytes.copy_(cpu_pool.flat_bytes)
         torch.cuda.synchronize()  # digests are computed on a stream of their own
-        by_torch, by_kernel = (
-            Digester(end, case.heads, pool) for pool in (ours, on_gpu)
-        )
+        by_torch = Digester(endpoint, case.heads, cpu_pool)
+        by_kernel = Digester(endpoint, case.heads, gpu_pool)
         assert by_kernel.values is not by_torch.values
-        wanted = part_of(by_torch, scope, case.d.blocks, 1 << 20)
-        assert part_of(by_kernel, scope, case.d.blocks, piece_bytes) == wanted
+        expected = part_of(by_torch, scope, case.d.blocks, 1 << 20)
+        assert part_of(by_kernel, scope, case.d.blocks, piece_bytes) == expected
 
 
-class Spoiling(CudaPlacer):
-    """Places one wrong bit with each launch."""
+class CorruptingPlacer(CudaPlacer):
+    """Flips one bit with each launch."""
 
     def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         super()._place(copy, source, factors)
@@ -60,12 +61,18 @@ class Spoiling(CudaPlacer):
         ({"dtype": "bfloat16", "heads": 1}, {"dtype": "bfloat16", "heads": 1, "tp": 2}),
     ],
 )
-@pytest.mark.parametrize("make", [CudaPlacer, Spoiling])
+@pytest.mark.parametrize("make", [CudaPlacer, CorruptingPlacer])
 def test_pulls_between_pools_of_a_gpu_are_verified(made, p, d, make):
     prefill = Prefill(MemoryAgent, device="cuda:0", digests=True, **p)
     made.append(prefill)
-    way = {"device": "cuda:0", "make_placer": make, "maps_only": True}
-    decode = Decode(MemoryAgent, verify="all", **way, **d)
+    decode = Decode(
+        MemoryAgent,
+        verify="all",
+        device="cuda:0",
+        make_placer=make,
+        maps_only=True,
+        **d,
+    )
     made.append(decode)
     for name in "ab":
         decode.coordinator.pull(name, prefill.lease([5, 2, 9], 24), 3, 22, [3, 1, 7])

@@ -1,4 +1,4 @@
-"""Experts on a GPU: the CPU's sums, in graphs, for any number of tokens, waiting for nothing."""
+"""Experts on a GPU equal the CPU, in graphs, for any number of tokens, without waits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +17,24 @@ from tests.model.quantised_files import in_groups
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN, WIDTH, NUM_EXPERTS, CHOSEN = 256, 128, 16, 3
+HIDDEN = 256
+WIDTH = 128
+NUM_EXPERTS = 16
+EXPERTS_PER_TOKEN = 3
 NUM_SEQS = 200
-F16, BF16 = torch.float16, torch.bfloat16
-WAYS = {"kernels": (BF16, "silu"), "grouped": (BF16, "gelu"), "each": (F16, "gelu")}
+F16 = torch.float16
+BF16 = torch.bfloat16
+# Dtype and activation for which each implementation is used.
+IMPLEMENTATIONS = {
+    "kernels": (BF16, "silu"),
+    "grouped": (BF16, "gelu"),
+    "each": (F16, "gelu"),
+}
 
 
 @contextmanager
-def waiting_is_an_error() -> Iterator[None]:
+def forbid_waiting() -> Iterator[None]:
+    """Makes each wait of the host for the GPU an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -32,37 +42,37 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000, 9000])
 @pytest.mark.parametrize(
-    "own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str
+    "rank_experts", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str
 )
 @torch.inference_mode()
-def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
-    """Those of one rank, of which the last two get nothing at all."""
+def test_experts_in_a_graph_equal_the_cpu(rank_experts, implementation, num_tokens):
+    """The experts of one rank. The last two experts of the model get no tokens."""
     torch.manual_seed(num_tokens)
-    dtype, activation = WAYS[way]
+    dtype, activation = IMPLEMENTATIONS[implementation]
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)
     down = torch.randn(NUM_EXPERTS, HIDDEN, WIDTH).div(WIDTH**0.5).to(dtype)
     x = torch.randn(num_tokens, HIDDEN).to(dtype)
-    weights = torch.rand(num_tokens, CHOSEN)
-    odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])  # two get nothing
-    chosen = torch.multinomial(odds.expand(num_tokens, -1), CHOSEN)
-    gate_up, down = gate_up[own.start : own.stop], down[own.start : own.stop]
-    part = {
-        "first": own.start,
+    weights = torch.rand(num_tokens, EXPERTS_PER_TOKEN)
+    odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])
+    expert_ids = torch.multinomial(odds.expand(num_tokens, -1), EXPERTS_PER_TOKEN)
+    gate_up = gate_up[rank_experts.start : rank_experts.stop]
+    down = down[rank_experts.start : rank_experts.stop]
+    options = {
+        "first": rank_experts.start,
         "total": NUM_EXPERTS,
         "activation": activation,
-        "chosen": CHOSEN,
+        "chosen": EXPERTS_PER_TOKEN,
     }
-    expected = Experts(gate_up.float(), down.float(), **part)(
-        x.float(), weights, chosen
-    )
-    inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
-    experts = Experts(gate_up.cuda(), down.cuda(), **part)
-    assert experts.takes_one == (way == "kernels")
-    experts(*inputs)  # loads what there is to load
-    with waiting_is_an_error():
+    on_cpu = Experts(gate_up.float(), down.float(), **options)
+    expected = on_cpu(x.float(), weights, expert_ids)
+    inputs = [tensor.cuda() for tensor in (x, weights, expert_ids)]
+    experts = Experts(gate_up.cuda(), down.cuda(), **options)
+    assert experts.takes_one == (implementation == "kernels")
+    experts(*inputs)  # loads all kernels
+    with forbid_waiting():
         eager = experts(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -75,25 +85,31 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
 
 @pytest.mark.parametrize("size", [None, 64])
 @torch.inference_mode()
-def test_one_token_through_experts_of_fp8_in_a_graph(size):
-    both = torch.randn(16, 2 * WIDTH, HIDDEN) / 16, torch.randn(16, HIDDEN, WIDTH) / 11
-    small = [
-        quantise(w.to(BF16)) if size is None else in_groups(w.to(BF16), size)
-        for w in both
-    ]
-    plain = Experts(*(w.dequantise().float() for w in small))
-    experts = Experts(*(w.each(Tensor.cuda) for w in small), chosen=CHOSEN)
+def test_one_token_through_fp8_experts_in_a_graph_equals_the_cpu(size):
+    gate_up = torch.randn(16, 2 * WIDTH, HIDDEN) / 16
+    down = torch.randn(16, HIDDEN, WIDTH) / 11
+    quantised = []
+    for weight in (gate_up, down):
+        small = weight.to(BF16)
+        quantised.append(quantise(small) if size is None else in_groups(small, size))
+    plain = Experts(*(weight.dequantise().float() for weight in quantised))
+    on_gpu = [weight.each(Tensor.cuda) for weight in quantised]
+    experts = Experts(*on_gpu, chosen=EXPERTS_PER_TOKEN)
     assert experts.takes_one
-    x, weights = torch.randn(1, HIDDEN).to(BF16), torch.rand(1, CHOSEN)
-    inputs = [each.cuda() for each in (x, weights, torch.randperm(16)[None, :CHOSEN])]
+    x = torch.randn(1, HIDDEN).to(BF16)
+    weights = torch.rand(1, EXPERTS_PER_TOKEN)
+    gpu_x = x.cuda()
+    gpu_weights = weights.cuda()
+    expert_ids = torch.randperm(16)[None, :EXPERTS_PER_TOKEN].cuda()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = experts(*inputs)
+        captured = experts(gpu_x, gpu_weights, expert_ids)
     for _ in range(3):
-        inputs[2].copy_(torch.randperm(16)[None, :CHOSEN])
+        expert_ids.copy_(torch.randperm(16)[None, :EXPERTS_PER_TOKEN])
         graph.replay()
-        expected = plain(x.float(), weights, inputs[2].cpu())
-        assert (captured.float().cpu() - expected).norm() <= 0.01 * expected.norm()
+        expected = plain(x.float(), weights, expert_ids.cpu())
+        error = captured.float().cpu() - expected
+        assert error.norm() <= 0.01 * expected.norm()
 
 
 def one_token_each() -> StepInput:
@@ -109,7 +125,7 @@ def one_token_each() -> StepInput:
 
 
 @torch.inference_mode()
-def test_a_step_of_many_sequences_runs_in_a_graph_like_eagerly():
+def test_step_of_many_sequences_in_a_graph_equals_an_eager_step():
     logits = []
     for enforce_eager in (False, True):
         options = {"max_num_seqs": 256, "enforce_eager": enforce_eager}

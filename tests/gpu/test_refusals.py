@@ -1,5 +1,7 @@
-"""What cannot work on this machine's GPUs is refused at start or at the handshake, with the reason
-and the option that helps, by real servers."""
+"""Servers refuse what cannot work on this machine's GPUs.
+
+They do so at the start or at the handshake, with the reason and the option that helps.
+"""
 
 import re
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ _REFUSED = {
 
 
 def _start_refused(argv: tuple[str, ...]) -> str:
-    """The reason that the server ends with."""
+    """Starts a server that must end; returns the reason that it prints."""
     options = ("--port", "0", "--served-model-name", "test-model", *_GPU, *argv)
     try:
         server = start("decode_server", "--model", str(model_dir("gqa4")), *options)
@@ -56,7 +58,7 @@ def _start_refused(argv: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def reasons() -> Iterator[dict[str, Future[str]]]:
-    """All are started at once: importing is most of what they do."""
+    """Starts all servers at once, because most of their time is spent on imports."""
     with ThreadPoolExecutor(len(_REFUSED)) as pool:
         yield {
             name: pool.submit(_start_refused, argv)
@@ -65,14 +67,14 @@ def reasons() -> Iterator[dict[str, Future[str]]]:
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_a_server_that_cannot_work_ends_with_the_reason(reasons, name):
+def test_server_that_cannot_work_ends_with_the_reason(reasons, name):
     reason = reasons[name].result()
     assert re.search(_REFUSED[name][1], reason, re.DOTALL), reason
 
 
 @pytest.fixture(scope="module")
-def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
-    """P and D on unlike devices, the mapped path pinned."""
+def pairs_on_different_devices() -> Iterator[list[tuple[Server, Server]]]:
+    """P and D on different kinds of devices, which may use the mapped path only."""
     model = model_dir("gqa4")
     pinned = ("--transfer", "mapped", "--kv-load-failure-policy", "fail")
     with ThreadPoolExecutor(4) as pool:
@@ -82,21 +84,24 @@ def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
             pool.submit(start_prefill, model, *_GPU),
             pool.submit(start_decode, model, *_CPU, *pinned),
         ]
-        servers = [made.result() for made in starts]
+        servers = [future.result() for future in starts]
     yield [(servers[0], servers[1]), (servers[2], servers[3])]
     for server in servers:
         server.stop()
 
 
 @pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
-def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused(
-    of_other_kinds, pair, kind
+def test_peer_whose_device_cannot_be_mapped_is_refused(
+    pairs_on_different_devices, pair, kind
 ):
-    prefiller, decoder = of_other_kinds[pair]
+    prefiller, decoder = pairs_on_different_devices[pair]
     prompt = list(range(5, 80))
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (502, "peer_incompatible")
-    told = rf"cannot be mapped: the peer's KV is in {kind} memory.*Use --transfer auto or nixl"
-    assert re.search(told, error["message"]), error["message"]
+    message = (
+        rf"cannot be mapped: the peer's KV is in {kind} memory.*"
+        "Use --transfer auto or nixl"
+    )
+    assert re.search(message, error["message"]), error["message"]
     wait_until(decoder.all_blocks_home)

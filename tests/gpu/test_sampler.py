@@ -1,4 +1,4 @@
-"""Tokens drawn on a GPU, shaped or not, are those drawn on the CPU."""
+"""Tokens drawn on a GPU equal those drawn on the CPU, with and without shaping."""
 
 from typing import Any
 
@@ -37,27 +37,27 @@ def drawn(
     batch = SamplingBatch.from_params(
         params, [7 * row for row in range(len(logits))], device
     )
-    found = sample(logits.to(device), batch)
-    return found.token_ids.cpu(), found.logprobs and found.logprobs.chosen
+    result = sample(logits.to(device), batch)
+    return result.token_ids.cpu(), result.logprobs and result.logprobs.chosen
 
 
 @pytest.mark.parametrize("vocab", [128256, 4099, 7])
 @pytest.mark.parametrize("width", [0.3, 3.0])
-def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab, width):
+def test_mixed_rows_draw_the_same_tokens_as_on_the_cpu(vocab, width):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(45, vocab, generator=generator) * width
-    logits[9:] = (
-        logits[9:] * 8
-    ).round() / 8  # ties, at the borders of what is allowed too
+    # Rounded, so that there are ties, also at the limits of top_k and top_p.
+    logits[9:] = (logits[9:] * 8).round() / 8
     on_gpu, _ = drawn(logits, "cuda")
     on_cpu, _ = drawn(logits, "cpu")
     assert on_gpu.tolist() == on_cpu.tolist()
 
 
-def test_logits_that_are_no_numbers_and_logprobs():
+def test_nan_and_infinite_logits_draw_the_same_tokens_as_on_the_cpu():
     logits = torch.randn(27, 1000, generator=torch.Generator().manual_seed(1))
     for kind in range(9):
-        logits[kind, 11], logits[kind, 500] = float("nan"), float("-inf")
+        logits[kind, 11] = float("nan")
+        logits[kind, 500] = float("-inf")
         logits[9 + kind, [3, 900]] = float("inf")
         logits[18 + kind] = float("nan") if kind % 2 else float("-inf")
     on_cpu, _ = drawn(logits, "cpu")
@@ -69,7 +69,8 @@ def test_logits_that_are_no_numbers_and_logprobs():
     torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-VOCAB, ROWS = 1003, 5
+VOCAB = 1003
+ROWS = 5
 
 
 def _shapes(is_first: bool) -> StepShapes:
@@ -98,12 +99,9 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_same_tokens_are_drawn_as_on_the_cpu(masked):
+def test_shaped_rows_draw_the_same_tokens_as_on_the_cpu(masked):
     masks = None
     if masked:
-        masks = (
-            np.random.default_rng(3)
-            .integers(-(2**31), 2**31, (ROWS, 32))
-            .astype(np.int32)
-        )
+        rng = np.random.default_rng(3)
+        masks = rng.integers(-(2**31), 2**31, (ROWS, 32)).astype(np.int32)
     assert _draws("cuda", masks) == _draws("cpu", masks)

@@ -1,9 +1,10 @@
-"""FlashInfer over any layout equals plain attention in float64, in every kind of step.
+"""FlashInfer equals plain attention in float64, for all layouts and kinds of steps.
 
-One GPU. Rows of the pool that no test wrote are NaN, so whatever a kernel reads beyond a sequence's
-own tokens shows.
+One GPU. Rows of the pool that no test wrote are NaN. So a kernel that reads beyond a
+sequence's own tokens has a wrong result.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -29,12 +30,8 @@ from tests.attention.reference import (
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
-SCALES = (
-    0.02,
-    0.5,
-    0.003,
-    1.0,
-)  # K and V of two layers; the third cuts the largest keys off
+# Scales of K and V of two layers. The third is so small that the largest keys are clamped.
+SCALES = (0.02, 0.5, 0.003, 1.0)
 make = partial(plain.make, name="flashinfer")
 check_step = partial(plain.check_step, tolerance=TOLERANCE)
 
@@ -60,60 +57,94 @@ def hopper() -> None:
         pytest.skip("fa3 needs a Hopper GPU")
 
 
-SHAPES = {
-    **{f"{order}, blocks of {size}, heads of {dim}":
-       gpu_shape(order=order, block_size=size, head_dim=dim)
-       for order in NAMED_ORDERS for size in (16, 64) for dim in (64, 128)},
-    **{f"{q} heads over {kv}": gpu_shape(num_q_heads=q, num_kv_heads=kv)
-       for q, kv in ((1, 1), (4, 4), (9, 3), (8, 1), (14, 2))},
-    **{f"8 bits, {order}, heads of {dim}":
-       gpu_shape(order=order, head_dim=dim, kv_dtype=FP8, scales=SCALES)
-       for order in ("BHLCND", "LBCNHD", "LCBHND") for dim in (64, 128)},
-    **{f"8 bits, {q} heads over {kv}":
-       gpu_shape(num_q_heads=q, num_kv_heads=kv, kv_dtype=FP8, scales=SCALES, block_size=48)
-       for q, kv in ((1, 1), (14, 2), (40, 1), (128, 1))},
-    **{f"8 bits, {name}": gpu_shape(num_q_heads=6, layers=layers, kv_dtype=FP8, scales=SCALES)
-       for name, layers in plain.SPECIAL.items()},
-    **{name: gpu_shape(num_q_heads=6, layers=layers) for name, layers in plain.SPECIAL.items()},
-    **{f"latents, {order}, {heads} heads": latents(order=order, num_q_heads=heads)
-       for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
-    **{f"latents of 8 bits, {order}, blocks of {size}, {heads} heads":
-       latents(order=order, num_q_heads=heads, block_size=size, kv_dtype=FP8, scales=(0.02, 0.5))
-       for order, size, heads in (("BHLCND", 16, 4), ("LCBHND", 64, 16), ("LBCNHD", 48, 128))},
-}  # fmt: skip
+def make_shapes() -> dict[str, Shape]:
+    shapes = {}
+    for order, size, dim in itertools.product(NAMED_ORDERS, (16, 64), (64, 128)):
+        name = f"{order}, blocks of {size}, heads of {dim}"
+        shapes[name] = gpu_shape(order=order, block_size=size, head_dim=dim)
+    for q, kv in ((1, 1), (4, 4), (9, 3), (8, 1), (14, 2)):
+        shapes[f"{q} heads over {kv}"] = gpu_shape(num_q_heads=q, num_kv_heads=kv)
+    for order, dim in itertools.product(("BHLCND", "LBCNHD", "LCBHND"), (64, 128)):
+        shapes[f"8 bits, {order}, heads of {dim}"] = gpu_shape(
+            order=order, head_dim=dim, kv_dtype=FP8, scales=SCALES
+        )
+    for q, kv in ((1, 1), (14, 2), (40, 1), (128, 1)):
+        shapes[f"8 bits, {q} heads over {kv}"] = gpu_shape(
+            num_q_heads=q, num_kv_heads=kv, kv_dtype=FP8, scales=SCALES, block_size=48
+        )
+    for name, layers in plain.SPECIAL.items():
+        shapes[f"8 bits, {name}"] = gpu_shape(
+            num_q_heads=6, layers=layers, kv_dtype=FP8, scales=SCALES
+        )
+        shapes[name] = gpu_shape(num_q_heads=6, layers=layers)
+    for order, heads in itertools.product(("BHLCND", "LCBHND", "LBCNHD"), (4, 16)):
+        name = f"latents, {order}, {heads} heads"
+        shapes[name] = latents(order=order, num_q_heads=heads)
+    fp8_latents = (("BHLCND", 16, 4), ("LCBHND", 64, 16), ("LBCNHD", 48, 128))
+    for order, size, heads in fp8_latents:
+        name = f"latents of 8 bits, {order}, blocks of {size}, {heads} heads"
+        shapes[name] = latents(
+            order=order,
+            num_q_heads=heads,
+            block_size=size,
+            kv_dtype=FP8,
+            scales=(0.02, 0.5),
+        )
+    return shapes
+
+
+SHAPES = make_shapes()
 
 LENS = [70, 300, 17, 1, 40]
-FIRSTS = [(i, 0, n // 2) for i, n in enumerate(LENS) if n > 1]
-SECONDS = [(i, n // 2, n - 1) for i, n in enumerate(LENS) if n > 1]
-LASTS = [(i, n - 1, n) for i, n in enumerate(LENS)]
+FIRST_CHUNKS = [(i, 0, n // 2) for i, n in enumerate(LENS) if n > 1]
+SECOND_CHUNKS = [(i, n // 2, n - 1) for i, n in enumerate(LENS) if n > 1]
+LAST_TOKENS = [(i, n - 1, n) for i, n in enumerate(LENS)]
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_mixed_steps_equal_the_reference(name, prefill, request):
-    shape, options = SHAPES[name], {}
-    if not shape.rope_dim:
-        options = {"prefill": prefill}
+    shape = SHAPES[name]
+    options = {} if shape.rope_dim else {"prefill": prefill}
     if prefill == "fa3":
         if shape.rope_dim:
-            pytest.skip("these have no choice")
+            pytest.skip("the kernel for latents has no option `prefill`")
         request.getfixturevalue("hopper")
-    seqs, backend = make_sequences(shape, LENS), make(shape, **options)
+    seqs = make_sequences(shape, LENS)
+    backend = make(shape, **options)
+    last = LAST_TOKENS
     # Decodes before, between and after chunks of prompts.
-    mixed = [LASTS[0], LASTS[1], (2, 8, 17), LASTS[4], LASTS[3]]
-    steps = (FIRSTS, [LASTS[3], *SECONDS], LASTS, mixed)
-    how = {"tolerance": TOLERANCE, "with_lse": not shape.rope_dim}
-    check_steps(backend, shape, seqs, *steps, num_padding=3, **how)
+    mixed = [last[0], last[1], (2, 8, 17), last[4], last[3]]
+    check_steps(
+        backend,
+        shape,
+        seqs,
+        FIRST_CHUNKS,
+        [last[3], *SECOND_CHUNKS],
+        last,
+        mixed,
+        num_padding=3,
+        tolerance=TOLERANCE,
+        with_lse=not shape.rope_dim,
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", TOLERANCE)]
 )
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
-def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
+def test_torch_backend_on_a_gpu_equals_the_reference(order, dtype, tolerance):
     shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
-    steps, how = (FIRSTS, SECONDS, LASTS), {"num_padding": 3, "tolerance": tolerance}
-    check_steps(plain.make(shape), shape, make_sequences(shape, LENS), *steps, **how)
+    check_steps(
+        plain.make(shape),
+        shape,
+        make_sequences(shape, LENS),
+        FIRST_CHUNKS,
+        SECOND_CHUNKS,
+        LAST_TOKENS,
+        num_padding=3,
+        tolerance=tolerance,
+    )
 
 
 @pytest.mark.usefixtures("hopper")
@@ -121,7 +152,7 @@ def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)]
 )
-def test_long_new_prompts_read_the_kv_of_the_step(
+def test_long_fresh_prompts_read_the_kv_of_the_step(
     num_q_heads, num_kv_heads, head_dim, monkeypatch
 ):
     monkeypatch.setattr("attention.flashinfer_backend._MIN_FRESH_TOKENS_EACH", 550)
@@ -135,31 +166,33 @@ def test_long_new_prompts_read_the_kv_of_the_step(
     seqs = make_sequences(shape, lens)
     backend = make(shape)
     check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)])
-    assert new_prompts(backend) == []
-    # A decode, a chunk with context, a whole prompt, the first chunk of another; padding is NaN.
+    assert fresh_prompts(backend) == []
+    # A decode, a chunk with context, a complete prompt, the first chunk of another prompt.
+    # Padding is NaN.
     mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
     check_step(backend, shape, seqs, mixed, num_padding=3)
-    assert new_prompts(backend) == [700, 600]
-    # What they stored is read by what follows: a chunk, a decode after a whole prompt.
+    assert fresh_prompts(backend) == [700, 600]
+    # Later steps read what the prompts stored: a decode after a prompt, and a chunk.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
-    # Several are long each; of one alone, or the last, less is enough.
+    # If several prompts are fresh, each must be long. For a single or the last prompt, a
+    # lower bound holds.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
-    assert new_prompts(backend) == [513]
+    assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])
-    assert new_prompts(backend) == [513]
-    # One that others follow is read from the pool like these.
+    assert fresh_prompts(backend) == [513]
+    # A prompt that is followed by other prompts is read from the pool.
     check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)])
-    assert new_prompts(backend) == []
+    assert fresh_prompts(backend) == []
 
 
-def new_prompts(backend: AttentionBackend) -> list[int]:
-    """Tokens of each prompt of the planned step that reads its own keys and values."""
+def fresh_prompts(backend: AttentionBackend) -> list[int]:
+    """Tokens of each prompt of the planned step that reads the step's keys and values."""
     kernels, *_ = backend._kernels.values()
     return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
+def test_nan_in_a_fresh_prompt_does_not_affect_its_neighbours(monkeypatch):
     monkeypatch.setattr("attention.flashinfer_backend._MIN_FRESH_TOKENS_EACH", 512)
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [600, 530, 700])
@@ -168,7 +201,7 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
     backend = make(shape)
     rows = [(0, 0, 600), (1, 0, 530), (2, 0, 700)]
     first, middle, last = run_step(backend, shape, seqs, rows, num_padding=2)
-    assert new_prompts(backend) == [600, 530, 700]
+    assert fresh_prompts(backend) == [600, 530, 700]
     assert middle.isnan().all()
     for seq, out in ((0, first), (2, last)):
         expected, _ = reference(shape, seqs, seq, 0, out.shape[1])
@@ -177,18 +210,17 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
         )
 
 
-@pytest.mark.parametrize("most", [304, 288])
-def test_blocks_of_8_bits_are_copied_for_prompts_where_they_fit(most, hopper):
+@pytest.mark.parametrize("max_context", [304, 288])
+def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, hopper):
     shape = gpu_shape(kv_dtype=FP8, scales=SCALES)
-    seqs, backend = (
-        make_sequences(shape, [300]),
-        make(shape, limits=StepLimits(4, 512, most)),
-    )
+    seqs = make_sequences(shape, [300])
+    backend = make(shape, limits=StepLimits(4, 512, max_context))
     check_steps(
         backend, shape, seqs, [(0, 0, 150)], [(0, 150, 300)], tolerance=TOLERANCE
     )
     (kernels,) = backend._kernels.values()
-    assert [part.copied is not None for part in kernels.parts] == [most > 300]
+    is_copied = [part.copied is not None for part in kernels.parts]
+    assert is_copied == [max_context > 300]
 
 
 @pytest.mark.alone  # 64 GiB
@@ -210,52 +242,56 @@ def test_blocks_beyond_32_bits_of_elements(kv_dtype):
 
 SPECIAL = {"num_q_heads": 6, "layers": plain.SPECIAL["soft caps, windows, sinks"]}
 both_pools = pytest.mark.parametrize(
-    "of_pool",
+    "options",
     [{}, {"kv_dtype": FP8, "scales": SCALES}, SPECIAL],
     ids=["16", "8", "special"],
 )
 
 
 @both_pools
-def test_a_captured_step_serves_later_batches_of_its_size(of_pool):
-    shape = gpu_shape(**of_pool)
+def test_captured_step_serves_later_batches_of_its_size(options):
+    shape = gpu_shape(**options)
     lens = [90, 33, 300, 5, 64]
-    seqs, backend = make_sequences(shape, lens), make(shape)
-    for seq, length in enumerate(lens):  # everything but the last token of each
+    seqs = make_sequences(shape, lens)
+    backend = make(shape)
+    for seq, length in enumerate(lens):  # all tokens except the last of each
         if length > 1:
             check_step(backend, shape, seqs, [(seq, 0, length - 1)])
-    replayed = _Captured(backend, shape, seqs, 4, (3, 4))
+    captured = _CapturedStep(backend, shape, seqs, 4, (3, 4))
     for rows in (
         [(0, 89)],
         [(1, 32), (2, 299), (4, 63)],
         [(2, 299), (0, 89), (1, 32), (3, 4)],
     ):
-        replayed.check(rows)
-        # A longer eager step in between must leave all that the graph reads alone.
+        captured.check(rows)
+        # A longer eager step in between must not change what the graph reads.
         check_step(backend, shape, seqs, [(2, 0, 299)])
 
 
 @pytest.mark.parametrize("num_seqs", [17, 18, 40])
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
-def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs, kv_dtype):
-    heads = {"num_q_heads": 16, "num_kv_heads": 8}
-    shape = gpu_shape(block_size=16, num_blocks=300, kv_dtype=kv_dtype, **heads)
+def test_captured_step_cuts_long_contexts_among_short_ones(num_seqs, kv_dtype):
+    shape = gpu_shape(
+        num_q_heads=16, num_kv_heads=8, block_size=16, num_blocks=300, kv_dtype=kv_dtype
+    )
     lens = [9 + seq % 40 for seq in range(num_seqs)]
-    lens[0], lens[num_seqs // 2], lens[-1] = 900, 700, 1000
+    lens[0] = 900
+    lens[num_seqs // 2] = 700
+    lens[-1] = 1000
     seqs = make_sequences(shape, lens)
     backend = make(shape)
     rows = [(seq, length - 1) for seq, length in enumerate(lens)]
     run_step(backend, shape, seqs, [(seq, 0, last) for seq, last in rows])
-    replayed = _Captured(backend, shape, seqs, num_seqs + 3, rows[1])
-    replayed.check(rows)
-    replayed.check(rows[: num_seqs // 2])
-    replayed.check(rows[::-1])
+    captured = _CapturedStep(backend, shape, seqs, num_seqs + 3, rows[1])
+    captured.check(rows)
+    captured.check(rows[: num_seqs // 2])
+    captured.check(rows[::-1])
 
 
 def in_graph(
     call: Callable[[], torch.Tensor],
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of the call, which has run once before, and its result."""
+    """Captures a call in a graph, after it has run once; returns graph and result."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -266,18 +302,19 @@ def in_graph(
     return graph, out
 
 
-class _Captured:
-    """A step of `num_rows` single tokens in a graph, captured with one sequence in it."""
+class _CapturedStep:
+    """A step of `num_rows` single tokens in a graph.
+
+    It is captured with one sequence, whose number and position are `first`.
+    """
 
     def __init__(
         self, backend, shape: Shape, seqs, num_rows: int, first: tuple[int, int]
     ) -> None:
-        self.backend, self.shape, self.seqs, self.num_rows = (
-            backend,
-            shape,
-            seqs,
-            num_rows,
-        )
+        self.backend = backend
+        self.shape = shape
+        self.seqs = seqs
+        self.num_rows = num_rows
         backend.reserve_captured(num_rows, 80)
         heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self.static = [
@@ -288,7 +325,7 @@ class _Captured:
         self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
 
     def check(self, rows: list[tuple[int, int]]) -> None:
-        """Replays a step of (sequence, position); each row equals the reference."""
+        """Replays a step of rows (sequence, position) and compares it with the reference."""
         parts = (self.seqs.q, self.seqs.k, self.seqs.v)
         for part, target in zip(parts, self.static, strict=True):
             for row, (seq, position) in enumerate(rows):
@@ -297,11 +334,10 @@ class _Captured:
         self.backend.plan_captured(batch, self.num_rows)
         self.graph.replay()
         for row, (seq, position) in enumerate(rows):
-            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0][
-                0, 0
-            ]
+            outputs, _ = reference(self.shape, self.seqs, seq, position, position + 1)
+            actual = self.out[row].double().cpu()
             torch.testing.assert_close(
-                self.out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
+                actual, outputs[0, 0], atol=TOLERANCE, rtol=TOLERANCE
             )
 
 
@@ -314,7 +350,7 @@ def _decode_batch(
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 32])
-def test_the_workspace_is_as_large_as_captured_steps_need(num_kv_heads):
+def test_workspace_is_large_enough_for_captured_steps(num_kv_heads):
     backend = make(
         gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads),
         limits=StepLimits(1500, 2048),
@@ -331,19 +367,25 @@ def test_the_workspace_is_as_large_as_captured_steps_need(num_kv_heads):
 @pytest.mark.parametrize("num_tokens", [100, 1000, 8000])
 @pytest.mark.parametrize("num_cached", [0, 5000])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
-def test_the_workspace_is_what_prompts_need_or_more(
-    num_kv_heads, num_cached, num_tokens
-):
+def test_workspace_is_large_enough_for_prompts(num_kv_heads, num_cached, num_tokens):
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192))
     num_blocks = -(-(num_tokens + num_cached) // 64)
     (kernels,) = backend._kernels.values()
     floats, ints = kernels.prefill[0].workspace_size(
-        *(torch.tensor([0, n], dtype=torch.int32) for n in (num_tokens, num_blocks)),
-        torch.zeros(num_blocks, dtype=torch.int32), torch.ones(1, dtype=torch.int32),
-        32, num_kv_heads, 128, 64, causal=True, q_data_type=torch.bfloat16,
-    )  # fmt: skip
-    assert floats <= backend.sizes.floats and ints <= backend.sizes.ints
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.tensor([0, num_blocks], dtype=torch.int32),
+        torch.zeros(num_blocks, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        32,
+        num_kv_heads,
+        128,
+        64,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+    assert floats <= backend.sizes.floats
+    assert ints <= backend.sizes.ints
 
 
 @pytest.mark.parametrize(
@@ -353,27 +395,33 @@ def test_the_workspace_is_what_prompts_need_or_more(
         (gpu_shape(device="cpu"), r"GPU memory only"),
     ],
 )
-def test_what_the_kernels_lack_is_refused(shape, message):
+def test_unsupported_pools_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         make(shape)
 
 
 @both_pools
-def test_a_long_new_prompt_reads_what_is_stored_of_it(of_pool):
-    """By other kernels than one with context, and yet the same numbers, stored as torch does."""
-    shape = gpu_shape(order="LBCNHD", num_blocks=300, **of_pool)
+def test_long_fresh_prompt_reads_the_same_numbers_as_later_steps(options):
+    """Other kernels compute fresh prompts than prompts with stored context.
+
+    Both must read the same numbers, and store the same as the torch backend.
+    """
+    shape = gpu_shape(order="LBCNHD", num_blocks=300, **options)
     seqs = make_sequences(shape, [800, 40, 600])
-    ours, paged, torchs = make(shape), make(shape), plain.make(shape)
+    fresh = make(shape)
+    paged = make(shape)
     paged._takes_fresh = False
+    by_torch = plain.make(shape)
     spans = [(1, 0, 40), (0, 0, 800), (2, 0, 512)]
-    outs = [run_step(backend, shape, seqs, spans) for backend in (ours, paged, torchs)]
-    for new, read, expected in zip(*outs, strict=True):
-        torch.testing.assert_close(new, expected, atol=TOLERANCE, rtol=TOLERANCE)
-        torch.testing.assert_close(new, read, atol=1e-2, rtol=1e-2)
+    backends = (fresh, paged, by_torch)
+    outs = [run_step(backend, shape, seqs, spans) for backend in backends]
+    for fresh_out, paged_out, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(fresh_out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(fresh_out, paged_out, atol=1e-2, rtol=1e-2)
     if torch.cuda.get_device_capability()[0] == 9:
-        assert new_prompts(ours) == [512]
-    pools = [
-        fp8.from_stored(each.pool.tensor, torch.float32).nan_to_num(1e9)
-        for each in (ours, torchs)
-    ]
-    assert torch.equal(*pools)
+        assert fresh_prompts(fresh) == [512]
+    stored, expected_stored = (
+        fp8.from_stored(backend.pool.tensor, torch.float32).nan_to_num(1e9)
+        for backend in (fresh, by_torch)
+    )
+    assert torch.equal(stored, expected_stored)

@@ -1,4 +1,4 @@
-"""The fused operations equal their plain definitions in float32. One GPU."""
+"""Fused operations equal their plain definitions in float32. One GPU."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_silu_and_mul(rows, width):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_rms_norm_of_rows_and_of_heads(rows):
+def test_rms_norm_of_rows_and_heads(rows):
     weight = torch.randn(128, **BF16)
     wide = torch.randn(rows, 3 * 128, **BF16)
     for x in (wide[:, 128:256], wide.view(rows, 3, 128)[:, :2]):
@@ -46,7 +46,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position": 8192}
 
 @pytest.mark.parametrize("scaling", [{}, _LLAMA3])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rotation_in_place_is_that_of_the_cpu(dim, scaling):
+def test_rotation_in_place_equals_the_cpu(dim, scaling):
     config = RopeConfig(dim=dim, theta=500000.0, **scaling)
     positions = torch.tensor([0, 1, 77, 4095, 100_000])
     qkv = torch.randn(5, 6 * dim)
@@ -58,25 +58,26 @@ def test_rotation_in_place_is_that_of_the_cpu(dim, scaling):
     rotated = fused.rotate_pair(
         on_gpu[:, :4], on_gpu[:, 4:5], fused.angles(positions.cuda())
     )
-    for ours, theirs in zip(rotated, expected, strict=True):
-        torch.testing.assert_close(ours.float().cpu(), theirs, atol=5e-2, rtol=2e-2)
+    for actual, right in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(actual.float().cpu(), right, atol=5e-2, rtol=2e-2)
     torch.testing.assert_close(
         on_gpu[:, 5].float().cpu(), heads[:, 5], atol=2e-2, rtol=1e-2
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_largest_logit_whatever_the_others_are(dtype):
+def test_greedy_takes_the_first_of_the_largest_logits(dtype):
     logits = torch.randn(5, 30_001, device="cuda").to(dtype)
     logits[0, [20_000, 11, 30_000]] = 9.0
-    logits[1, 7], logits[1, [300, 29_000]] = float("nan"), float("inf")
+    logits[1, 7] = float("nan")
+    logits[1, [300, 29_000]] = float("inf")
     logits[2] = float("-inf")
     logits[3] = float("nan")
     expected = [11, 300, 0, 0, int(logits[4].argmax())]
     assert greedy(logits).tolist() == expected
 
 
-def test_tokens_that_the_device_knows_are_filled_in():
+def test_tokens_sampled_on_the_device_are_filled_in():
     last = LastSampledTokens(600, 32, torch.device("cuda"))
     last.keep(torch.arange(100, 700, device="cuda"))
     complements = last.complements(np.array([5, -1, -600, 0, 31, *range(-1, -500, -1)]))
@@ -89,13 +90,16 @@ def test_tokens_that_the_device_knows_are_filled_in():
 @pytest.mark.parametrize(
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
 )
-def test_products_of_one_row_follow_each_other(num_out, width):
-    """Each begins before the one before it has ended, and must yet see what that one wrote."""
-    product, works = fused_ops.kernels().one_row, fused_ops.kernels().one_row_works
+def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
+    """A product starts before its predecessor ends, and must read its complete result."""
+    kernels = fused_ops.kernels()
+    product = kernels.one_row
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
-    norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
-    assert works(weights[0], gated=True) and works(back)
+    norm = torch.randn(width, **BF16)
+    x = torch.randn(1, width, **BF16)
+    assert kernels.one_row_works(weights[0], gated=True)
+    assert kernels.one_row_works(back)
     for weight in weights * 3:
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
@@ -112,10 +116,8 @@ def test_products_of_one_row_follow_each_other(num_out, width):
     ("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 256), (0, 9, 64)]
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_what_is_stored_and_rotated_and_decoded_proves_itself(
-    num_q, num_kv, dim, order, dtype
-):
-    """As at a start; tests/kernels has more of the same without a GPU."""
+def test_attention_kernels_pass_their_self_tests(num_q, num_kv, dim, order, dtype):
+    """As at the start of a server. tests/kernels tests more of this without a GPU."""
     pool = KVPool(KVLayout(order, 6, num_kv, 2, 2, 16, dim, dtype), device="cuda")
     caches = (pool.component(1, 0), pool.component(1, 1))
     scales = (1.0, 1.0) if dtype == "bfloat16" else (0.03, 0.002)
@@ -128,38 +130,38 @@ def test_what_is_stored_and_rotated_and_decoded_proves_itself(
             AttentionKind(3000, 2.0),
         ]
         self_test.check_decoding(caches, torch.bfloat16, num_q, kinds)
-    assert not any(cache.float().any() for cache in caches), "what was lent comes back"
+    is_changed = any(cache.float().any() for cache in caches)
+    assert not is_changed, "the null blocks were not restored"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(1024, 14336, 4096), (1, 256, 64), (3001, 384, 576)])
-def test_a_gated_product_of_many_rows(sizes, dtype):
+def test_gated_product_of_many_rows_equals_float64(sizes, dtype):
     rows, num_out, width = sizes
     weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
     x = torch.randn(rows, width, device="cuda").to(dtype)
     assert fused_ops.kernels().gated_rows_work(weight)
-    x_before, weight_before = x.clone(), weight.clone()
-    found = fused_ops.kernels().gated_rows(x, weight)
+    x_before = x.clone()
+    weight_before = weight.clone()
+    actual = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
-    # Closer than two kernels, which round gate and up in between.
+    # Closer than the result of two kernels, which round gate and up in between.
     torch.testing.assert_close(
-        found.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3
+        actual.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3
     )
-    assert (
-        torch.equal(x, x_before)
-        and torch.equal(weight, weight_before)
-        and found.dtype == dtype
-    )
+    assert torch.equal(x, x_before)
+    assert torch.equal(weight, weight_before)
+    assert actual.dtype == dtype
 
 
-def test_a_gated_product_refuses_what_its_tiles_do_not_fit():
+def test_gated_product_refuses_shapes_that_its_tiles_do_not_fit():
     assert not fused_ops.kernels().gated_rows_work(torch.randn(2 * 100, 128, **BF16))
     assert not fused_ops.kernels().gated_rows_work(torch.randn(256, 96, **BF16))
     assert not fused_ops.kernels().gated_rows_work(torch.randn(64, 512, **BF16).t())
 
 
-def test_a_feed_forward_of_many_rows_is_that_of_few():
-    """Rows of a long step, by one kernel, and of a short one, by two."""
+def test_feed_forward_of_many_rows_equals_that_of_few_rows():
+    """One kernel computes the rows of a long step; two compute those of a short step."""
     columns = Columns([Linear(torch.randn(512, 256, **BF16) / 16) for _ in range(2)])
     x = torch.randn(1030, 256, **BF16)
     assert_close(columns.gated(x)[1000:], columns.gated(x[1000:]))

@@ -1,6 +1,7 @@
-"""Models on a GPU: flashinfer equals torch, graphs equal eager, and the refusals at start.
+"""Models on a GPU: flashinfer equals torch, graphs equal eager steps, memory errors.
 
-One GPU; the small trained models where they are found, else dummy weights of small shapes.
+One GPU. The tests use the small trained models if they exist, else dummy weights of small
+shapes.
 """
 
 import contextlib
@@ -28,9 +29,8 @@ from tests.make_models import trained_models
 pytestmark = pytest.mark.gpu
 
 MODELS = trained_models()
-SERVED = [
-    name for name in MODELS if "stories" not in name
-]  # whose head_dim the kernels have
+# Models whose head_dim the kernels support.
+SERVED = [name for name in MODELS if "stories" not in name]
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
 RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
@@ -83,7 +83,11 @@ def step_of(
     num_groups: int = 1,
     **members: Any,
 ) -> StepInput:
-    """The tokens of so many of PROMPTS' sequences, each of which draws."""
+    """A step of the first of PROMPTS' sequences, each of which samples a token.
+
+    Args:
+        parts: The tokens of each sequence in this step.
+    """
     return StepInput(
         token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
         query_lens=np.array([len(part) for part in parts], np.int32),
@@ -98,14 +102,16 @@ def step_of(
 def step_at(
     index: int, parts: list[list[int]], sampling: SamplingParams, **members: Any
 ) -> StepInput:
-    """Step `index` of PROMPTS' continuation; the first one computes the prompts, else `parts`."""
+    """Step `index` of PROMPTS' continuation.
+
+    The first step computes the prompts, later steps compute `parts`.
+    """
     context_lens = [len(prompt) + index for prompt in PROMPTS]
     return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
 
 
-DRAWN_BEFORE = [
-    [-1 - row] for row in range(len(PROMPTS))
-]  # by the step before, which is under way
+# Placeholders for the tokens that the previous step, still in flight, samples.
+SAMPLED_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]
 
 
 @torch.inference_mode()
@@ -115,7 +121,14 @@ def decode(
     forced: list[list[int]] | None = None,
     sampling: SamplingParams = GREEDY,
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Continuation of PROMPTS: tokens [step][sequence], logits [step, sequence, vocab]."""
+    """Continues PROMPTS.
+
+    Args:
+        forced: Tokens [step][sequence] to continue with instead of the sampled ones.
+
+    Returns:
+        Tokens [step][sequence] and logits [step, sequence, vocab].
+    """
     tokens: list[list[int]] = []
     all_logits = []
     for index in range(num_steps):
@@ -129,11 +142,12 @@ def decode(
 def assert_same_but_for_ties(
     tokens: list[list[int]], logits: torch.Tensor, expected: torch.Tensor
 ) -> None:
+    """Compares logits; tokens must be the best ones unless two are about as good."""
     torch.testing.assert_close(logits, expected, atol=LOGIT_TOLERANCE, rtol=0.02)
     best = expected.topk(2).values
     is_clear = best[..., 0] - best[..., 1] > 2 * LOGIT_TOLERANCE
-    drawn = torch.tensor(tokens, device=expected.device)
-    assert (drawn == expected.argmax(-1))[is_clear].all()
+    sampled = torch.tensor(tokens, device=expected.device)
+    assert (sampled == expected.argmax(-1))[is_clear].all()
     assert is_clear.float().mean() > 0.3
 
 
@@ -141,9 +155,7 @@ def assert_same_but_for_ties(
     ("backend", "bits"), [("torch", 16), ("auto", 16), ("torch", 8)], ids=str
 )
 @pytest.mark.parametrize("name", SERVED)
-def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
-    name, backend, bits
-):
+def test_flashinfer_in_graphs_equals_torch_and_eager_steps(name, backend, bits):
     options: dict[str, Any] = {}
     if bits == 8:
         model = load_config(MODELS[name])
@@ -161,61 +173,74 @@ def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
 
 @pytest.mark.parametrize("name", SERVED)
 @torch.inference_mode()
-def test_prompts_between_graphs_are_those_of_eager_steps(name):
-    """New and continued ones of any size, beside a sequence that decodes; nobody else's block is
-    written by rows that a graph adds."""
+def test_prompts_in_graphs_equal_eager_steps(name):
+    """New and continued prompts of any size, together with a sequence that decodes.
+
+    Rows that a graph adds must not write to blocks of other sequences.
+    """
     with runner_for(MODELS[name]) as runner:
-        groups, pool = runner.groups.count, runner.memory.pool
-        others = torch.ones(512, dtype=torch.bool, device="cuda")
-        others[torch.from_numpy(tables_for(160, groups)[:3]).long().cuda()] = False
-        others[0] = False  # nobody's
+        groups = runner.groups.count
+        pool = runner.memory.pool
+        is_other = torch.ones(512, dtype=torch.bool, device="cuda")
+        is_other[torch.from_numpy(tables_for(160, groups)[:3]).long().cuda()] = False
+        is_other[0] = False  # the null block
         content = pool.tensor.view(torch.uint8).movedim(pool.layout.order.index("B"), 0)
-        graphs, found = runner.prompt_graphs, []
+        graphs = runner.prompt_graphs
+        all_logits = []
         assert graphs is not None
-        for way in (graphs, None):
-            runner.prompt_graphs = way
+        for prompt_graphs in (graphs, None):
+            runner.prompt_graphs = prompt_graphs
             torch.manual_seed(0)
-            content.random_(0, 60)  # numbers, in any dtype
-            before = content[others].clone()
+            content.random_(0, 60)  # finite numbers in any dtype
+            before = content[is_other].clone()
             prompts = [range(5, 35), range(9, 39), [7]]
             runner.execute(step_of(prompts, [30, 30, 1], num_groups=groups))
             for n in (3, 12, 13, 70, 73, 100):
                 parts = [range(40, 40 + n), [8], range(90, 90 + n // 3)]
                 step = step_of(parts, [30 + n, 31, 1 + n // 3], num_groups=groups)
-                found.append(runner.compute(step).logits.clone())
-            assert torch.equal(content[others], before)
-    torch.testing.assert_close(found[:6], found[6:], atol=LOGIT_TOLERANCE, rtol=0.02)
+                all_logits.append(runner.compute(step).logits.clone())
+            assert torch.equal(content[is_other], before)
+    torch.testing.assert_close(
+        all_logits[:6], all_logits[6:], atol=LOGIT_TOLERANCE, rtol=0.02
+    )
 
 
 def continue_ahead(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
-    """Tokens [step][sequence], each step launched before the last one's are read."""
-    tokens, under_way = [], []
+    """Launches each step before the tokens of the previous step are read.
+
+    Returns:
+        Tokens [step][sequence].
+    """
+    tokens = []
+    in_flight = []
     for index in range(num_steps):
-        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, sampling)))
-        if len(under_way) > runner.depth:
-            tokens.append(under_way.pop(0).result().token_ids)
-    return tokens + [step.result().token_ids for step in under_way]
+        in_flight.append(runner.launch(step_at(index, SAMPLED_BEFORE, sampling)))
+        if len(in_flight) > runner.depth:
+            tokens.append(in_flight.pop(0).result().token_ids)
+    return tokens + [step.result().token_ids for step in in_flight]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", SERVED)
-def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(name, enforce_eager):
+def test_steps_launched_ahead_sample_the_same_tokens(name, enforce_eager):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         assert runner.depth == 1
         expected, _ = decode(runner, 24)
         assert continue_ahead(runner, 24, GREEDY) == expected
         expected, _ = decode(runner, 12, sampling=RESTRICTED)
         assert continue_ahead(runner, 12, RESTRICTED) == expected
-        sampled = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
-        assert continue_ahead(runner, 12, sampled) == continue_ahead(
-            runner, 12, sampled
-        )
+        with_logprobs = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
+        tokens = continue_ahead(runner, 12, with_logprobs)
+        assert tokens == continue_ahead(runner, 12, with_logprobs)
 
 
 def masks_of(vocab_size: int, index: int) -> np.ndarray:
-    """Random ones for every other of PROMPTS, the same on every rank; the rest are free."""
+    """Random masks for every second of PROMPTS, the same on every rank.
+
+    The other rows allow all tokens.
+    """
     words = -(-vocab_size // 32)
     random = np.random.default_rng(index)
     masks = random.integers(-(2**31), 2**31, (len(PROMPTS), words)).astype(np.int32)
@@ -226,37 +251,44 @@ def masks_of(vocab_size: int, index: int) -> np.ndarray:
 def continue_masked(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
-    """Tokens [step][sequence], each step launched before the masks of the last one's were used for
-    the next; only rank 0 learns the masks."""
-    tokens, under_way = [], []
+    """Launches each step before its masks are known. Only rank 0 gets the masks.
+
+    Returns:
+        Tokens [step][sequence].
+    """
+    tokens = []
+    in_flight = []
     for index in range(num_steps):
-        under_way.append(
-            runner.launch(step_at(index, DRAWN_BEFORE, sampling, is_masked=True))
-        )
-        if len(under_way) > 1:
-            tokens.append(under_way.pop(0).result().token_ids)
+        step = step_at(index, SAMPLED_BEFORE, sampling, is_masked=True)
+        in_flight.append(runner.launch(step))
+        if len(in_flight) > 1:
+            tokens.append(in_flight.pop(0).result().token_ids)
         if runner.model.parallel.rank == 0:
-            under_way[-1].draw(masks_of(runner.model_config.vocab_size, index))
-    return tokens + [step.result().token_ids for step in under_way]
+            in_flight[-1].draw(masks_of(runner.model_config.vocab_size, index))
+    return tokens + [step.result().token_ids for step in in_flight]
 
 
 def assert_allowed(tokens: list[list[int]], vocab_size: int) -> None:
-    for index, drawn in enumerate(tokens):
+    """Asserts that the masks of masks_of allow the tokens."""
+    for index, step_tokens in enumerate(tokens):
         masks = masks_of(vocab_size, index)
-        for row, token in enumerate(drawn):
+        for row, token in enumerate(step_tokens):
             assert masks[row, token // 32] >> (token % 32) & 1, (index, row, token)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", SERVED)
-def test_masked_rows_draw_what_is_allowed_and_free_rows_as_ever(name, enforce_eager):
+def test_masked_rows_sample_allowed_tokens_and_other_rows_are_unchanged(
+    name, enforce_eager
+):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
-        free, _ = decode(runner, 12)
-        tokens = continue_masked(runner, 12, GREEDY)
-        drawn = continue_masked(runner, 12, RESTRICTED)
-        for each in (tokens, drawn):
-            assert_allowed(each, runner.model_config.vocab_size)
-    assert [step[1::2] for step in tokens] == [step[1::2] for step in free]
+        unmasked, _ = decode(runner, 12)
+        greedy = continue_masked(runner, 12, GREEDY)
+        restricted = continue_masked(runner, 12, RESTRICTED)
+        vocab_size = runner.model_config.vocab_size
+        assert_allowed(greedy, vocab_size)
+        assert_allowed(restricted, vocab_size)
+    assert [step[1::2] for step in greedy] == [step[1::2] for step in unmasked]
 
 
 _SETUP = SamplingRow(0, [1, 2, 3], [3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6])
@@ -274,74 +306,82 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
         pytest.param(GREEDY, True, True, id="masks"),
     ],
 )
-def test_launching_a_decode_step_waits_for_nothing(sampling, shaped, masked):
+def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, masked):
     def step(index: int) -> StepInput:
-        parts = DRAWN_BEFORE if index else [[token] for token in range(len(PROMPTS))]
-        shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP]) if shaped else None
+        parts = SAMPLED_BEFORE
+        if index == 0:
+            parts = [[token] for token in range(len(PROMPTS))]
+        shapes = None
+        if shaped:
+            shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP])
         context_lens = [40 + index] * len(PROMPTS)
         return step_of(parts, context_lens, sampling, shapes=shapes, is_masked=masked)
 
     with runner_for(MODELS[SERVED[0]]) as runner:
         words = -(-runner.model_config.vocab_size // 32)
         masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
-        under_way = []
+        in_flight = []
         for index in range(6):
-            mode = "error" if index > 2 else "default"  # kernels are compiled by then
+            # The first steps compile kernels, which waits for the GPU.
+            mode = "error" if index > 2 else "default"
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                under_way.append(runner.launch(step(index)))
+                in_flight.append(runner.launch(step(index)))
                 if masked:
-                    under_way[-1].draw(masks)
+                    in_flight[-1].draw(masks)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            if len(under_way) > 1:
-                assert len(under_way.pop(0).result().token_ids) == len(PROMPTS)
+            if len(in_flight) > 1:
+                token_ids = in_flight.pop(0).result().token_ids
+                assert len(token_ids) == len(PROMPTS)
 
 
 @contextmanager
 def no_memory() -> Iterator[None]:
-    """The device has none to give."""
+    """Allocates all memory that this process may have on the device."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved() + (8 << 20)) / total
-    )
-    taken = []
+    limit = torch.cuda.memory_reserved() + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    allocated = []
     for size in (1 << 20, 1 << 14, 512):
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
-                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+                allocated.append(tensor)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_that_runs_out_of_memory_can_be_taken_again():
+def test_step_that_ran_out_of_memory_can_be_repeated():
     with runner_for(MODELS[SERVED[0]]) as runner:
         first = step_of(PROMPTS[:1], [70])
         expected = runner.execute(first).token_ids
         expected += runner.execute(step_of([expected], [71])).token_ids
-        under_way = runner.launch(first)
+        in_flight = runner.launch(first)
         with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
             runner.launch(step_of([PROMPTS[3]], [130]))
-        drawn = under_way.result().token_ids  # what was launched before is as ever
-        assert drawn + runner.execute(step_of([drawn], [71])).token_ids == expected
+        # The step that was launched before is not affected.
+        first_ids = in_flight.result().token_ids
+        second_ids = runner.execute(step_of([first_ids], [71])).token_ids
+        assert first_ids + second_ids == expected
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager):
+def test_sampling_under_masks_can_be_repeated_after_it_ran_out_of_memory(enforce_eager):
     with runner_for(MODELS[SERVED[0]], enforce_eager=enforce_eager) as runner:
         masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
-        drawn = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
-        expected = runner.execute(step_of([drawn], [71])).token_ids
-        step = step_of([drawn], [71], is_masked=True)
-        under_way = runner.launch(step)
+        first_ids = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
+        expected = runner.execute(step_of([first_ids], [71])).token_ids
+        step = step_of([first_ids], [71], is_masked=True)
+        in_flight = runner.launch(step)
         with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
-            under_way.draw(masks)
-        again = runner.launch(step)
-        again.draw(masks)
-        assert again.result().token_ids == expected
+            in_flight.draw(masks)
+        repeated = runner.launch(step)
+        repeated.draw(masks)
+        assert repeated.result().token_ids == expected
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -355,9 +395,9 @@ def test_float32_on_the_gpu_equals_the_cpu(name):
     torch.testing.assert_close(logits.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.alone  # others' memory is not free
+@pytest.mark.alone  # other processes would take memory of the GPU
 @pytest.mark.parametrize("name", SERVED[:1])
-def test_the_pool_is_sized_from_what_is_free(name):
+def test_pool_is_sized_by_the_free_memory(name):
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:
         total = torch.cuda.get_device_properties(0).total_memory
         budget = kv_budget_bytes(runner)
@@ -369,7 +409,8 @@ def test_the_pool_is_sized_from_what_is_free(name):
         assert size.num_blocks == budget // block_bytes
 
 
-def test_what_does_not_fit_says_how_much_is_missing():
+def test_memory_error_names_the_missing_bytes():
+
     with pytest.raises(
         MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"
     ):

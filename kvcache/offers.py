@@ -1,6 +1,6 @@
 """Prompts whose KV is lent while they are computed: leased blocks and readers.
 
-    subscribe ------------> waits for its prompt, for REMEMBERED_S        (in either order)
+    subscribe ------------> waits for its prompt              (in either order)
     expect ---------------> the engine has the prompt
     grow, ..., finish ----> one lease that grows; readers get each part, then the
     reference withdraw, or the lease ends -> readers get Gone
@@ -277,7 +277,7 @@ class Offers(Generic[R]):
         return messages + self._remove_expired(now)
 
     def _remove_expired(self, now: float) -> list[tuple[R, Progress | Gone]]:
-        """Removes prompts after REMEMBERED_S, and the oldest ones beyond _MAX_REMEMBERED."""
+        """Removes prompts after REMEMBERED_S, and the oldest beyond _MAX_REMEMBERED."""
         messages: list[tuple[R, Progress | Gone]] = []
         while self._remembered_until:
             transfer_id, until = next(iter(self._remembered_until.items()))

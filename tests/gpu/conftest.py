@@ -1,7 +1,8 @@
 """Tests that need GPUs; machines without a GPU skip them with the reason.
 
-Imports and compilations of FlashInfer and triton emit warnings, so warnings are not errors
-here. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every Nth test.
+Imports and compilations of FlashInfer and triton emit warnings, so warnings are not
+errors here. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every
+Nth test.
 """
 
 import os

@@ -1,9 +1,10 @@
-"""Runs tests/gpu in processes side by side: python tests/gpu/parallel.py [options for pytest].
+"""Runs tests/gpu in parallel processes: python tests/gpu/parallel.py [pytest options].
 
-Most of these tests wait for processes to start, so a machine of many cores runs them all at once:
-each file by itself, long ones in shards, those of one GPU spread over the GPUs. Tests marked
-`alone`, which look at what a whole GPU does, come last. Prints what failed; the logs, with
-what took longest, are left in build/gpu-tests.
+Most of these tests wait for processes to start, so a machine with many cores runs them
+all concurrently. Each file has a process of its own, or several shards if it takes
+long. The tests of one GPU are spread over all GPUs. Tests marked `alone` measure a
+complete GPU and run last. The script prints the failures, and leaves logs with the
+slowest tests in build/gpu-tests.
 """
 
 import os
@@ -27,6 +28,7 @@ SHARDS = {
     "test_flashinfer": 6,
     "test_nothing_late": 9,
 }
+_NO_TESTS = 5  # pytest's exit code if it selected no tests
 _FAILURES = re.compile(r"^(FAILED|ERROR|E   ).*", re.MULTILINE)
 
 
@@ -42,50 +44,42 @@ class Group:
     @property
     def name(self) -> str:
         kind = "multi" if self.marks.startswith("multi_gpu") else "one"
-        alone = "" if "not alone" in self.marks else "-alone"
-        return f"{self.file.stem}-{kind}{alone}-{self.shard.replace('/', 'of')}"
+        suffix = "" if "not alone" in self.marks else "-alone"
+        return f"{self.file.stem}-{kind}{suffix}-{self.shard.replace('/', 'of')}"
 
 
-def groups(devices: list[str], *, alone: bool) -> list[Group]:
-    which = "alone" if alone else "not alone"
-    made: list[Group] = []
+def groups(devices: list[str], *, exclusive: bool) -> list[Group]:
+    exclusive_marks = "alone" if exclusive else "not alone"
+    result: list[Group] = []
     for file in sorted(HERE.glob("test_*.py")):
         text = file.read_text()
-        if alone and "mark.alone" not in text:
+        if exclusive and "mark.alone" not in text:
             continue
-        num_shards = 1 if alone else SHARDS.get(file.stem, 1)
+        num_shards = 1 if exclusive else SHARDS.get(file.stem, 1)
         for index in range(num_shards):
             shard = f"{index}/{num_shards}"
             if "mark.gpu" in text:
-                device = devices[len(made) % len(devices)]
-                made.append(
-                    Group(file, f"gpu and not multi_gpu and {which}", device, shard)
-                )
+                marks = f"gpu and not multi_gpu and {exclusive_marks}"
+                device = devices[len(result) % len(devices)]
+                result.append(Group(file, marks, device, shard))
             if "mark.multi_gpu" in text and len(devices) > 1:
-                marks = f"multi_gpu and {which}"
-                made.append(Group(file, marks, ",".join(devices), shard))
-    return made
+                marks = f"multi_gpu and {exclusive_marks}"
+                result.append(Group(file, marks, ",".join(devices), shard))
+    return result
 
 
 def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--durations=8",
-        "--durations-min=1",
-    ]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "-m",
-        group.marks,
-        str(group.file),
-    ]
-    env = {"CUDA_VISIBLE_DEVICES": group.devices, "BATON_TEST_SHARD": group.shard}
-    env["OMP_NUM_THREADS"] = "2"  # what runs on the CPU is small, and they are many
+    """Runs the tests of a group; returns it with the exit code and the output."""
+    command = [sys.executable, "-m", "pytest", "-q"]
+    command += ["--durations=8", "--durations-min=1"]
+    command += ["-p", "no:cacheprovider", "--tb=short"]
+    command += ["-m", group.marks, str(group.file)]
+    env = {
+        "CUDA_VISIBLE_DEVICES": group.devices,
+        "BATON_TEST_SHARD": group.shard,
+        # Many processes run concurrently, and their work on the CPU is small.
+        "OMP_NUM_THREADS": "2",
+    }
     started_s = time.monotonic()
     log = LOGS / f"{group.name}.log"
     with log.open("w") as file:
@@ -102,33 +96,28 @@ def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             code = 124
-    took_s = time.monotonic() - started_s
+    duration_s = time.monotonic() - started_s
     text = log.read_text(errors="replace")
-    lines = [
-        line
-        for line in text.splitlines()
-        if re.search(r"\d+ (passed|failed|error)", line)
+    lines = text.splitlines() or ["no output"]
+    summaries = [
+        line for line in lines if re.search(r"\d+ (passed|failed|error)", line)
     ]
-    result = (
-        lines[-1].strip("= ") if lines else (text.splitlines() or ["no output"])[-1]
-    )
-    print(f"{took_s:6.1f} s  {code:3d}  {group.name}: {result[:120]}", flush=True)
+    result = summaries[-1].strip("= ") if summaries else lines[-1]
+    print(f"{duration_s:6.1f} s  {code:3d}  {group.name}: {result[:120]}", flush=True)
     return group, code, text
 
 
 def visible_devices() -> list[str]:
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [device for device in listed.split(",") if device]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        return [device for device in variable.split(",") if device]
     if shutil.which("nvidia-smi") is None:
         return []
-    found = subprocess.run(
+    process = subprocess.run(
         ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
     )
-    return [
-        str(index)
-        for index in range(len(re.findall("^GPU ", found.stdout, re.MULTILINE)))
-    ]
+    num_gpus = len(re.findall("^GPU ", process.stdout, re.MULTILINE))
+    return [str(index) for index in range(num_gpus)]
 
 
 def main(options: list[str]) -> int:
@@ -138,22 +127,22 @@ def main(options: list[str]) -> int:
         return 0
     LOGS.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
-    done = []
-    for alone in (False, True):
-        chosen = groups(devices, alone=alone)
-        with ThreadPoolExecutor(1 if alone else len(chosen) or 1) as pool:
-            done += list(pool.map(lambda group: run(group, options), chosen))
-    bad = [
-        (group, text) for group, code, text in done if code not in (0, 5)
-    ]  # 5: no tests
-    for group, text in bad:
+    results = []
+    for exclusive in (False, True):
+        selected = groups(devices, exclusive=exclusive)
+        num_threads = 1 if exclusive else max(1, len(selected))
+        with ThreadPoolExecutor(num_threads) as pool:
+            results += list(pool.map(lambda group: run(group, options), selected))
+    failed = [
+        (group, text) for group, code, text in results if code not in (0, _NO_TESTS)
+    ]
+    for group, text in failed:
         print(f"---- {group.name}")
-        found = [match.group(0)[:180] for match in _FAILURES.finditer(text)]
-        print("\n".join(found[-14:] or text.splitlines()[-6:]))
-    print(
-        f"{len(done)} processes, {len(bad)} failed, {time.monotonic() - started_s:.0f} s"
-    )
-    return 1 if bad else 0
+        failures = [match.group(0)[:180] for match in _FAILURES.finditer(text)]
+        print("\n".join(failures[-14:] or text.splitlines()[-6:]))
+    duration_s = time.monotonic() - started_s
+    print(f"{len(results)} processes, {len(failed)} failed, {duration_s:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

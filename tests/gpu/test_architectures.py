@@ -1,7 +1,8 @@
 """Every architecture on a GPU in bfloat16.
 
 Graphs equal eager steps, and eager steps equal the CPU in float32, which tests/model
-compares with transformers. Weights are random; heads have sizes that the kernels support.
+compares with transformers. Weights are random; heads have sizes that the kernels
+support.
 """
 
 from typing import Any
@@ -35,7 +36,8 @@ LATENTS = {
     "v_head_dim": 64,
 }
 MAX_MEAN_ERROR = 0.15  # of logits around 1
-# The median of cosines: for two equally good experts, rounding may choose the other one.
+# The median of cosines: for two equally good experts, rounding may choose the other
+# one.
 MIN_SIMILARITY = 0.995
 
 

@@ -30,7 +30,8 @@ from tests.attention.reference import (
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
-# Scales of K and V of two layers. The third is so small that the largest keys are clamped.
+# Scales of K and V of two layers. The third is so small that the largest keys are
+# clamped.
 SCALES = (0.02, 0.5, 0.003, 1.0)
 make = partial(plain.make, name="flashinfer")
 check_step = partial(plain.check_step, tolerance=TOLERANCE)
@@ -167,15 +168,15 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
     backend = make(shape)
     check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)])
     assert fresh_prompts(backend) == []
-    # A decode, a chunk with context, a complete prompt, the first chunk of another prompt.
-    # Padding is NaN.
+    # A decode, a chunk with context, a complete prompt, the first chunk of another
+    # prompt. Padding is NaN.
     mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
     check_step(backend, shape, seqs, mixed, num_padding=3)
     assert fresh_prompts(backend) == [700, 600]
     # Later steps read what the prompts stored: a decode after a prompt, and a chunk.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
-    # If several prompts are fresh, each must be long. For a single or the last prompt, a
-    # lower bound holds.
+    # If several prompts are fresh, each must be long. For a single or the last prompt,
+    # a lower bound holds.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])
@@ -186,7 +187,7 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
 
 
 def fresh_prompts(backend: AttentionBackend) -> list[int]:
-    """Tokens of each prompt of the planned step that reads the step's keys and values."""
+    """Tokens of each fresh prompt of the planned step."""
     kernels, *_ = backend._kernels.values()
     return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
@@ -325,7 +326,7 @@ class _CapturedStep:
         self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
 
     def check(self, rows: list[tuple[int, int]]) -> None:
-        """Replays a step of rows (sequence, position) and compares it with the reference."""
+        """Replays a step of rows (sequence, position) and checks its output."""
         parts = (self.seqs.q, self.seqs.k, self.seqs.v)
         for part, target in zip(parts, self.static, strict=True):
             for row, (seq, position) in enumerate(rows):

@@ -91,7 +91,7 @@ def test_tokens_sampled_on_the_device_are_filled_in():
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
 )
 def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
-    """A product starts before its predecessor ends, and must read its complete result."""
+    """A product starts before its predecessor ends, but must read its result."""
     kernels = fused_ops.kernels()
     product = kernels.one_row
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
@@ -161,7 +161,7 @@ def test_gated_product_refuses_shapes_that_its_tiles_do_not_fit():
 
 
 def test_feed_forward_of_many_rows_equals_that_of_few_rows():
-    """One kernel computes the rows of a long step; two compute those of a short step."""
+    """One kernel computes the rows of a long step; two compute a short step."""
     columns = Columns([Linear(torch.randn(512, 256, **BF16) / 16) for _ in range(2)])
     x = torch.randn(1030, 256, **BF16)
     assert_close(columns.gated(x)[1000:], columns.gated(x[1000:]))

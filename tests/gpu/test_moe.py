@@ -1,4 +1,4 @@
-"""Experts on a GPU equal the CPU, in graphs, for any number of tokens, without waits."""
+"""Experts on a GPU equal the CPU, in graphs, for any number of tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

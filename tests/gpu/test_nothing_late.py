@@ -1,4 +1,4 @@
-"""What hostile mixes of requests need has been compiled, loaded and run before `ready`."""
+"""All kernels that any mix of requests needs are loaded before `ready`."""
 
 import json
 import random
@@ -25,29 +25,9 @@ pytestmark = pytest.mark.gpu
 
 _CONTEXT = 8192
 _LENGTHS = (
-    *(
-        1,
-        2,
-        3,
-        15,
-        16,
-        17,
-        63,
-        64,
-        65,
-        127,
-        128,
-        200,
-        255,
-        256,
-        257,
-        300,
-        383,
-        511,
-        512,
-        513,
-    ),
-    *(700, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3000, 4096, 5000),
+    *(1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 200),
+    *(255, 256, 257, 300, 383, 511, 512, 513, 700, 1000),
+    *(1023, 1024, 1025, 1500, 2047, 2048, 2049, 3000, 4096, 5000),
 )
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8}
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -61,7 +41,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "mla": _LATENTS,
     "moe": _LATENTS,
 }
-_DRAWN: tuple[dict[str, Any], ...] = (
+_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 0.8, "top_k": 5},
     {"temperature": 0.8, "top_p": 0.7, "min_p": 0.02},
@@ -85,7 +65,7 @@ KERNELS.is_ready = True
 from flashinfer.page import get_page_module
 from model import fused_ops
 counts = [KERNELS.num_after]
-for rows in (3, 16):  # one variant for both
+for rows in (3, 16):  # both use one variant of the kernel
     x = torch.ones(rows, 72, device="cuda", dtype=torch.bfloat16)
     fused_ops.kernels().rms_norm(x, x[0], 1e-5)
     counts.append(KERNELS.num_after)
@@ -105,15 +85,15 @@ _SCHEMA = {
 
 def _options(*more: str, context: int = _CONTEXT) -> tuple[str, ...]:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
-    # Other tests may slow this GPU down: crowds wait, however long that is.
-    room = ("--kv-cache-tokens", "65536", "--max-queue-s", "600")
-    return (*gpu, "--max-model-len", str(context), *room, *more)
+    # Other tests may slow this GPU down, so that large batches of requests wait long.
+    capacity = ("--kv-cache-tokens", "65536", "--max-queue-s", "600")
+    return (*gpu, "--max-model-len", str(context), *capacity, *more)
 
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
 _NHD = ("--block-size", "16", "--kv-layout", "LBCNHD")
 _FEW = ("--max-num-batched-tokens", "300", "--max-num-seqs", "5")
-_TWO = ("--tp", "2", "--devices", "0,1")
+_TP_2 = ("--tp", "2", "--devices", "0,1")
 
 
 def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
@@ -125,7 +105,7 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_p", "of_d"),
+    ("kind", "prefill_options", "decode_options"),
     [
         pytest.param("gqa", (), (), id="plain"),
         pytest.param(
@@ -139,56 +119,59 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
         pytest.param("mla", (), (), id="latents"),
         pytest.param("mla", _FP8, _FP8, id="latents, fp8"),
         pytest.param("moe", (), (), id="experts"),
-        pytest.param("gqa", _TWO, _TWO, id="tp 2", marks=_gpus(2)),
+        pytest.param("gqa", _TP_2, _TP_2, id="tp 2", marks=_gpus(2)),
         pytest.param(
-            "gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)
+            "gqa", (), (*_TP_2, "--dcp", "2"), id="shared tokens", marks=_gpus(2)
         ),
         pytest.param(
-            "mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)
+            "mla", (), (*_TP_2, "--dcp", "2"), id="shared latents", marks=_gpus(2)
         ),
     ],
 )
-def test_no_kernel_is_loaded_by_a_request(kind, of_p, of_d, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        cluster, "START_TIMEOUT_S", 500.0
-    )  # kernels may have to be compiled
-    model = _dummy(kind, tmp_path)
-    p = partial(start_prefill, model, *_options(*of_p))
-    d = partial(start_decode, model, *_options(*of_d))
+def test_no_request_loads_a_kernel(
+    kind, prefill_options, decode_options, tmp_path, monkeypatch
+):
+    # Kernels may have to be compiled.
+    monkeypatch.setattr(cluster, "START_TIMEOUT_S", 500.0)
+    model = _make_model(kind, tmp_path)
+    p = partial(start_prefill, model, *_options(*prefill_options))
+    d = partial(start_decode, model, *_options(*decode_options))
     with started(p, d) as servers:
         prefiller, decoder = servers
-        late = {server.name: 0.0 for server in servers}
-        for drive in (_each_length, _each_draw, _crowds):
-            drive(prefiller, decoder)
+        for send_requests in (_send_all_lengths, _send_all_samplings, _send_crowds):
+            send_requests(prefiller, decoder)
             for server in servers:
-                seen = server.metrics()["baton_kernels_loaded_late_total"]
-                assert seen == late[server.name], (drive.__name__, server.name)
+                num_late = server.metrics()["baton_kernels_loaded_late_total"]
+                assert num_late == 0.0, (send_requests.__name__, server.name)
 
 
-def test_new_kernels_and_modules_are_seen():
-    done = subprocess.run(
+def test_late_kernels_and_modules_are_counted():
+    process = subprocess.run(
         [sys.executable, "-c", _NEW_KERNELS],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["0", "1", "1", "2"]
-    assert "kernel _rms_norm is loaded" in done.stderr
-    assert "kernel page is loaded" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["0", "1", "1", "2"]
+    assert "kernel _rms_norm is loaded" in process.stderr
+    assert "kernel page is loaded" in process.stderr
 
 
-def _dummy(kind: str, folder: Path) -> Path:
-    """A model of random weights whose heads the kernels take, with a tokenizer of the others."""
+def _make_model(kind: str, folder: Path) -> Path:
+    """A model with random weights, with heads that the kernels support.
+
+    It has the tokenizer of the trained models.
+    """
     architecture, shape = KINDS[kind]
     trained = model_dir("gqa4")
     for path in trained.glob("*token*"):
         shutil.copy(path, folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    known = json.loads((trained / "config.json").read_text())
-    kept = {name: known[name] for name in ("vocab_size", "eos_token_id", "model_type")}
+    trained_config = json.loads((trained / "config.json").read_text())
+    names = ("vocab_size", "eos_token_id", "model_type")
     config = {
-        **kept,
+        **{name: trained_config[name] for name in names},
         **shape,
         **_SHAPES[kind],
         "architectures": [architecture],
@@ -208,28 +191,28 @@ def _prompt(length: int, rng: random.Random = random.Random(11)) -> list[int]:  
     return [rng.randrange(3, 250) for _ in range(length)]
 
 
-def _through(
+def _complete_through_both(
     prefiller: Server, decoder: Server, prompt: list[int], **members: Any
 ) -> None:
-    """By both servers, as the proxy would."""
+    """Sends a request through both servers, like the proxy."""
     params = prefill(prefiller.url, prompt, **members)
     complete(decoder.url, prompt, **members, kv_transfer_params=params)
 
 
-def _each_length(prefiller: Server, decoder: Server) -> None:
+def _send_all_lengths(prefiller: Server, decoder: Server) -> None:
     for length in _LENGTHS:
         prompt = _prompt(length)
-        _through(prefiller, decoder, prompt)
+        _complete_through_both(prefiller, decoder, prompt)
         complete(decoder.url, _prompt(length))
-        for server in (prefiller, decoder):  # its beginning is stored
+        for server in (prefiller, decoder):  # the beginning of this prompt is cached
             complete(server.url, prompt + _prompt(length % 700 + 1))
 
 
-def _each_draw(prefiller: Server, decoder: Server) -> None:
-    for members in _DRAWN:
+def _send_all_samplings(prefiller: Server, decoder: Server) -> None:
+    for members in _SAMPLING:
         prompt = _prompt(90)
         if "prompt_logprobs" not in members and "n" not in members:
-            _through(prefiller, decoder, prompt, **members)
+            _complete_through_both(prefiller, decoder, prompt, **members)
         for server in (prefiller, decoder):
             complete(server.url, _prompt(150), **members)
     for server in (prefiller, decoder):
@@ -253,23 +236,26 @@ def _chat(server: Server, **members: Any) -> None:
     assert response.status_code == 200, response.text
 
 
-def _crowds(prefiller: Server, decoder: Server) -> None:
-    """Everything at once, in an order of chance: large batches, and steps of all sorts."""
+def _send_crowds(prefiller: Server, decoder: Server) -> None:
+    """Sends all kinds of requests concurrently, in random order.
+
+    They form large batches, and steps of all kinds.
+    """
     rng = random.Random(5)
     calls: list[Callable[[], Any]] = []
     for _ in range(120):
         prompt = _prompt(rng.choice(_LENGTHS))
-        members = rng.choice((*_DRAWN, {}, {}, {}))
+        members = rng.choice((*_SAMPLING, {}, {}, {}))
         server = rng.choice((prefiller, decoder))
-        calls.append(
-            partial(complete, server.url, prompt, rng.randrange(1, 60), **members)
-        )
+        max_tokens = rng.randrange(1, 60)
+        calls.append(partial(complete, server.url, prompt, max_tokens, **members))
     for _ in range(40):
-        calls.append(
-            partial(_through, prefiller, decoder, _prompt(rng.choice(_LENGTHS)))
-        )
-    calls += [partial(_chat, rng.choice((prefiller, decoder)), n=3, logprobs=True)] * 6
+        prompt = _prompt(rng.choice(_LENGTHS))
+        calls.append(partial(_complete_through_both, prefiller, decoder, prompt))
+    chat = partial(_chat, rng.choice((prefiller, decoder)), n=3, logprobs=True)
+    calls += [chat] * 6
     rng.shuffle(calls)
     with ThreadPoolExecutor(len(calls)) as pool:
-        for done in [pool.submit(call) for call in calls]:
-            done.result()
+        futures = [pool.submit(call) for call in calls]
+        for future in futures:
+            future.result()

@@ -1,5 +1,7 @@
-"""Pulls on GPUs: the place kernel against its arithmetic, and pulls out of other processes, mapped
-and over NIXL."""
+"""Pulls on GPUs: the place kernel, and pulls from other processes.
+
+Pulls are mapped or use NIXL.
+"""
 
 import dataclasses
 import importlib.util
@@ -59,12 +61,15 @@ def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
 
 
 def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch.Tensor:
-    """What target holds after all copies, by the kernel's arithmetic and torch's own conversion."""
-    into = target.tensor.cpu().clone()
+    """The content of `target` after all copies.
+
+    It is computed on the CPU, by the kernel's arithmetic and torch's conversion.
+    """
+    result = target.tensor.cpu().clone()
     for copy in transfer.copies():
         source = sources[copy.owner].flat_bytes.cpu()
-        place_units(copy, source, into, transfer.factors)
-    return into.view(-1).view(torch.uint8)
+        place_units(copy, source, result, transfer.factors)
+    return result.view(-1).view(torch.uint8)
 
 
 def check(
@@ -73,12 +78,12 @@ def check(
     make: Callable[[KVPool], Placer],
     launch_bytes: int = 1 << 30,
 ) -> None:
-    """A placer does what the kernel's arithmetic says."""
+    """Asserts that a placer computes what the kernel's arithmetic computes."""
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
     transfer = case.transfer(d_rank)
-    wanted = emulated(transfer, sources, target)
+    expected_bytes = emulated(transfer, sources, target)
     placer = make(target)
     placer.bind_thread()
     memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
@@ -89,7 +94,7 @@ def check(
     ]
     torch.cuda.synchronize()
     assert all(map(placer.finished, tokens))
-    assert torch.equal(target.flat_bytes.cpu(), wanted)
+    assert torch.equal(target.flat_bytes.cpu(), expected_bytes)
 
 
 def by_kernel(pool: KVPool) -> Placer:
@@ -118,16 +123,13 @@ def without_compiler(pool: KVPool) -> Placer:
     st.sampled_from([1, 4, 8, 64]),
     st.booleans(),
 )
-def test_the_kernel_does_as_its_arithmetic(
+def test_kernel_equals_its_arithmetic(
     case, d_rank, dtypes, launch_bytes, widen, is_scaled
 ):
-    p, d = (
-        dataclasses.replace(s, dtype=t)
-        for s, t in zip((case.p, case.d), dtypes, strict=True)
-    )
-    if (
-        is_scaled and p.dtype == "float8_e4m3fn"
-    ):  # some of these products exceed what FP8 holds
+    p = dataclasses.replace(case.p, dtype=dtypes[0])
+    d = dataclasses.replace(case.d, dtype=dtypes[1])
+    if is_scaled and p.dtype == "float8_e4m3fn":
+        # Some products with these scales are too large for FP8.
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
         p = dataclasses.replace(p, scales=scales)
     case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
@@ -136,7 +138,7 @@ def test_the_kernel_does_as_its_arithmetic(
 
 @PROPERTY
 @given(cases(), st.integers(0, 7), st.integers(1, 100_000), st.sampled_from([1, 4, 64]))
-def test_copy_engines_do_what_the_kernel_does(case, d_rank, launch_bytes, widen):
+def test_copy_engines_equal_the_kernel(case, d_rank, launch_bytes, widen):
     d = dataclasses.replace(case.d, order=case.p.order)
     case = dataclasses.replace(case, d=d, head_dim=case.head_dim * widen)
     check(case, d_rank, by_engines, launch_bytes)
@@ -149,23 +151,21 @@ def test_copy_engines_do_what_the_kernel_does(case, d_rank, launch_bytes, widen)
     st.sampled_from(PAIRS),
     st.sampled_from([Placer, without_compiler]),
 )
-def test_torch_does_what_the_kernel_does(case, d_rank, dtypes, make):
-    p, d = (
-        dataclasses.replace(s, dtype=t)
-        for s, t in zip((case.p, case.d), dtypes, strict=True)
-    )
+def test_torch_equals_the_kernel(case, d_rank, dtypes, make):
+    p = dataclasses.replace(case.p, dtype=dtypes[0])
+    d = dataclasses.replace(case.d, dtype=dtypes[1])
     check(dataclasses.replace(case, p=p, d=d), d_rank, make)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_latent_cache_of_every_dtype(source, target):
-    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)  # copies of one head
+def test_kernel_places_latents_of_every_dtype(source, target):
+    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)  # both ranks have the same head
     d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
     check(case, 0, by_kernel, 1 << 20)
 
 
-# -- pulls out of another process
+# -- pulls from another process
 
 
 def decode_on(
@@ -176,13 +176,19 @@ def decode_on(
     busy: bool = False,
     **options: Any,
 ) -> Decode:
-    own = {
-        "num_programs": num_programs,
-        "long_run_bytes": long_run_bytes,
-        "busy": lambda: busy,
-    }
-    make, way = partial(CudaPlacer, **own), {"device": device, "maps_only": True}
-    decode = Decode(lambda: nixl("D", device), make_placer=make, **way, **options)
+    make_placer = partial(
+        CudaPlacer,
+        num_programs=num_programs,
+        long_run_bytes=long_run_bytes,
+        busy=lambda: busy,
+    )
+    decode = Decode(
+        lambda: nixl("D", device),
+        make_placer=make_placer,
+        device=device,
+        maps_only=True,
+        **options,
+    )
     made.append(decode)
     return decode
 
@@ -213,13 +219,15 @@ def assert_pulls(
     stop: int = 24,
     blocks: tuple[int, ...] = (3, 1, 7),
 ) -> None:
-    remote, into = prefill.lease([5, 2, 9], stop), list(blocks)
-    decode.coordinator.pull(f"pull {start} to {stop}", remote, start, stop, into)
+    """Pulls tokens [start, stop) into blocks and compares them."""
+    remote = prefill.lease([5, 2, 9], stop)
+    targets = list(blocks)
+    decode.coordinator.pull(f"pull {start} to {stop}", remote, start, stop, targets)
     done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone) and done.path == "mapped", done
-    assert np.array_equal(
-        decode.tokens(into, start, stop), expected(remote, start, stop)
-    )
+    assert isinstance(done, PullDone), done
+    assert done.path == "mapped", done
+    tokens = decode.tokens(targets, start, stop)
+    assert np.array_equal(tokens, expected(remote, start, stop))
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
@@ -235,16 +243,16 @@ def assert_pulls(
         ({"order": "LBCNHD"}, {"tp": 2, "busy": True}),
     ],
 )
-def test_a_pull_out_of_another_process(made, source, target, p, d):
+def test_pull_from_another_process(made, source, target, p, d):
     prefill = prefill_on(source, made, **p)
     decode = decode_on(target, made, **d)
-    assert_pulls(
-        decode, prefill, 3, 22, (3, 1, 7)[: -(-22 // decode.layouts[0].block_size)]
-    )
+    num_blocks = -(-22 // decode.layouts[0].block_size)
+    assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[:num_blocks])
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_pool_of_this_process_needs_no_handle(made, source, target):
+def test_pull_from_a_pool_of_the_same_process(made, source, target):
+    """The memory of this process is read without an IPC handle."""
     prefill = Prefill(lambda: nixl("P", source), device=source)
     made.append(prefill)
     assert_pulls(decode_on(target, made), prefill)
@@ -261,7 +269,7 @@ def test_a_pool_of_this_process_needs_no_handle(made, source, target):
         ({"order": "LBCNHD", "block_size": 16}, "staged"),
     ],
 )
-def test_a_pull_over_nixl(made, source, target, p, path):
+def test_pull_over_nixl(made, source, target, p, path):
     prefill = prefill_on(source, made, **p)
     decode = Decode(lambda: nixl("D", target), device=target, staging_bytes=1 << 20)
     made.append(decode)
@@ -269,20 +277,19 @@ def test_a_pull_over_nixl(made, source, target, p, path):
         remote = prefill.lease([5, 2, 9], 23)
         decode.coordinator.pull(f"pull-{number}", remote, 0, 23, [3, 1, 7])
         done = decode.wait(*ENDINGS)
-        assert isinstance(done, PullDone) and done.path == path, done
+        assert isinstance(done, PullDone), done
+        assert done.path == path, done
         assert np.array_equal(decode.tokens([3, 1, 7], 0, 23), expected(remote, 0, 23))
 
 
-BIG = {
-    "num_blocks": 4096,
-    "block_size": 8,
-}  # 24 MiB: a kernel of one thread block takes a while
+# 24 MiB: a kernel with a single thread block takes a while to copy it.
+BIG = {"num_blocks": 4096, "block_size": 8}
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
+def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
     made, source, target, long_run_bytes
 ):
     settings = {"connection_timeout_s": 0.5}
@@ -293,31 +300,30 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(20)]
 
-    def order(first: int, stop: int) -> None:
+    def start_pulls(first: int, stop: int) -> None:
         for index in range(first, stop):
             decode.coordinator.pull(f"pull-{index}", leases[index], 0, 32_000, blocks)
 
-    order(0, 8)
+    start_pulls(0, 8)
     first = decode.wait(*ENDINGS)
     assert isinstance(first, PullDone), first
     prefill.signal(signal.SIGKILL)
-    order(8, 18)  # some run while it dies
+    start_pulls(8, 18)  # some of them run while the peer dies
     prefill.process.join()
-    order(18, 20)
-    endings = {
-        ending.pull_id: ending for ending in (decode.wait(*ENDINGS) for _ in leases[1:])
-    }
-    failed = [ending for ending in endings.values() if isinstance(ending, PullFailed)]
+    start_pulls(18, 20)
+    endings = [decode.wait(*ENDINGS) for _ in leases[1:]]
+    failed = [ending for ending in endings if isinstance(ending, PullFailed)]
     assert all(ending.drained for ending in failed)
     assert {"pull-18", "pull-19"} <= {ending.pull_id for ending in failed}
-    slack = 16 << 20
-    wait_until(lambda: torch.cuda.mem_get_info(source)[0] >= free_before - slack)
+    tolerance = 16 << 20
+    min_free = free_before - tolerance
+    wait_until(lambda: torch.cuda.mem_get_info(source)[0] >= min_free)
     assert_pulls(decode, prefill_on(source, made))
 
 
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_peer_that_frees_memory_under_a_copy_harms_nobody(
+def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
     made, source, target, long_run_bytes
 ):
     prefill = prefill_on(source, made, **BIG)
@@ -329,5 +335,6 @@ def test_a_peer_that_frees_memory_under_a_copy_harms_nobody(
     decode.wait(*ENDINGS)
     prefill.ask(free=True)
     for _ in leases[1:]:
-        decode.wait(*ENDINGS)  # any ending: a lease that P breaks is worth nothing
+        # Any ending is right, because P broke its lease.
+        decode.wait(*ENDINGS)
     assert_pulls(decode, prefill_on(source, made))

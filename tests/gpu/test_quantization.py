@@ -15,7 +15,8 @@ from tests.model.test_weights import SHAPES, check_upload
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-# Kind, columns multiplied at a time, whether groups have scales and zeros, scales' dtype.
+# Kind, columns multiplied at a time, whether groups have scales and zeros, scales'
+# dtype.
 LIKE = [
     ("fp8", 128, False, False, torch.float32),
     ("fp8", 128, True, False, torch.float32),

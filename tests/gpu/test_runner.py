@@ -1,7 +1,7 @@
 """Models on a GPU: flashinfer equals torch, graphs equal eager steps, memory errors.
 
-One GPU. The tests use the small trained models if they exist, else dummy weights of small
-shapes.
+One GPU. The tests use the small trained models if they exist, else dummy weights of
+small shapes.
 """
 
 import contextlib

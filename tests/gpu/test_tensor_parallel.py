@@ -1,5 +1,8 @@
-"""Two ranks on two GPUs, and four on four, collectives inside the graphs, continue like one rank:
-each with its share of the heads, or (dcp) of the tokens, or (ep) of the experts."""
+"""Two ranks on two GPUs, and four on four, compute the same as one rank.
+
+Each rank has its share of the heads, or (dcp) of the tokens, or (ep) of the experts.
+The graphs contain the collectives.
+"""
 
 import multiprocessing
 import os
@@ -35,7 +38,8 @@ pytestmark = [
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
 _KINDS = ("tp", "dcp", "ep")
-_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [
+_JOBS = [
+    *((name, kind) for name in SERVED for kind in ("tp", "dcp")),
     ("moe", "tp"),
     ("moe", "ep"),
 ]
@@ -46,14 +50,20 @@ def _folder(name: str) -> Path:
 
 
 def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> None:
-    groups, runners = {}, []
-    own: dict[str, dict[str, Any]] = {kind: {kind: num} for kind in _KINDS} | {"tp": {}}
+    groups = {}
+    runners = []
+    sizes: dict[str, dict[str, int]] = {
+        "tp": {},
+        "dcp": {"dcp": num},
+        "ep": {"ep": num},
+    }
     for kind, file in meetings.items():
-        options = {"meeting": file, "device": f"cuda:{rank}", **own[kind]}
-        groups[kind] = Parallel.connect(rank, num, **options)
+        groups[kind] = Parallel.connect(
+            rank, num, meeting=file, device=f"cuda:{rank}", **sizes[kind]
+        )
     for name, kind in _JOBS:
         config = config_for(
-            _folder(name), tp=num, devices=list(range(num)), **own[kind]
+            _folder(name), tp=num, devices=list(range(num)), **sizes[kind]
         )
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
@@ -61,37 +71,45 @@ def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> No
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
         masked = continue_masked(runner, NUM_STEPS, RESTRICTED)
-        runners.append(runner)  # leaving a group that graphs refer to blocks
-        found = (tokens, logits.cpu().numpy()) if rank == 0 else ()
-        results.put((name, kind, rank, found, masked))
+        # Destroying a group that graphs refer to would block.
+        runners.append(runner)
+        outputs = (tokens, logits.cpu().numpy()) if rank == 0 else ()
+        results.put((name, kind, rank, outputs, masked))
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
-    os._exit(0)  # as a rank process of an engine ends
+    os._exit(0)  # like a rank process of an engine
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def continued(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str, int], Any]]:
-    """What the ranks, started once for all models, continue, by model, kind of group and rank:
-    rank 0's tokens and logits, and the tokens of masked steps."""
-    num, context = request.param, multiprocessing.get_context("spawn")
+    """Results of the ranks, which are started once for all models.
+
+    They are by model, kind of group and rank: the tokens and logits of rank 0, and the
+    tokens of masked steps.
+    """
+    num = request.param
+    context = multiprocessing.get_context("spawn")
     if torch.cuda.device_count() < num:
         pytest.skip(f"needs {num} CUDA GPUs")
     results = context.Queue()
     meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS}
     for name, _ in _JOBS:
-        _folder(name)  # trained here, where no rank waits for it
-    rest = num, meetings, results
+        _folder(name)  # trains the model before ranks would wait for it
     ranks = [
-        context.Process(target=_run_rank, args=(rank, *rest)) for rank in range(num)
+        context.Process(target=_run_rank, args=(rank, num, meetings, results))
+        for rank in range(num)
     ]
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in range(num * len(_JOBS))]
-        yield {(name, kind, rank): rest for name, kind, rank, *rest in found}
+        by_key = {}
+        for _ in range(num * len(_JOBS)):
+            name, kind, rank, outputs, masked = results.get(timeout=TIMEOUT_S)
+            by_key[name, kind, rank] = (outputs, masked)
+        yield by_key
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
     finally:
@@ -101,21 +119,21 @@ def continued(
 
 
 @pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_ranks_continue_like_one(continued, name, kind):
+def test_ranks_compute_the_same_as_one_rank(continued, name, kind):
     (tokens, logits), _ = continued[name, kind, 0]
     with runner_for(_folder(name), enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
-    assert_same_but_for_ties(
-        tokens, torch.from_numpy(logits).to(expected.device), expected
-    )
+    logits_on_gpu = torch.from_numpy(logits).to(expected.device)
+    assert_same_but_for_ties(tokens, logits_on_gpu, expected)
 
 
 @pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
+def test_all_ranks_continue_with_the_tokens_that_rank_0_samples_under_masks(
     continued, name, kind
 ):
-    drawn, *theirs = (
+    by_rank = [
         masked for key, (_, masked) in continued.items() if key[:2] == (name, kind)
-    )
-    assert theirs and all(each == drawn for each in theirs)
-    assert_allowed(drawn, load_config(_folder(name)).vocab_size)
+    ]
+    assert len(by_rank) > 1
+    assert all(tokens == by_rank[0] for tokens in by_rank)
+    assert_allowed(by_rank[0], load_config(_folder(name)).vocab_size)

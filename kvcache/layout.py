@@ -1,7 +1,7 @@
 """Where each element of a rank's KV cache lies: one six-axis array, in any axis order.
 
-    B block   H kv head on this rank   L layer   C component   N token in block   D
-    element
+    B block   H KV head on this rank   L layer   C component   N token in block
+    D element
 
 Components are K and V; MLA has one, its latent. D always comes last. The order and the
 sizes decide everything: element (b, h, l, c, n, d) lies at the sum of index x stride,
@@ -15,9 +15,8 @@ tokens of one block.
 BHLCND (default): everything that one head has in one block is ONE run. So a head slice
 of a block is one descriptor for all layers, and a complete block is one as well.
 
-    block 0                                       block 1
-    [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | L0 V | .. ][ h0: .. ][ h1:
-    .. ]
+    block 0                                                     block 1
+    [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | .. ][ h0: .. ][ h1: .. ]
 
 BLCHND: cross-layer blocks. A complete block is one run, a head slice of it L x C runs
 of N x D.

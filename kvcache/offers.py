@@ -2,8 +2,9 @@
 
     subscribe ------------> waits for its prompt              (in either order)
     expect ---------------> the engine has the prompt
-    grow, ..., finish ----> one lease that grows; readers get each part, then the
-    reference withdraw, or the lease ends -> readers get Gone
+    grow, ..., finish ----> one lease that grows; readers get each part and, at the end,
+                            the reference
+    withdraw -------------> readers get Gone, as at the end of the lease
 
 This module is pure: the clock is an argument, and a reader is any object of the caller.
 """

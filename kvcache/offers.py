@@ -287,8 +287,8 @@ class Offers(Generic[R]):
             del self._remembered_until[transfer_id]
             offer = self._offers.pop(transfer_id)
             for nonce, subscription in offer.subscriptions.items():
-                gone = Gone(nonce=nonce, reason="unknown")
-                messages.append((subscription.reader, gone))
+                message = Gone(nonce=nonce, reason="unknown")
+                messages.append((subscription.reader, message))
         return messages
 
     def _message_for(

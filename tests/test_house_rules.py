@@ -53,7 +53,15 @@ VAGUE_NAMES = frozenset(
 )
 # Folders in which the check of names and of multiplied booleans passes. The goal is to
 # have all folders here.
-CONVERTED = ("benchmarks/", "tests/benchmarks/")
+CONVERTED = (
+    "attention/",
+    "benchmarks/",
+    "kvcache/",
+    "tests/attention/",
+    "tests/benchmarks/",
+    "tests/gpu/",
+    "tests/kernels/",
+)
 
 
 def tracked_files() -> list[Path]:

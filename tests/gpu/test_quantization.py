@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 # Kind, columns multiplied at a time, whether groups have scales and zeros, scales'
 # dtype.
-LIKE = [
+WEIGHT_FORMATS = [
     ("fp8", 128, False, False, torch.float32),
     ("fp8", 128, True, False, torch.float32),
     ("int4", 64, False, False, torch.float16),
@@ -27,18 +27,18 @@ LIKE = [
 ]
 
 
-@pytest.mark.parametrize("like", LIKE, ids=str)
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64, 128, 129, 300, 700])
 @torch.inference_mode()
-def test_product_equals_float64(like, rows):
+def test_product_equals_float64(weight_format, rows):
     """The error is below 1 % of the norm; if inputs are in FP8 too, below 6 %."""
     device = torch.device("cuda")
-    weight = products.example((*like, BF16, device))
+    weight = products.example((*weight_format, BF16, device))
     assert products.problem(weight) is None
     x = torch.randn(rows, weight.shape[1], device=device).to(BF16)
     expected = x.double() @ weight.dequantise().double().t()
     residual = torch.randn(expected.shape, device=device).to(BF16)
-    has_fp8_inputs = like[:3] == ("fp8", 128, False) and rows > 8
+    has_fp8_inputs = weight_format[:3] == ("fp8", 128, False) and rows > 8
     max_error = 0.06 if has_fp8_inputs else 0.01
     for total, out in ((expected, None), (expected + residual, residual)):
         actual = products.multiply(weight, x, out)

@@ -11,7 +11,7 @@ import torch
 import tests.rigs.interpreted  # noqa: F401
 from model.quantization.products import example, takes_one_row
 from model.quantization.quantized import FP8, quantise
-from tests.gpu.test_quantization import BF16, LIKE
+from tests.gpu.test_quantization import BF16, WEIGHT_FORMATS
 
 kernels = importlib.import_module("model.quantization.kernels")
 
@@ -20,11 +20,11 @@ def assert_near(actual, expected):
     assert (actual.double() - expected).norm() < 0.005 * expected.norm()
 
 
-@pytest.mark.parametrize("like", LIKE, ids=str)
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "num_out"), [(8, 67), (13, 17), (40, 80), (70, 1)])
-def test_product_equals_float64_with_and_without_splits(like, rows, num_out):
+def test_product_equals_float64_with_and_without_splits(weight_format, rows, num_out):
     """Products follow one another: one must not read what another left behind."""
-    weight = example((*like, BF16, torch.device("cpu"))).each(
+    weight = example((*weight_format, BF16, torch.device("cpu"))).each(
         lambda part: part[:num_out].contiguous()
     )
     x = torch.randn(rows, weight.shape[1]).to(BF16)
@@ -34,10 +34,14 @@ def test_product_equals_float64_with_and_without_splits(like, rows, num_out):
     assert_near(out, 3 * x.double() @ weight.dequantise().double().t())
 
 
-@pytest.mark.parametrize("like", LIKE[::2] + LIKE[-1:], ids=str)
+@pytest.mark.parametrize(
+    "weight_format", WEIGHT_FORMATS[::2] + WEIGHT_FORMATS[-1:], ids=str
+)
 @pytest.mark.parametrize("ends", [[0, 3, 3, 9], [0, 1, 70, 75, 75]], ids=str)
-def test_each_expert_multiplies_its_own_rows(like, ends):
-    weight = example((*like, BF16, torch.device("cpu"))).each(lambda part: part[:40])
+def test_each_expert_multiplies_its_own_rows(weight_format, ends):
+    weight = example((*weight_format, BF16, torch.device("cpu"))).each(
+        lambda part: part[:40]
+    )
     experts = [weight.each(lambda part, n=n: part.roll(n, 0)) for n in range(len(ends))]
     parts = zip(*(expert.parts for expert in experts), strict=True)
     joined = weight.made_of(map(torch.stack, parts))

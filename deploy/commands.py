@@ -82,20 +82,6 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     ]
 
 
-def user_option(settings: UpSettings, kind: Kind, option: str) -> str | None:
-    """How a user of `baton up` writes an option that a process of `kind` names, such as
-    "block-size"; None: in the same way."""
-    name = option.replace("-", "_")
-    if kind in SERVERS and name in _own(getattr(settings, kind)):
-        return f"{kind}.{option}"
-    if (
-        name in SETTINGS[f"baton {kind}"].model_fields
-        and name not in type(settings).model_fields
-    ):
-        return f"{option} of `baton {kind}`"
-    return None
-
-
 def _own(group: BaseModel) -> set[str]:
     """The options of a group, but those that it leaves to the whole cluster."""
     left = {name for name in ("device", "dtype") if getattr(group, name) is None}

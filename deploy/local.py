@@ -15,16 +15,15 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
-from deploy.commands import Command, Kind, proxy_command, server_commands, user_option
+from deploy.commands import Command, Kind, proxy_command, server_commands
 from deploy.healthcheck import LOOPBACK, fetch, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.output import queue_standard_streams
 from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
-from protocol.settings.sources import renamed, unread_variables
+from protocol.settings.sources import unread_variables
 
 FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
 NOTE_INTERVAL_S = 5.0
@@ -163,9 +162,6 @@ class LocalCluster:
                 name=command.name,
                 env=command.env,
                 on_event=self._events.put,
-                worded=partial(
-                    renamed, name_of=partial(user_option, self.settings, command.kind)
-                ),
             )
             self.children.append(child)
             children.append(child)

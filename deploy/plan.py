@@ -7,7 +7,7 @@ a server.
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ByteSize, ConfigDict, Field
@@ -43,6 +43,7 @@ class Model(NamedTuple):
 class Geometry(GeometryOptions):
     """How one engine lays out its KV."""
 
+    option_prefix: ClassVar[str] = "prefill."
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     dtype: Literal[DType, "float8_e4m3fn"] = Field(
@@ -76,6 +77,8 @@ class Geometry(GeometryOptions):
 
 class DecodeGeometry(Geometry):
     """How the engine that reads lays out its KV."""
+
+    option_prefix: ClassVar[str] = "decode."
 
     dcp: PartOfRanks = Field(
         1, description="ranks that share tokens, a part of --decode.tp"

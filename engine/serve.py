@@ -236,7 +236,7 @@ class _Server:
         self, port: int, client: EngineClient
     ) -> Callable[[], Awaitable[None]]:
         """Registers with every proxy that the settings name; the result takes that back."""
-        if not self.settings.register:
+        if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
         from engine.http.registrar import (
             registrar_of,  # aiohttp: a fifth of this process's start

@@ -149,4 +149,4 @@ def registrar_of(
         ttl_s=settings.register_ttl_s,
         issued_ms=0,
     )
-    return Registrar(settings.register, record, secret, settings.tls_ca)
+    return Registrar(settings.register_with, record, secret, settings.tls_ca)

@@ -72,7 +72,6 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    worded: Callable[[str], str] = str  # what it says, for those who read it from us
     failure: str | None = None
     exited: threading.Event = field(default_factory=threading.Event)
 
@@ -144,7 +143,6 @@ def spawn(
     stdin: bytes = b"",
     capture: bool = True,
     on_event: Callable[[Event], None] | None = None,
-    worded: Callable[[str], str] = str,
     files: Sequence[int] = (),
 ) -> Child:
     """Starts a process in a session of its own that ends when this one does (see watch_parent).
@@ -154,7 +152,6 @@ def spawn(
         stdin: what the child reads from its standard input, at most a pipe's buffer (64 KiB).
         capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
         on_event: called from a thread of the child's own.
-        worded: makes what is passed on of the child's lines and reasons.
         files: descriptors that the child has too, by the same numbers.
 
     Raises:
@@ -176,7 +173,7 @@ def spawn(
         raise
     finally:
         theirs.close()
-    child = Child(name, process, worded=worded)
+    child = Child(name, process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(stdin)
@@ -224,7 +221,7 @@ def safe_path() -> Iterator[None]:
 def _print_lines(child: Child) -> None:
     with child.process.stdout or contextlib.nullcontext(()) as stream:
         for raw in stream:
-            line = child.worded(raw.decode(errors="replace").rstrip())
+            line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
             with contextlib.suppress(OSError, ValueError):  # our own stdout may be gone
                 sys.stdout.write(
@@ -245,7 +242,6 @@ def _watch_child(
                 ValueError
             ):  # one that a killed child left unfinished
                 kind, value = json.loads(line)
-                value = value if kind == "ready" else child.worded(value)
                 if kind == "failed":
                     child.failure = value
                 _tell(on_event, Event(child, kind, value))

@@ -12,7 +12,6 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic._internal._model_construction import ModelMetaclass
 
 from protocol.handshake import AXES, check_order
 from protocol.registration import MAX_TTL_S, MIN_TTL_S, Role, check_advertised, http_url
@@ -47,21 +46,21 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
 
 
-class _Absent:
-    def __get__(self, *_: object) -> None:
-        raise AttributeError
+class Options(BaseModel):
+    """A class of options. The text under an option is its help.
 
-
-class _OptionNames(ModelMetaclass):
-    """Leaves the name to an option; abstract classes have a method of it."""
-
-    register: Any = _Absent()
-
-
-class Options(BaseModel, metaclass=_OptionNames):
-    """The text under an option is its help."""
+    Class attributes:
+        option_prefix: What precedes the names of these options on the command line;
+            "decode." for --decode.tp.
+    """
 
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
+    option_prefix: ClassVar[str] = ""
+
+    @classmethod
+    def option(cls, name: str) -> str:
+        """Returns an option as the user writes it: "kv_layout" -> "--decode.kv-layout"."""
+        return "--" + cls.option_prefix + name.replace("_", "-")
 
 
 class ModelName(Options):
@@ -153,15 +152,19 @@ class GeometryOptions(Options):
     """order of the KV axes: B block, H head, L layer, C K/V, N token, D element; any order that
     ends in D"""
 
+    @field_validator("ep", "dcp", check_fields=False)
+    @classmethod
+    def _divides_tp(cls, size: int, info: ValidationInfo) -> int:
+        tp = info.data.get("tp", size)
+        if tp % size:
+            raise ValueError(
+                f"{size} does not divide {cls.option('tp')} {tp}: use a divisor of it"
+            )
+        return size
 
-def _divides_tp(size: int, info: ValidationInfo) -> int:
-    if (tp := info.data.get("tp", size)) % size:
-        raise ValueError(f"{size} does not divide --tp {tp}: use a divisor of it")
-    return size
 
-
-# Of a class that has the fields of GeometryOptions before it.
-PartOfRanks = Annotated[int, Field(ge=1, le=64), AfterValidator(_divides_tp)]
+# GeometryOptions checks that it divides --tp.
+PartOfRanks = Annotated[int, Field(ge=1, le=64)]
 
 
 class LinkOptions(Options):
@@ -228,7 +231,8 @@ class EngineOptions(GeometryOptions):
     def _scales_are_of_fp8(cls, scales: str | None, info: ValidationInfo) -> str | None:
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(
-                f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too"
+                f"{scales} scales nothing: give {cls.option('kv_cache_dtype')} "
+                "float8_e4m3fn too"
             )
         return scales
 
@@ -238,7 +242,8 @@ class EngineOptions(GeometryOptions):
         tokens = info.data.get("kv_cache_tokens")
         if nbytes is not None and tokens is not None:
             raise ValueError(
-                f"{nbytes}, and --kv-cache-tokens is {tokens}: give one of them"
+                f"{nbytes}, and {cls.option('kv_cache_tokens')} is {tokens}: give one "
+                "of them"
             )
         return nbytes
 
@@ -299,7 +304,8 @@ class KVOptions(EngineOptions, LinkOptions):
     def _can_be_read(cls, dcp: int, info: ValidationInfo) -> int:
         if dcp > 1 and info.data.get("role") != "decode":
             raise ValueError(
-                f"{dcp} ranks that share tokens take no prefill legs: use 1"
+                f"{dcp} needs {cls.option('role')} decode, as ranks that share tokens "
+                "serve no prefill legs; use 1"
             )
         return dcp
 
@@ -445,12 +451,13 @@ class RegisterOptions(ServerOptions):
 
     advertise_url: sources.Url | None = None
     """URL that proxies reach this server at (None: made of --host and --port)"""
-    register: sources.Listed[sources.Url] = ()
+    # Pydantic models have a method `register`.
+    register_with: sources.Listed[sources.Url] = Field((), alias="register")
     """URL of a proxy to register with, or of several that have one name (repeatable)"""
     register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
     """how long a proxy believes a registration, which is repeated three times as often (s)"""
 
-    @field_validator("register")
+    @field_validator("register_with")
     @classmethod
     def _can_be_reached(
         cls, urls: tuple[str, ...], info: ValidationInfo

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -59,6 +59,7 @@ class BatonSettings(Options, BaseSettings):
         extra="forbid",
         validate_default=True,
         env_prefix=sources.ENV_PREFIX,
+        env_prefix_target="all",
         env_nested_delimiter="__",
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -178,6 +179,8 @@ class _Group(Options):
 class PrefillGroup(PrefillOptions, _Group):
     """The prefill servers of a local cluster."""
 
+    option_prefix: ClassVar[str] = "prefill."
+
     role: Literal["prefill", "both"] = Field(
         "prefill", description="both: answers go there, too"
     )
@@ -185,6 +188,8 @@ class PrefillGroup(PrefillOptions, _Group):
 
 class DecodeGroup(DecodeOptions, _Group):
     """The decode servers of a local cluster."""
+
+    option_prefix: ClassVar[str] = "decode."
 
     role: Literal["decode", "both"] = Field(
         "decode", description="both: prompts go there, too"
@@ -270,15 +275,18 @@ def describe(settings: BatonSettings) -> str:
     """One JSON line, secrets masked, that every process prints at its start: what differs from the
     defaults, and with --log-level debug all of it."""
     brief = getattr(settings, "log_level", None) != "debug"
-    return json.dumps(settings.model_dump(mode="json", exclude_defaults=brief))
+    shown = settings.model_dump(mode="json", by_alias=True, exclude_defaults=brief)
+    return json.dumps(shown)
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
     """The command line that sets `options`, or `only` some, again; without None, secrets and
     groups."""
     argv: list[str] = []
-    for name in type(options).model_fields if only is None else only:
-        option, value = sources.option_name((name,)), getattr(options, name)
+    fields = type(options).model_fields
+    for name in fields if only is None else only:
+        option = sources.option_name((fields[name].alias or name,))
+        value = getattr(options, name)
         match value:
             case None | SecretStr() | BaseModel():
                 pass

@@ -21,8 +21,6 @@ from protocol.near_names import did_you_mean, near_names, suggestion
 from protocol.short_repr import short_repr
 
 ENV_PREFIX = "BATON_"
-# Not the middle of a word, a path or another option: no models--owner--name, no --decode.tp.
-_OPTION = re.compile(r"(?<![\w./-])--(no-)?([a-z]\w*(?:-\w+)*)(?![\w-]|\.\w)")
 # Set by Baton itself from one process to the next.
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # No settings but facts about this machine, which every process inherits.
@@ -61,11 +59,16 @@ class ConfigError(ValueError):
 def field_paths(cls: type[BaseModel]) -> list[tuple[str, ...]]:
     """Every settable field of `cls`, nested ones as paths: ("prefill", "block_size")."""
     paths: list[tuple[str, ...]] = []
-    for name, info in cls.model_fields.items():
+    for name, info in fields_by_name(cls).items():
         nested = _nested_model(info)
         inner = field_paths(nested) if nested else []
         paths += [(name,), *((name, *rest) for rest in inner)]
     return paths
+
+
+def fields_by_name(cls: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns the fields of `cls` by the names that users write."""
+    return {info.alias or name: info for name, info in cls.model_fields.items()}
 
 
 def _nested_model(info: FieldInfo) -> type[BaseModel] | None:
@@ -81,17 +84,6 @@ def option_name(path: Sequence[str]) -> str:
 def variable_name(path: Sequence[str]) -> str:
     """("prefill", "block_size") -> "BATON_PREFILL__BLOCK_SIZE"."""
     return ENV_PREFIX + "__".join(path).upper()
-
-
-def renamed(text: str, name_of: Callable[[str], str | None]) -> str:
-    """`text` with each option, such as "block-size", as `name_of` calls it; None: it stays as it
-    is. `--no-x` is `x`, and stays a no."""
-
-    def written(match: re.Match[str]) -> str:
-        name = name_of(match[2])
-        return match[0] if name is None else f"--{match[1] or ''}{name}"
-
-    return _OPTION.sub(written, text)
 
 
 def split_list(value: Any) -> Any:
@@ -248,7 +240,7 @@ def _checked(
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        info = cls.model_fields.get(name)
+        info = fields_by_name(cls).get(name)
         if info is None or name == "config":
             paths = [".".join(path) for path in field_paths(cls)]
             near = " (write it as a key under its group, such as prefill: {tp: 1})"
@@ -318,10 +310,6 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         reason = "is no option"
     if item["type"].endswith("_parsing"):  # and why Python could not
         reason = reason.partition(",")[0]
-    if len(path) > 1 and (nested := _nested_model(cls.model_fields[path[0]])):
-        # Validators know their own group of options only.
-        names = (name.replace("_", "-") for name in nested.model_fields)
-        reason = renamed(reason, {name: f"{path[0]}.{name}" for name in names}.get)
     if path and path[-1].endswith(
         ("secret", "api_key", "admin_key")
     ):  # pydantic counts its items

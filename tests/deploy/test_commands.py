@@ -2,7 +2,6 @@
 
 import pytest
 
-from deploy import commands
 from deploy.commands import default_threads, proxy_command, server_argv, server_commands
 from protocol.settings.settings import (
     DecodeSettings,
@@ -107,24 +106,6 @@ def test_every_group_option_is_one_of_its_server():
         (settings.decode, DecodeSettings),
     ):
         assert set(type(group).model_fields) - set(target.model_fields) == {"count"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "option", "written"),
-    [
-        ("prefill", "tp", "prefill.tp"),
-        ("decode", "kv-load-failure-policy", "decode.kv-load-failure-policy"),
-        ("decode", "threads", "decode.threads"),
-        ("prefill", "dtype", "prefill.dtype"),  # prefill servers have their own here
-        ("decode", "dtype", None),
-        ("decode", "model", None),
-        ("prefill", "hang-timeout-s", "hang-timeout-s of `baton prefill`"),
-        ("proxy", "health-timeout-s", "health-timeout-s of `baton proxy`"),
-        ("proxy", "port", None),
-    ],
-)
-def test_an_option_of_a_server_has_a_name_for_users_of_up(kind, option, written):
-    assert commands.user_option(up("--prefill.dtype=bfloat16"), kind, option) == written
 
 
 def test_the_proxy_gets_the_endpoint_and_all_urls():

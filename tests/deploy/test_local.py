@@ -190,15 +190,15 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
 @pytest.mark.parametrize(
     ("modes", "reason"),
     [
-        ("fail,serve,serve", "prefill-0: no model here: see --prefill.tp, --model and "
-         "--hang-timeout-s of `baton prefill`"),
-        ("serve,crash,serve", "ValueError: --decode.tp 3 does not divide 4 heads"),
+        (
+            "fail,serve,serve",
+            "prefill-0: no model here: see --tp, --model and --hang-timeout-s",
+        ),
+        ("serve,crash,serve", "ValueError: --tp 3 does not divide 4 heads"),
         ("serve,serve,fail", "proxy: no model here"),
     ],
-)  # fmt: skip
-def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
-    modes, reason
-):
+)
+def test_failed_start_ends_all_processes_and_prints_the_reason_last(modes, reason):
     with launched(modes) as launcher:
         assert launcher.end() == 1
         last = launcher.lines[-1]

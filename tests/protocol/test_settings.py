@@ -22,7 +22,6 @@ from protocol.settings.sources import (
     clean_environment,
     field_paths,
     option_name,
-    renamed,
     unread_variables,
 )
 
@@ -106,12 +105,8 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
             "--kv-cache-tokens 64 --kv-cache-bytes 9",
             "-bytes: 9, and --kv-cache-tokens is 64",
         ),
-        (P, "--tp 2 --dcp 2", "--dcp: 2 ranks that share tokens take no prefill"),
-        (
-            D,
-            "--role both --tp 2 --dcp 2",
-            "--dcp: 2 ranks that share tokens take no prefill",
-        ),
+        (P, "--tp 2 --dcp 2", "--dcp: 2 needs --role decode"),
+        (D, "--role both --tp 2 --dcp 2", "--dcp: 2 needs --role decode"),
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
         (P, "--tp 4 --ep 3", "--ep: 3 does not divide --tp 4"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
@@ -408,6 +403,20 @@ def test_settings_survive_the_way_through_argv() -> None:
     assert load(PROXY, to_argv(proxy)) == proxy
 
 
+def test_register_is_read_from_option_variable_and_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
+    assert load(D, ["--register=http://a:1"]).register_with == ("http://a:1",)
+    (file := tmp_path / "d.yaml").write_text("register: [http://b:2]")
+    assert load(D, [f"--config={file}"]).register_with == ("http://b:2",)
+    monkeypatch.setenv("BATON_REGISTER", "http://c:3")
+    settings = load(D, [])
+    assert settings.register_with == ("http://c:3",)
+    assert "--register=http://c:3" in to_argv(settings)
+    assert json.loads(describe(settings))["register"] == ["http://c:3"]
+    monkeypatch.setenv("REGISTER", "http://d:4")
+    assert load(D, []).register_with == ("http://c:3",)
+
+
 def test_variables_of_other_programs_are_found_with_those_meant(monkeypatch):
     for name in (
         "BATON_TP",
@@ -429,23 +438,3 @@ def test_a_launcher_keeps_its_own_variables_to_itself() -> None:
     of_machine = {"BATON_CACHE": "c", "BATON_EVAL_DATA": "d", "HF_TOKEN": "t"}
     environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", **of_machine}
     assert clean_environment(environ) == of_machine
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
-        ("use --tp 2", "use --decode.tp 2"),
-        (
-            "use --tp=2, or --no-kv-convert.",
-            "use --decode.tp=2, or --no-decode.kv-convert.",
-        ),
-        ("(--tp)", "(--decode.tp)"),
-        ("--decode.tp and --prefill.tp", "--decode.tp and --prefill.tp"),
-        ("--tpp --tp-x x--tp", "--tpp --tp-x x--tp"),
-        ("/cache/models--tp--kv-convert", "/cache/models--tp--kv-convert"),
-        ("---tp -- tp", "---tp -- tp"),
-    ],
-)
-def test_options_of_a_group_get_its_name(text: str, written: str) -> None:
-    of_decode = {name: f"decode.{name}" for name in ("tp", "kv-convert")}
-    assert renamed(text, of_decode.get) == written

@@ -1,19 +1,24 @@
-"""Every error a client or a peer can see, as one tree; proxy/errors.py has the proxy's own."""
+"""Every error that a client or a peer can receive, as one tree.
+
+proxy/errors.py adds the errors that only the proxy raises.
+"""
 
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-_BY_CODE: dict[str, type["BatonError"]] = {}  # the most general of each code
+_BY_CODE: dict[str, type["BatonError"]] = {}  # the most general class of each code
 
 
 class BatonError(Exception):
-    """An error with an HTTP status, whether a retry elsewhere can help, and the phase it arose in.
+    """An error with an HTTP status, a phase, and whether a retry elsewhere can help.
+
+    A subclass sets its class variables by class arguments and inherits the others.
 
     Args:
-        message: a sentence for the client that names the field, the value and the fix.
-        param: the request field at fault, where there is one.
-        headers: of the answer, beside those of every answer.
+        message: A sentence for the client that names the field, the value and the fix.
+        param: The request field at fault, if there is one.
+        headers: Additional headers of the HTTP response.
     """
 
     status: ClassVar[int] = 500
@@ -22,9 +27,9 @@ class BatonError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
 
-    def __init_subclass__(cls, **own: Any) -> None:
+    def __init_subclass__(cls, **class_variables: Any) -> None:
         super().__init_subclass__()
-        for name, value in own.items():
+        for name, value in class_variables.items():
             setattr(cls, name, value)
         _BY_CODE.setdefault(cls.code, cls)
 
@@ -41,82 +46,192 @@ class BatonError(Exception):
         self.headers = headers or {}
 
     def to_openai(self) -> dict[str, Any]:
-        """The error object of OpenAI's API, with our phase and retryable flag beside it."""
+        """Returns the error object of OpenAI's API, plus `phase` and `retryable`."""
         names = ("message", "type", "param", "code", "phase", "retryable")
         return {"error": {name: getattr(self, name) for name in names}}
 
 
-# fmt: off
-class RequestError(  # the client's fault, never retried
-    BatonError, status=400, phase="request", type="invalid_request_error", code="invalid_request"
-): ...
-class InvalidRequest(RequestError): ...  # names the field
-class ContextLengthExceeded(RequestError, code="context_length_exceeded"): ...  # both lengths
-class GrammarFailed(RequestError, phase="engine", code="grammar_failed"): ...  # nothing can match
-class Unauthorized(  # no API key, or an unknown one
-    RequestError, status=401, phase="access", code="invalid_api_key"
-): ...
-class Forbidden(  # a key that may do other things
-    RequestError, status=403, phase="access", type="permission_error",
+class RequestError(
+    BatonError,
+    status=400,
+    phase="request",
+    type="invalid_request_error",
+    code="invalid_request",
+):
+    """The request is at fault. A retry without a change never helps."""
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is invalid. The message names the field."""
+
+
+class ContextLengthExceeded(RequestError, code="context_length_exceeded"):
+    """The prompt and the output do not fit the context. The message has both lengths."""
+
+
+class GrammarFailed(RequestError, phase="engine", code="grammar_failed"):
+    """No continuation of the output can match the grammar of the request."""
+
+
+class Unauthorized(RequestError, status=401, phase="access", code="invalid_api_key"):
+    """The request has no API key, or an unknown one."""
+
+
+class Forbidden(
+    RequestError,
+    status=403,
+    phase="access",
+    type="permission_error",
     code="insufficient_permissions",
-): ...
-class RateLimited(  # beyond what the key may use; `retry-after` says when it may again
-    RequestError, status=429, retryable=True, phase="access", type="rate_limit_error",
+):
+    """The API key is known, but it does not permit this request."""
+
+
+class RateLimited(
+    RequestError,
+    status=429,
+    retryable=True,
+    phase="access",
+    type="rate_limit_error",
     code="rate_limit_exceeded",
-): ...
-class ModelNotFound(RequestError, status=404, code="model_not_found"): ...
-class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"): ...  # body
-class PayloadTooLarge(RequestError, status=413, code="payload_too_large"): ...
-class TargetTooLong(RequestError, status=414, code="target_too_long"): ...
-class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_type"): ...
-class ClientTooSlow(RequestError, status=408, retryable=True, code="client_too_slow"): ...  # reads
-class KVParamsRejected(  # that cannot be honoured
+):
+    """The API key has used up its limit. The header `retry-after` says how long."""
+
+
+class ModelNotFound(RequestError, status=404, code="model_not_found"):
+    """No server serves the model of the request."""
+
+
+class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"):
+    """The client sent the body of the request too slowly."""
+
+
+class PayloadTooLarge(RequestError, status=413, code="payload_too_large"):
+    """The body of the request is too large."""
+
+
+class TargetTooLong(RequestError, status=414, code="target_too_long"):
+    """The path and query of the request are too long."""
+
+
+class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_type"):
+    """The body of the request has a Content-Type that is not accepted."""
+
+
+class ClientTooSlow(RequestError, status=408, retryable=True, code="client_too_slow"):
+    """The client reads the response too slowly."""
+
+
+class KVParamsRejected(
     RequestError, phase="kv_params", code="kv_transfer_params_rejected"
-): ...
-class ResumeRejected(RequestError, phase="resume", code="resume_rejected"): ...  # no proxy's
+):
+    """The `kv_transfer_params` of the request cannot be used."""
 
 
-class RemoteKVError(  # the KV of a prefill server could not be used
-    BatonError, status=502, retryable=True, phase="transfer", type="remote_kv_error",
+class ResumeRejected(RequestError, phase="resume", code="resume_rejected"):
+    """The `baton_resume` of the request does not come from a proxy of this cluster."""
+
+
+class RemoteKVError(
+    BatonError,
+    status=502,
+    retryable=True,
+    phase="transfer",
+    type="remote_kv_error",
     code="remote_kv_error",
-): ...
-class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"): ...
-class PeerIncompatible(  # names the field and both values
+):
+    """The KV of a prefill server could not be used."""
+
+
+class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"):
+    """The peer's side channel does not answer."""
+
+
+class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
-): ...
-class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"): ...
-class TransferFailed(RemoteKVError, code="transfer_failed"): ...
-class KVCorrupt(RemoteKVError, code="kv_corrupt"): ...  # not what the lender holds; names where
-class PullCircuitOpen(RemoteKVError, code="pull_withheld"): ...  # not tried
-class PullTimeout(RemoteKVError, status=504, code="pull_timeout"): ...
+):
+    """The peer's KV means something else here. The message has the field and both values."""
 
 
-class ServiceError(  # this deployment's fault
-    BatonError, status=503, retryable=True, phase="routing", type="service_unavailable",
+class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"):
+    """The lease ended before the pull was complete, so the bytes cannot be trusted."""
+
+
+class TransferFailed(RemoteKVError, code="transfer_failed"):
+    """A read of remote KV failed."""
+
+
+class KVCorrupt(RemoteKVError, code="kv_corrupt"):
+    """The pulled bytes differ from the lender's. The message says where."""
+
+
+class PullWithheld(RemoteKVError, code="pull_withheld"):
+    """The circuit of the peer is open, so no pull was attempted."""
+
+
+class PullTimeout(RemoteKVError, status=504, code="pull_timeout"):
+    """A pull did not finish in time."""
+
+
+class ServiceError(
+    BatonError,
+    status=503,
+    retryable=True,
+    phase="routing",
+    type="service_unavailable",
     code="service_unavailable",
-): ...
-class NoServerAvailable(ServiceError, code="no_server_available"): ...
-class Overloaded(ServiceError, phase="admission", code="overloaded"): ...
-class ResumeRefused(  # other servers may do it: the tokens would not be proven the same here
-    ServiceError, phase="resume", code="resume_refused"
-): ...
-class DeadlineExceeded(ServiceError, status=504, phase="deadline", code="deadline_exceeded"): ...
-class EngineDied(ServiceError, phase="engine", code="engine_died"): ...
+):
+    """This deployment is at fault."""
+
+
+class NoServerAvailable(ServiceError, code="no_server_available"):
+    """No server can take the request."""
+
+
+class Overloaded(ServiceError, phase="admission", code="overloaded"):
+    """The servers have no capacity for the request."""
+
+
+class ResumeRefused(ServiceError, phase="resume", code="resume_refused"):
+    """This server cannot prove that it would continue the stream with the same tokens.
+
+    Another server may be able to.
+    """
+
+
+class DeadlineExceeded(
+    ServiceError, status=504, phase="deadline", code="deadline_exceeded"
+):
+    """The request took longer than its client or the operator allows."""
+
+
+class EngineDied(ServiceError, phase="engine", code="engine_died"):
+    """The engine process has ended."""
+
+
 class InternalError(
-    ServiceError, status=500, retryable=False, phase="internal", type="server_error",
+    ServiceError,
+    status=500,
+    retryable=False,
+    phase="internal",
+    type="server_error",
     code="internal_error",
-): ...
-# fmt: on
+):
+    """A bug of Baton."""
 
 
-# Longest `Retry-After` of a full queue, in seconds. Longer waits are predicted from a rate that may
-# be another one by then, and a request a minute costs a server nothing.
+# Longest `Retry-After` of a full queue, in seconds. Longer waits are extrapolated from a
+# rate that may change by then, and one retry per minute costs a server nothing.
 MAX_RETRY_AFTER_S = 60
 
 
 class QueueFull(RateLimited, phase="admission"):
-    """Too much waits already. The queue should be short enough after `retry_after_s` seconds, of
-    which the client is told 1 to MAX_RETRY_AFTER_S."""
+    """The queue of the server is full.
+
+    Args:
+        retry_after_s: Predicted time until the queue is short enough, in seconds. The
+            client receives a value between 1 and MAX_RETRY_AFTER_S.
+    """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         wait_s = max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S)))
@@ -124,9 +239,15 @@ class QueueFull(RateLimited, phase="admission"):
 
 
 class GrammarQueueFull(QueueFull, phase="grammar"):
-    """Too many schemas and grammars wait for their trial. Requests without a new one are served."""
+    """Too many new schemas and grammars wait to be compiled.
+
+    Requests without a new grammar are still served.
+    """
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
-    """Rebuilds an error that crossed a process boundary; an unknown code is an InternalError."""
+    """Rebuilds an error that crossed a process boundary.
+
+    An unknown code becomes an InternalError.
+    """
     return _BY_CODE.get(code, InternalError)(message, param=param)

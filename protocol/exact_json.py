@@ -1,8 +1,8 @@
-"""JSON whose numbers stay as they were written.
+"""JSON whose numbers keep the text that the client wrote.
 
-Integers of any size are exact in Python. A decimal that no float64 is equal to becomes an
-`ExactFloat`: the nearest float64 (infinity beyond the largest one), which also has its text.
-Everything else takes it for a float.
+Python integers of any size are exact. A decimal that no float64 equals becomes an
+`ExactFloat`: the nearest float64 (infinity beyond the largest one) that also keeps the
+original text. All other code treats it as a float.
 """
 
 import contextlib
@@ -16,19 +16,18 @@ _ALWAYS_EXACT_CHARS = 15  # float64 keeps 15 digits
 
 
 class ExactFloat(float):
-    """A float64 that is not quite the number in `text`."""
+    """The float64 nearest to the number in `text`, which no float64 equals."""
 
     text: str
 
 
 def _float_of(text: str) -> float:
-    """The number in a JSON text."""
+    """Returns the number in a JSON text, as an ExactFloat where float64 is not exact."""
     value = float(text)
     if len(text) <= _ALWAYS_EXACT_CHARS and "e" not in text and "E" not in text:
         return value
-    with contextlib.suppress(
-        ArithmeticError
-    ):  # an exponent that Decimal does not have either
+    # Decimal raises ArithmeticError for an exponent beyond its own range.
+    with contextlib.suppress(ArithmeticError):
         if Decimal(repr(value)) == Decimal(text):
             return value
     exact = ExactFloat(value)
@@ -40,16 +39,19 @@ _decode = msgspec.json.Decoder(float_hook=_float_of).decode
 
 
 def decode(data: bytes) -> Any:
-    """The value of a JSON text. Raises msgspec.DecodeError or UnicodeDecodeError where it is not
-    JSON."""
+    """Returns the value of a JSON text.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: The text is not JSON.
+    """
     return _decode(data)
 
 
 def loads(text: str, *, allow_nan: bool = True) -> Any:
-    """The value of a JSON text. Raises ValueError where it is not JSON.
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON.
 
     Args:
-        allow_nan: whether NaN and Infinity, which JSON has not, are floats as for json.loads.
+        allow_nan: Accept NaN and Infinity as floats, like json.loads. JSON has neither.
     """
     constants = None if allow_nan else _refuse_constant
     return json.loads(text, parse_float=_float_of, parse_constant=constants)
@@ -60,13 +62,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def dumps(value: Any) -> str:
-    """The JSON text of a value that `decode` or `loads` returned, its decimals as they were
-    written."""
-    return (
-        "".join(_parts(value))
-        if _has_exact(value)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    """Returns the JSON text of a value that `decode` or `loads` returned.
+
+    Decimals are written as the client wrote them.
+    """
+    if _has_exact(value):
+        return "".join(_parts(value))
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _has_exact(value: Any) -> bool:

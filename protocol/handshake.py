@@ -1,12 +1,14 @@
-"""What engines tell each other: the metadata of a prefill engine and the side channel's messages.
+"""The KV side channel: an engine's metadata and the messages between engines.
 
-Compatibility is semantic, never a software version: unknown fields are ignored, missing optional
-ones have defaults. Only what changes the meaning of the bytes must match (`check_compatible`).
-The version number rises only when an old reader would misread a new message.
+Compatibility is semantic and does not depend on software versions. Unknown fields are
+ignored, and missing optional fields have defaults. Only the fields that determine the
+meaning of the bytes must match (`check_compatible`). The protocol version rises only
+when an old reader would misread a new message.
 
-A message is a MAC and its payload: HMAC-SHA256 with the cluster secret over the msgpack payload,
-with a label of its own for requests and for replies, so that neither can be reflected as the other.
-A reply repeats its request's nonce, so a late one answers no other question.
+A message consists of a MAC and a payload. The MAC is the HMAC-SHA256 of the msgpack
+payload under the cluster secret. Requests and replies use different labels, so neither
+can be reflected as the other. A reply repeats the nonce of its request, so a late reply
+cannot be taken for the reply to another request.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ import hmac
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -26,39 +28,34 @@ from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 1
 
-ITEMSIZE = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-}  # bytes per element
+# Bytes per element.
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
-_CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
+_CONVERTIBLE = ("kv_dtype", "kv_scales")  # a reader with --kv-convert can convert them
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
-DIGESTS: Final = 1  # rises when kvcache/verify computes others
-MAX_GROUPS: Final = 16  # of layers, with blocks of their own
-MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
+DIGESTS: Final = 1  # version of the digests that kvcache/verify computes
+MAX_GROUPS: Final = 16  # of layers that have blocks of their own
+MAX_BYTES = 1 << 48  # more than any device has, and far from a 64-bit overflow
 
 
 def check_order(order: str) -> str:
-    """`order`, if it has each of AXES once and ends in D. Raises ValueError."""
+    """Returns `order`. Raises ValueError unless it has each of AXES once, D last."""
     missing = [axis for axis in AXES if axis not in order]
-    if missing or len(order) != len(AXES) or not order.endswith("D"):
-        problem = (
-            f"lacks axis {', '.join(missing)}" if missing else "is no order of the axes"
-        )
-        raise ValueError(
-            f"{short_repr(order)} {problem}: use each of {AXES} once, D last"
-        )
-    return order
+    if missing:
+        problem = f"lacks axis {', '.join(missing)}"
+    elif len(order) != len(AXES) or not order.endswith("D"):
+        problem = "is no order of the axes"
+    else:
+        return order
+    raise ValueError(f"{short_repr(order)} {problem}: use each of {AXES} once, D last")
 
 
 class LayoutRecord(msgspec.Struct, frozen=True):
-    """A kvcache.layout.KVLayout on the wire: six axes in `order`, sizes in elements."""
+    """A kvcache.layout.KVLayout as a message: six axes in `order`, sizes in elements."""
 
     order: str  # permutation of AXES ending in D, outermost axis first
-    num_blocks: int  # B, the null block included
-    num_heads: int  # H, kv heads on this rank (1 for MLA)
+    num_blocks: int  # B, including the null block
+    num_heads: int  # H, KV heads on this rank (1 for MLA)
     num_layers: int  # L
     num_components: int  # C: 2 (K, V) or 1 (MLA latent)
     block_size: int  # N, tokens per block, 1..256
@@ -67,13 +64,23 @@ class LayoutRecord(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole allocation."""
+        """Size of the whole allocation in bytes."""
         sizes = (self.num_blocks, self.num_heads, self.num_layers, self.num_components)
         return math.prod(sizes) * self.block_size * self.head_dim * ITEMSIZE[self.dtype]
 
 
 class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal for one engine's KV bytes to mean the same to another."""
+    """The facts that two engines must share to read each other's KV.
+
+    Attributes:
+        rope: Canonical JSON of the RoPE parameters.
+        kv_scales: The factors by which FP8 elements are multiplied on reading, in the
+            order K and V of layer 0, K and V of layer 1, and so on. Empty for any other
+            dtype.
+        kv_windows: For each group of layers that has blocks of its own
+            (kvcache/groups.py), the number of tokens in its attention window; 0: all
+            tokens. Empty: one group that sees all tokens.
+    """
 
     model_fingerprint: str
     kv_dtype: str
@@ -81,12 +88,8 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     total_kv_heads: int
     num_components: int
     head_dim: int
-    rope: str  # canonical JSON of the rope parameters
-    # What FP8 elements are multiplied by when read: K and V of layer 0, of layer 1, and so on.
-    # Empty for any other dtype.
+    rope: str
     kv_scales: tuple[float, ...] = ()
-    # Of each group of layers with blocks of its own (kvcache/groups.py), how many tokens a token
-    # sees; 0: all. Empty: one group that sees all.
     kv_windows: tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...] = ()
 
 
@@ -101,11 +104,11 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str  # "cpu" | "cuda"
     layout: LayoutRecord
     extra: dict[str, Any] = {}
-    pid: int | None = None  # on its own host
+    pid: int | None = None  # in the PID namespace of its host
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a decode engine needs to read from this engine, all ranks of it."""
+    """Everything that a decode engine needs to read from this engine, for all ranks."""
 
     protocol_version: int
     engine_id: str
@@ -114,24 +117,31 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dcp_size: int = 1
     ranks: list[RankMetadata]
-    digests: int = 0  # DIGESTS where it answers AskDigest just as we do
+    digests: int = 0  # DIGESTS if this engine answers GetDigest, else 0
 
 
 def check_compatible(
     local: CompatRecord, remote: CompatRecord, allow_convert: bool = False
 ) -> None:
-    """Raises PeerIncompatible naming the first field that differs, and both values. A reader that
-    is allowed to convert takes other KV dtypes and scales."""
+    """Raises PeerIncompatible naming the first field that differs, and both values.
+
+    Args:
+        allow_convert: The reader converts other KV dtypes and scales.
+    """
     for field in CompatRecord.__struct_fields__:
-        ours, theirs = getattr(local, field), getattr(remote, field)
+        ours = getattr(local, field)
+        theirs = getattr(remote, field)
         if ours == theirs or (allow_convert and field in _CONVERTIBLE):
             continue
-        where, fix = "", ""
+        where = ""
+        fix = ""
         if field == "kv_scales" and len(ours) == len(theirs):
             at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
-            where, ours, theirs = f" at index {at}", ours[at], theirs[at]
+            where = f" at index {at}"
+            ours = ours[at]
+            theirs = theirs[at]
         if field == "model_fingerprint" and "longrope" in local.rope != remote.rope:
-            fix = ", and both with the same --max-model-len, by which longrope takes its factors"
+            fix = ", and both with the same --max-model-len, which selects longrope's factors"
         if field in _CONVERTIBLE:
             fix = ", or let the decode server convert with --kv-convert"
         raise PeerIncompatible(
@@ -143,131 +153,166 @@ def check_compatible(
 
 
 def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
-    """What of a record must agree, in short, for who pairs servers: the model, the form of its KV,
-    and its dtype and scales (`*`: any, as of a reader that converts)."""
+    """Returns a short digest of a record, by which a proxy pairs servers.
+
+    It has three parts: the model, the form of its KV, and the dtype and scales. The
+    last part is `*` for a reader that converts any dtype and scales.
+    """
 
     def digest(*fields: str) -> str:
         text = msgspec.json.encode([getattr(compat, field) for field in fields])
         return hashlib.sha256(text).hexdigest()[:12]
 
     form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
-    form = (
-        form if compat.kv_windows else form[: form.index("kv_windows")]
-    )  # as it ever was
+    if not compat.kv_windows:
+        # Without this field the digest equals that of versions before KV groups.
+        form = form[: form.index("kv_windows")]
     stored = "*" if converts else digest(*_CONVERTIBLE)
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
 
-FOREIGN: Final = (
-    "vllm"  # instead of a kv_digest: these see for themselves whether they fit
-)
+# Takes the place of a kv_digest: vLLM's servers check compatibility themselves.
+FOREIGN: Final = "vllm"
 
 
 @lru_cache(4096)
 def may_pair(prefill: str, decode: str) -> bool:
-    """Whether servers of these kv_digests fit; one of ours that tells none fits every other."""
+    """Returns whether servers of these kv_digests are compatible.
+
+    An empty digest is unknown; its server may pair with every server but FOREIGN ones.
+    """
     if FOREIGN in (prefill, decode):
         return prefill == decode
     if not prefill or not decode:
         return True
-    theirs, ours = prefill.split("."), decode.split(".")
-    return len(theirs) == len(ours) and all(
-        d in (p, "*") for p, d in zip(theirs, ours, strict=True)
-    )
+    prefill_parts = prefill.split(".")
+    decode_parts = decode.split(".")
+    if len(prefill_parts) != len(decode_parts):
+        return False
+    pairs = zip(prefill_parts, decode_parts, strict=True)
+    return all(reader in (lender, "*") for lender, reader in pairs)
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two kv_digests are of the same model, or one is unknown."""
-    (ours, *form), (theirs, *other_form) = one.split("."), other.split(".")
-    return ours == theirs or not form or not other_form
+    """Returns whether two kv_digests name the same model, or one names none."""
+    model, *form = one.split(".")
+    other_model, *other_form = other.split(".")
+    return model == other_model or not form or not other_form
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself: a rank's KV
-    lies inside a region that the peer registered. What must be as it is here, `check_compatible`
-    and the plan see to."""
-    for field, value, is_right, rule in _rules(metadata):
-        if not is_right:
-            told = f"{field} is {short_repr(value)} in the peer's metadata; it must {rule}."
-            raise PeerIncompatible(told, param=field)
+    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself.
+
+    After this check, every KV block of a rank lies inside the region that the peer
+    registered. `check_compatible` and the transfer plan compare it with this engine.
+    """
+    for rule in _rules(metadata):
+        if not rule.is_satisfied:
+            raise PeerIncompatible(
+                f"{rule.field} is {short_repr(rule.value)} in the peer's metadata; "
+                f"it must {rule.requirement}.",
+                param=rule.field,
+            )
 
 
-_Rule = tuple[
-    str, object, bool, str
-]  # field, its value, whether that is right, what it must be
+class _Rule(NamedTuple):
+    field: str
+    value: object
+    is_satisfied: bool
+    requirement: str  # continues "it must"
 
 
 def _within(field: str, value: int, low: int, high: int) -> _Rule:
-    return field, value, low <= value <= high, f"be {low} to {high}"
+    return _Rule(field, value, low <= value <= high, f"be {low} to {high}")
 
 
 def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
-    return field, value, value in allowed, f"be one of {sorted(allowed)}"
+    return _Rule(field, value, value in allowed, f"be one of {sorted(allowed)}")
 
 
 def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
-    """In an order in which each may rely on those before it."""
-    version, compat = metadata.protocol_version, metadata.compat
-    groups = len(compat.kv_windows)
-    yield (
+    """Yields the rules in an order in which each may rely on the earlier ones."""
+    yield _Rule(
         "protocol_version",
-        version,
-        version == PROTOCOL_VERSION,
+        metadata.protocol_version,
+        metadata.protocol_version == PROTOCOL_VERSION,
         f"be {PROTOCOL_VERSION}",
     )
+    yield from _scale_rules(metadata.compat)
+    yield from _rank_number_rules(metadata)
+    num_groups = len(metadata.compat.kv_windows)
+    yield _within("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
+    scales = metadata.compat.kv_scales
+    yield _Rule(
+        "compat.kv_scales",
+        scales,
+        num_groups < 2 or set(scales) <= {1.0},
+        "be 1 where there are several KV groups",
+    )
+    for rank in metadata.ranks:
+        yield from _allocation_rules(rank)
+        yield from _layout_rules(rank, metadata.compat.kv_dtype)
+
+
+def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
     yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
+    scales = compat.kv_scales
     count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
-    scales, given = compat.kv_scales, len(compat.kv_scales)
-    yield (
+    yield _Rule(
         "compat.kv_scales' length",
-        given,
-        given == count,
+        len(scales),
+        len(scales) == count,
         f"be {count} of {compat.kv_dtype}",
     )
-    are_scales = all(math.isfinite(scale) and scale > 0 for scale in scales)
-    yield "compat.kv_scales", scales, are_scales, "be finite numbers above 0"
+    yield _Rule(
+        "compat.kv_scales",
+        scales,
+        all(math.isfinite(scale) and scale > 0 for scale in scales),
+        "be finite numbers above 0",
+    )
+
+
+def _rank_number_rules(metadata: EngineMetadata) -> Iterator[_Rule]:
+    tp_size = metadata.tp_size
+    dcp_size = metadata.dcp_size
+    yield _Rule(
+        "dcp_size",
+        dcp_size,
+        0 < dcp_size and tp_size % dcp_size == 0,
+        f"divide tp_size {tp_size}",
+    )
     numbers = [rank.rank for rank in metadata.ranks]
-    are_all = (
-        numbers == list(range(len(numbers))) and 0 < len(numbers) == metadata.tp_size
+    is_complete = numbers == list(range(len(numbers))) and 0 < len(numbers) == tp_size
+    yield _Rule(
+        "ranks", numbers[:64], is_complete, f"be all of tp_size {tp_size} in order"
     )
-    is_share = 0 < metadata.dcp_size and metadata.tp_size % metadata.dcp_size == 0
-    yield "dcp_size", metadata.dcp_size, is_share, f"divide tp_size {metadata.tp_size}"
-    yield (
-        "ranks",
-        numbers[:64],
-        are_all,
-        f"be all of tp_size {metadata.tp_size} in order",
+
+
+def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:
+    where = f"ranks[{rank.rank}]"
+    max_address = (1 << 64) - rank.nbytes
+    yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
+    yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
+    yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
+    yield _within(f"{where}.base_address", rank.base_address, 1, max_address)
+
+
+def _layout_rules(rank: RankMetadata, kv_dtype: str) -> Iterator[_Rule]:
+    layout = rank.layout
+    where = f"ranks[{rank.rank}].layout"
+    yield _Rule(
+        f"{where}.order",
+        layout.order,
+        sorted(layout.order) == sorted(AXES) and layout.order.endswith("D"),
+        f"have each of {AXES} once, D last",
     )
-    yield _within("compat.kv_windows' length", groups, 0, MAX_GROUPS)
-    are_one = groups < 2 or set(scales) <= {1.0}
-    yield "compat.kv_scales", scales, are_one, "be 1 where there are several KV groups"
-    for rank in metadata.ranks:
-        where, layout = f"ranks[{rank.rank}]", rank.layout
-        yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
-        yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
-        yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
-        yield _within(
-            f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes
-        )
-        is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
-        yield (
-            f"{where}.layout.order",
-            layout.order,
-            is_order,
-            f"have each of {AXES} once, D last",
-        )
-        yield _one_of(f"{where}.layout.dtype", layout.dtype, (compat.kv_dtype,))
-        for name in (
-            "num_blocks",
-            "num_heads",
-            "num_layers",
-            "num_components",
-            "head_dim",
-        ):
-            yield _within(f"{where}.layout.{name}", getattr(layout, name), 1, 1 << 32)
-        yield _within(f"{where}.layout.block_size", layout.block_size, 1, 256)
-        fits = layout.nbytes <= rank.nbytes
-        yield f"{where}.layout", layout.nbytes, fits, f"fit in nbytes {rank.nbytes}"
+    yield _one_of(f"{where}.dtype", layout.dtype, (kv_dtype,))
+    sizes = ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim")
+    for name in sizes:
+        yield _within(f"{where}.{name}", getattr(layout, name), 1, 1 << 32)
+    yield _within(f"{where}.block_size", layout.block_size, 1, 256)
+    fits = layout.nbytes <= rank.nbytes
+    yield _Rule(where, layout.nbytes, fits, f"fit in nbytes {rank.nbytes}")
 
 
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -279,7 +324,7 @@ class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True)
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """About one lease."""
+    """A request about one lease."""
 
     nonce: _Id
     incarnation: _Id
@@ -290,7 +335,10 @@ class Renew(LeaseRequest, frozen=True, tag="renew"): ...
 
 
 class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
-    """The fence: may the bytes read under this lease be used? Repeatable by the same attempt."""
+    """The fence: asks whether the bytes read under this lease may be used.
+
+    One attempt may send it several times.
+    """
 
     attempt_id: _Id
 
@@ -298,45 +346,65 @@ class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
 class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
-class AskDigest(LeaseRequest, frozen=True, tag="ask_digest", kw_only=True):
-    """What are the digests of these tokens' KV? Said again, it is computed once."""
+class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
+    """Requests the digests of the KV of these tokens.
+
+    A repeated request does not compute them again.
+
+    Attributes:
+        samples: Compute the digests of a sample of the layers instead of all layers.
+        reach: See kvcache/groups.py. An engine with one group ignores it.
+    """
 
     token_start: _Count
     token_stop: _Count
-    samples: bool  # some layers of it
-    reach: Annotated[int, Meta(ge=0)] = (
-        0  # see kvcache/groups.py; of one group it says nothing
-    )
+    samples: bool
+    reach: Annotated[int, Meta(ge=0)] = 0
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
-    """Tell of a prompt's KV while it is computed, from its block `num_blocks` on. Said again now
-    and then: it renews the lease, and asks for what a lost connection has swallowed."""
+    """Requests a Progress whenever more of a prompt's KV is computed.
+
+    The reader repeats it periodically. A repetition renews the lease and requests again
+    what a lost connection may have dropped.
+
+    Attributes:
+        num_blocks: Blocks of the prompt that the reader already knows; the first
+            Progress begins after them.
+    """
 
     nonce: _Id
     incarnation: _Id
     transfer_id: _Id
     prompt_digest: _Id
-    num_blocks: Annotated[int, Meta(ge=0)] = 0  # that the reader knows of
+    num_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
-    """More of what was subscribed to is there, under one lease that grows."""
+    """More KV of a subscribed prompt is computed; one lease covers all of it.
+
+    Attributes:
+        block_size: Tokens per block.
+        first: Index in the prompt of the first of these blocks.
+        block_ids: The new blocks. All are full, unless there is a `reference`.
+        reference: With the last blocks: the kv_transfer_params of the whole prompt, as
+            JSON.
+    """
 
     nonce: str
     lease_id: str
     lease_s: float
-    block_size: int  # tokens
-    first: int  # which block of the prompt the first of these is
-    block_ids: list[int]  # all full, unless there is a reference
-    reference: bytes = (
-        b""  # with the last ones: kv_transfer_params of the whole, as JSON
-    )
+    block_size: int
+    first: int
+    block_ids: list[int]
+    reference: bytes = b""
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
-    """Lease the longest prefix of these tokens whose KV is there under this salt, if it has
-    `min_tokens`."""
+    """Requests a lease of the longest cached prefix of these tokens under this salt.
+
+    The prefix must have at least `min_tokens`.
+    """
 
     nonce: _Id
     incarnation: _Id
@@ -345,9 +413,13 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)] = b""
 
 
-class Found(msgspec.Struct, frozen=True, tag="found", kw_only=True):
-    """What a lookup found: a reference to it, without first tokens; None: too little, or too much
-    is lent already."""
+class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=True):
+    """The reply to a Lookup.
+
+    Attributes:
+        remote: The leased prefix, without first tokens. None if the prefix is too
+            short, or if too many blocks are leased already.
+    """
 
     nonce: str
     remote: RemotePrefill | None
@@ -362,8 +434,11 @@ class Ok(msgspec.Struct, frozen=True, tag="ok", kw_only=True):
     nonce: str
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone", kw_only=True):
-    """The lease is unknown, ended, or of another incarnation: use no byte read under it."""
+class LeaseEnded(msgspec.Struct, frozen=True, tag="lease_ended", kw_only=True):
+    """The lease is unknown, has ended, or belongs to another incarnation.
+
+    The receiver must not use any byte that it read under the lease.
+    """
 
     nonce: str
     reason: str = ""
@@ -371,24 +446,29 @@ class Gone(msgspec.Struct, frozen=True, tag="gone", kw_only=True):
 
 class Digest(msgspec.Struct, frozen=True, tag="digest", kw_only=True):
     nonce: str
-    sums: bytes  # as kvcache/verify/scope.py has them; empty: it cannot be computed
+    # The digests in the format of kvcache/verify/scope.py; empty if the engine cannot
+    # compute them.
+    sums: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """The request was malformed or not authentic. Not itself authentic when secrets differ."""
+    """The request was malformed or not authentic.
+
+    This reply is not authentic itself if the two engines have different secrets.
+    """
 
     nonce: str = ""
     reason: str = ""
 
 
 class FrameError(ValueError):
-    """No authentic message; the text says what is wrong with it."""
+    """A message that is malformed or not authentic; the text has the reason."""
 
 
 Request = GetMetadata | LeaseRequest | Subscribe | Lookup
-Reply = Metadata | Ok | Gone | Progress | Digest | Found | Refused
+Reply = Metadata | Ok | LeaseEnded | Progress | Digest | LookupResult | Refused
 
-_requests = GetMetadata | Renew | Complete | AbortLease | AskDigest | Subscribe | Lookup
+_requests = GetMetadata | Renew | Complete | AbortLease | GetDigest | Subscribe | Lookup
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"
@@ -410,7 +490,11 @@ seal_reply: Callable[[Reply, bytes], bytes] = partial(_sealed, _REPLY)
 
 
 def open_request(message: bytes, secret: bytes) -> Request:
-    """Raises FrameError unless the message is an authentic, well-formed request."""
+    """Returns the request in `message`.
+
+    Raises:
+        FrameError: The message is malformed or not authentic.
+    """
     _check_authentic(message, _REQUEST, secret)
     try:
         return _request_decoder.decode(message[_MAC_BYTES:])
@@ -419,8 +503,14 @@ def open_request(message: bytes, secret: bytes) -> Request:
 
 
 def open_reply(message: bytes, secret: bytes) -> Reply:
-    """Raises FrameError unless the message is an authentic, well-formed reply. A Refused needs no
-    proof: a peer with another secret can give none, and it can only make a pull fail."""
+    """Returns the reply in `message`.
+
+    A Refused is accepted without a valid MAC: a peer with another secret cannot make
+    one, and a forged Refused can only make a pull fail.
+
+    Raises:
+        FrameError: The message is malformed or not authentic.
+    """
     try:
         reply = _reply_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:

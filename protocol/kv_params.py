@@ -1,10 +1,11 @@
-"""`kv_transfer_params`: the reference to a prompt's KV that travels P -> proxy -> D.
+"""`kv_transfer_params`: the reference to a prompt's KV, sent by P through the proxy to D.
 
-Keys and flow are the field's convention, so that any proxy that relays the object untouched can
-drive these servers. Proxies decode and encode JSON in other languages, which print numbers in
-other ways and keep some of them only nearly. Therefore there is no fraction in it: logprobs are
-float32 bit patterns, integers that may exceed 2**53 are text. `30` and `30.0`, an absent member
-and `null` mean the same. Members this version does not know are ignored and not signed.
+The names and the flow are the convention of the field. Therefore any proxy that relays
+the object unchanged can drive these servers. Proxies in other languages decode and encode
+JSON with other number formats and limited precision. Therefore the object contains no
+fractions: logprobs are float32 bit patterns, and integers above 2**53 are strings. `30`
+and `30.0` mean the same, and so do an absent member and `null`. Members that this version
+does not know are ignored and not signed.
 """
 
 import contextlib
@@ -24,23 +25,20 @@ from protocol.errors import KVParamsRejected
 from protocol.messages import (
     AddRequest,
     FirstToken,
-    KVHint,
     RemotePrefill,
     SamplingParams,
     TokenLogprobs,
 )
-from protocol.registration import MAX_AGE_S
 from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums")
 _MAX_TRANSFER_ID = 128  # characters
-HINT = "hint"  # the member by which proxies name who may have the KV of a prompt's beginning
-SENDER_RELEASES = "sender_releases"  # see sender_releases
-RELEASE_PATH = (
-    "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
-)
+HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
+SENDER_RELEASES = "sender_releases"  # see the function sender_releases
+# Endpoint of a server: no other server will use the KV of these `kv_transfer_params`.
+RELEASE_PATH = "/release_kv"
 
-# The field's convention: a prefill server is told by this object that it prefills only.
+# By convention, this object tells a prefill server to compute only the prompt.
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -50,17 +48,16 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_port": None,
 }
 
-_LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
+_LOWEST_LOGPROB = -9999.0  # of an impossible token, as clients do not expect infinity
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-_MAX_SIGNED = (
-    1024  # references of a request, which has no more prompts; of a stranger's as many
-)
-_OFFER_S = 3.0  # of a lease that is not known yet
+# Maximum number of references in a request. A request has at most so many prompts, and
+# this also bounds the work for a client that forges references.
+_MAX_SIGNED = 1024
 _MAX_LOGPROBS = 1000
-_DEPTH = 5  # of an object, at most
+_MAX_DEPTH = 5  # of nested JSON values
 
-_Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32, see float_bits
+_Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32; see float_bits
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _T = TypeVar("_T")
 _Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
@@ -70,7 +67,7 @@ _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class LogprobBits(Struct, frozen=True, array_like=True):
-    """TokenLogprobs as a reference has them: `[logprob, [top ids], [top logprobs], rank]`."""
+    """TokenLogprobs in a reference: `[logprob, [top ids], [top logprobs], rank]`."""
 
     logprob: _Bits
     top_ids: Annotated[list[_TokenId], Meta(max_length=_MAX_LOGPROBS)]
@@ -79,51 +76,58 @@ class LogprobBits(Struct, frozen=True, array_like=True):
 
 
 class FirstTokenBits(Struct, frozen=True):
-    """A FirstToken as a reference has it."""
+    """A FirstToken in a reference."""
 
     id: _TokenId
     logprobs: LogprobBits | None = None
 
 
 class KVTransferParams(Struct, frozen=True, kw_only=True):
-    """One prompt's KV on a prefill server: where it lies, until when, and what it belongs to."""
+    """One prompt's KV on a prefill server: where it is, until when, and for what prompt.
+
+    Attributes:
+        remote_block_ids: Exactly the blocks that hold `remote_num_tokens`.
+        remote_host: Address of the side channel.
+        lease_ms: Time until the lease expires unless it is renewed, by the prefill
+            server's clock.
+        remote_num_tokens: Tokens of the whole prompt.
+        remote_block_size: Tokens per block.
+        remote_cached_tokens: Prompt tokens that the prefill server did not compute.
+        remote_transferred_tokens: The part of them that it pulled from another server.
+        seed: The seed of the first token's sampler. The decode server uses it for the
+            other tokens.
+        first_tokens: One per choice.
+        prompt_logprobs: One per prompt token, None for the first token. None if the
+            request did not ask for them.
+        checksums: CRC-16s of the signed members in this order. They show which member a
+            proxy has changed. They are not signed.
+    """
 
     remote_engine_id: _Text
     remote_request_id: Annotated[str, Meta(min_length=1, max_length=1024)]
-    # Exactly those that hold remote_num_tokens.
     remote_block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], _Size]
-    remote_host: Annotated[
-        str, Meta(min_length=1, max_length=255)
-    ]  # of the side channel
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     tp_size: Annotated[int, Meta(ge=1, le=4096)]
     lease_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    # Until expiry unless renewed, by the prefill server's clock.
     lease_ms: Annotated[int, Meta(ge=1, le=86_400_000)]
     incarnation: _Text
-    remote_num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]  # the whole prompt
-    remote_block_size: Annotated[int, Meta(ge=1, le=256)]  # tokens
-    remote_cached_tokens: (
-        _Tokens  # of the prompt, what the prefill server did not compute
-    )
-    remote_transferred_tokens: _Tokens = (
-        0  # of those, what it pulled from another server
-    )
+    remote_num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+    remote_block_size: Annotated[int, Meta(ge=1, le=256)]
+    remote_cached_tokens: _Tokens
+    remote_transferred_tokens: _Tokens = 0
     prompt_digest: _Digest
     sampling_digest: _Digest
-    # What the first token was drawn with; the decode server goes on with it.
     seed: Annotated[str, Meta(pattern=r"\A-?[0-9]{1,19}\Z")]
-    # One per choice.
     first_tokens: Annotated[
         list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)
     ]
-    # One per prompt token, None for the first; None altogether when nobody asked.
     prompt_logprobs: Annotated[list[LogprobBits | None], _Size] | None = None
-    # CRC-16s of the signed members, in this order: which of them somebody altered. Not signed.
     checksums: Annotated[str, Meta(max_length=128)] | None = None
     signature: _Digest
 
     def sign(self, secret: bytes) -> "KVTransferParams":
+        """Returns a copy with checksums and a signature."""
         texts = list(self._signed_texts().values())
         return msgspec.structs.replace(
             self,
@@ -135,33 +139,43 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         """Raises KVParamsRejected unless a holder of the cluster secret signed these values."""
         try:
             texts = self._signed_texts()
-        except UnicodeEncodeError:  # half a surrogate pair: nobody signs that
-            reject("signature", "does not match: it is of no text that can be encoded")
+        except UnicodeEncodeError:  # an unpaired surrogate, which no server signs
+            reject("signature", "does not match: a text has an unpaired surrogate")
         if hmac.compare_digest(self.signature, _mac(list(texts.values()), secret)):
             return
-        told = re.findall("....", self.checksums or "")
-        pairs = zip(texts.items(), told, strict=False)
-        altered = [name for (name, text), sum_ in pairs if _checksum(text) != sum_]
-        if len(told) != len(texts):
+        expected_sums = re.findall("....", self.checksums or "")
+        altered = [
+            name
+            for (name, text), expected_sum in zip(
+                texts.items(), expected_sums, strict=False
+            )
+            if _checksum(text) != expected_sum
+        ]
+        if len(expected_sums) != len(texts):
             altered = ["checksums"]
-        why = "who signed the object has another cluster secret (give all servers one "
-        why += "BATON_CLUSTER_SECRET)"
+        reason = (
+            "the server that signed the object has another cluster secret (give all "
+            "servers one BATON_CLUSTER_SECRET)"
+        )
         if altered:
-            why = f"{', '.join(altered)} changed between the prefill server and this one (whatever "
-            why += "relays kv_transfer_params must leave their values alone)"
-        reject("signature", f"does not match: {why}")
+            reason = (
+                f"{', '.join(altered)} changed between the prefill server and this one "
+                "(a proxy that relays kv_transfer_params must not change their values)"
+            )
+        reject("signature", f"does not match: {reason}")
 
     def _signed_texts(self) -> dict[str, bytes]:
-        """Each signed member in a normal form, which is JSON without fractions."""
-        members = msgspec.structs.asdict(self).items()
+        """Returns each signed member in a normal form, JSON without fractions."""
         return {
-            name: msgspec.json.encode(v) for name, v in members if name not in _UNSIGNED
+            name: msgspec.json.encode(value)
+            for name, value in msgspec.structs.asdict(self).items()
+            if name not in _UNSIGNED
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The object for the response body: JSON types only."""
-        orders = {"do_remote_decode": False, "do_remote_prefill": True}
-        return {**orders, **msgspec.to_builtins(self)}
+        """Returns the object for the response body, with JSON types only."""
+        flags = {"do_remote_decode": False, "do_remote_prefill": True}
+        return {**flags, **msgspec.to_builtins(self)}
 
 
 def _mac(texts: Sequence[bytes], secret: bytes) -> str:
@@ -176,12 +190,16 @@ def _checksum(text: bytes) -> str:
 def build(
     secret: bytes, remote: RemotePrefill, sampling_digest: str, seed: int
 ) -> KVTransferParams:
-    """Signed params of what an engine lends; `to_remote_prefill` makes it a reference again."""
-    found, names = msgspec.structs.asdict(remote), KVTransferParams.__struct_fields__
-    told: dict[str, Any] = {
-        name: found.get(name.removeprefix("remote_")) for name in names
+    """Returns signed params of KV that an engine leases.
+
+    `to_remote_prefill` is the inverse.
+    """
+    names = KVTransferParams.__struct_fields__
+    remote_values = msgspec.structs.asdict(remote)
+    members: dict[str, Any] = {
+        name: remote_values.get(name.removeprefix("remote_")) for name in names
     }
-    told |= {
+    members |= {
         "sampling_digest": sampling_digest,
         "lease_ms": max(1, round(remote.lease_s * 1000)),
         "seed": str(seed),
@@ -191,104 +209,11 @@ def build(
         "prompt_logprobs": [*map(_bits_of, remote.prompt_logprobs or ())] or None,
         "signature": "",
     }
-    return KVTransferParams(**told).sign(secret)
-
-
-class Offer(Struct, frozen=True, kw_only=True):
-    """A prompt that a prefill server is asked for at this moment: where to subscribe to its KV.
-    Only a proxy makes one, as it names a host to connect to."""
-
-    transfer_id: _Text
-    engine_id: _Text
-    incarnation: _Text
-    host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    issued_s: Annotated[int, Meta(ge=0)] = 0  # since 1970
-    signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
-
-    def to_json(self, secret: bytes) -> dict[str, Any]:
-        """The object for the decode leg's body."""
-        return {"do_remote_prefill": True, "subscribe": sealed(self, secret)}
-
-    def to_remote(
-        self, index: int, token_ids: Sequence[int], cache_salt: bytes = b""
-    ) -> RemotePrefill:
-        """What the engine needs of it for the prompt of this index."""
-        return RemotePrefill(
-            host=self.host,
-            port=self.port,
-            engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            request_id=self.transfer_id,
-            lease_id="",
-            lease_s=_OFFER_S,
-            block_ids=[],
-            block_size=0,
-            num_tokens=len(token_ids),
-            cached_tokens=0,
-            tp_size=0,
-            first_tokens=[],
-            sender_releases=True,
-            transfer_id=prompt_name(self.transfer_id, index),
-            prompt_digest=prompt_digest(token_ids, cache_salt),
-        )
-
-
-def prompt_name(transfer_id: str, index: int) -> str:
-    """By which one of a transfer's prompts is subscribed to."""
-    return f"{transfer_id[:100]}-{index}"
-
-
-class _Said(Struct):
-    subscribe: Offer | None = None
-    hint: KVHint | None = None
-
-
-def offer_of(obj: object, secret: bytes, now_s: float) -> Offer | None:
-    """What some kv_transfer_params offer. Raises KVParamsRejected, as `hint_of`."""
-    offer: Offer | None = _said_of(obj, "subscribe", secret, now_s)
-    return offer
-
-
-def hint_of(obj: object, secret: bytes, now_s: float) -> KVHint | None:
-    """What they hint at; a hint that is wrong costs its reader one question. Raises
-    KVParamsRejected for what is malformed or old, or what nobody of this cluster signed."""
-    hint: KVHint | None = _said_of(obj, HINT, secret, now_s)
-    return hint and msgspec.structs.replace(hint, issued_s=0, signature="")
-
-
-def _said_of(obj: object, name: str, secret: bytes, now_s: float) -> Any:
-    given = obj.get(name) if isinstance(obj, dict) else None
-    said = getattr(convert({name: given}, _Said), name)
-    if said is None:
-        return None
-    if not hmac.compare_digest(said.signature, _seal(said, secret)):
-        reject(
-            f"{name}.signature", "does not match: only proxies of this cluster say so"
-        )
-    if abs(age_s := now_s - said.issued_s) > MAX_AGE_S:
-        told = (
-            f"is {age_s:.0f} s old by this server's clock, {MAX_AGE_S:g} are the most"
-        )
-        reject(f"{name}.issued_s", f"{told}: it is a copy, or a clock is wrong")
-    return said
-
-
-def sealed(told: Offer | KVHint, secret: bytes) -> dict[str, Any]:
-    """Its members as they travel, signed."""
-    return {**msgspec.structs.asdict(told), "signature": _seal(told, secret)}
-
-
-def _seal(told: Offer | KVHint, secret: bytes) -> str:
-    fields = told.__struct_fields__
-    values = [getattr(told, name) for name in fields if name != "signature"]
-    return hmac.digest(
-        secret, f"baton {type(told).__name__} {values}".encode(), "sha256"
-    ).hex()
+    return KVTransferParams(**members).sign(secret)
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Those of one object, or of a list of them, that a server of this cluster made."""
+    """Yields the valid params, of one object or of a list, that this cluster signed."""
     for item in offered[:_MAX_SIGNED] if isinstance(offered, list) else [offered]:
         with contextlib.suppress(KVParamsRejected):
             params = parse(item)
@@ -297,8 +222,11 @@ def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
 
 
 def is_absent(obj: object) -> bool:
-    """True for what some clients send to say nothing: null, {}, or all members null or false. A
-    hint says nothing either: it is beside the rest."""
+    """Returns True for null, {} and objects whose members are all null or false.
+
+    Some clients send such objects instead of leaving the field out. A hint does not
+    count, because it is independent of the other members.
+    """
     if obj is None:
         return True
     if not isinstance(obj, dict):
@@ -306,18 +234,23 @@ def is_absent(obj: object) -> bool:
     return all(v is None or v is False or name == HINT for name, v in obj.items())
 
 
-class _Orders(Struct):
+class _Flags(Struct):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
 
 
 def is_prefill_request(obj: object) -> bool:
-    """True when a prefill server is asked to keep the KV for a decode server.
+    """Returns whether a prefill server must retain the KV for a decode server.
 
-    Raises KVParamsRejected for an order beside a reference to another server's KV."""
-    if is_absent(obj) or not (orders := convert(obj, _Orders)).do_remote_decode:
+    Raises:
+        KVParamsRejected: The object also refers to another server's KV.
+    """
+    if is_absent(obj):
         return False
-    if orders.do_remote_prefill:
+    flags = convert(obj, _Flags)
+    if not flags.do_remote_decode:
+        return False
+    if flags.do_remote_prefill:
         reject(
             "do_remote_prefill", "must be false or null when do_remote_decode is true"
         )
@@ -328,23 +261,26 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """The name that whoever asks for a prefill gave it, to call it off by where no answer came."""
+    """Returns the transfer id by which the sender can cancel the prefill."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     return name if isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID else None
 
 
 def sender_releases(obj: object) -> bool:
-    """True when whoever sends the reference will end the lease where the request is not served: a
-    decode server that has read nothing leaves it alone, as another one may be asked."""
+    """Returns True if the sender ends the lease when the request is not served.
+
+    A decode server that has read nothing then keeps the lease, as the sender may use it
+    for another decode server.
+    """
     items = obj if isinstance(obj, list) else [obj]
-    said = [
+    flags = [
         isinstance(item, dict) and item.get(SENDER_RELEASES) is True for item in items
     ]
-    return bool(said) and all(said)
+    return bool(flags) and all(flags)
 
 
 def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
-    """The params of every prompt: one object for one prompt, a list for several."""
+    """Returns the params of every prompt: one object, or a list for several prompts."""
     items = obj if isinstance(obj, list) else [obj]
     if len(items) != num_prompts:
         reject(
@@ -355,18 +291,21 @@ def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
 
 
 def parse(obj: object) -> KVTransferParams:
-    """Checks every field by type and range; not yet that it is authentic (see `verify`).
+    """Checks the type and range of every member. `verify` checks the signature.
 
-    Raises KVParamsRejected, naming the field, its value and what is allowed."""
-    orders = convert(obj, _Orders)
-    if orders.do_remote_decode:
+    Raises:
+        KVParamsRejected: A member is invalid. The message has its name and value, and
+            what is allowed.
+    """
+    flags = convert(obj, _Flags)
+    if flags.do_remote_decode:
         reject(
             "do_remote_decode", "must be false or null in a request to a decode server"
         )
-    if not orders.do_remote_prefill:
+    if not flags.do_remote_prefill:
         reject(
             "do_remote_prefill",
-            "must be true: there is a reference but no order to use it",
+            "must be true, because the object refers to KV on another server",
         )
     assert isinstance(obj, dict)
     members = {name: obj.get(name) for name in KVTransferParams.__struct_fields__}
@@ -374,22 +313,22 @@ def parse(obj: object) -> KVTransferParams:
 
 
 def convert(value: object, kind: type[_T]) -> _T:
-    """`value` as `kind`. Raises KVParamsRejected, which names the member and its value."""
+    """Returns `value` as `kind`. Raises KVParamsRejected with the member and its value."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
-        wrong = _at(value, path)
+        wrong = _value_at(value, path)
+        # Some JSON encoders write integers as floats.
         if isinstance(wrong, float) and isinstance(_with_integers(wrong), int):
-            return convert(
-                _with_integers(value), kind
-            )  # some JSON writers know floats only
-        wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
-        reject(path, f"{wanted}, got {short_repr(wrong)}")
+            return convert(_with_integers(value), kind)
+        requirement = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
+        reject(path, f"{requirement}, got {short_repr(wrong)}")
 
 
-def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
+def _with_integers(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Converts floats with integer values to integers, also in lists and objects."""
     match value:
         case float() if value.is_integer() and abs(value) < 2**53:
             return int(value)
@@ -402,19 +341,20 @@ def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
     return value
 
 
-def _at(value: Any, path: str) -> Any:
-    """What is at a path such as `first_tokens[0].id`."""
+def _value_at(value: Any, path: str) -> Any:
+    """Returns the value at a path such as `first_tokens[0].id`."""
     for key in re.findall(r"\w+", path):
         value = value.get(key) if isinstance(value, dict) else value[int(key)]
     return value
 
 
 def prompt_digest(token_ids: Sequence[int], cache_salt: bytes = b"") -> str:
-    """SHA-256 over the token ids as little-endian int64: the prompt these KV bytes belong to. A
-    salted prompt has another digest, so that its KV is used by requests of its salt only."""
-    ids = struct.pack(
-        f"<{len(token_ids)}q", *token_ids
-    )  # in half of the time of an array
+    """Returns the SHA-256 digest of a prompt: its token ids as little-endian int64.
+
+    A salted prompt has another digest, so that only requests with its salt use its KV.
+    """
+    # struct.pack takes half of the time that an array takes.
+    ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
     label = b"baton salted prompt\0" + cache_salt if cache_salt else b"baton prompt\0"
     return hashlib.sha256(label + ids).hexdigest()
 
@@ -422,14 +362,18 @@ def prompt_digest(token_ids: Sequence[int], cache_salt: bytes = b"") -> str:
 def sampling_digest(
     sampling: SamplingParams, stop_token_ids: Sequence[int] = ()
 ) -> str:
-    """SHA-256 over what the first token depends on, beside the prompt's logits and the seed, which
-    travels; tests/engine/test_first_token.py holds it to that. Numbers count as float32.
+    """Returns the SHA-256 digest of the parameters that the first token depends on.
 
-    Greedy draws know no shape of a distribution. Presence and frequency penalties begin with the
-    second token. Stop tokens, ends of sequence included, matter while they are banned, and to a
-    grammar, which allows only those of them."""
+    The prompt's logits and the seed are not included; the seed is sent separately.
+    tests/engine/test_first_token.py checks that nothing else is missing. Numbers count as
+    float32.
+
+    Greedy sampling ignores the parameters of the distribution. Presence and frequency
+    penalties begin with the second token. Stop tokens, including end-of-sequence tokens,
+    matter while they are banned. They also matter to a grammar, which allows no others.
+    """
     is_greedy = sampling.temperature <= 0
-    drawn_from = (sampling.temperature, sampling.top_p, sampling.min_p)
+    distribution = (sampling.temperature, sampling.top_p, sampling.min_p)
     bias = (
         (token, *float_bits([value])) for token, value in sampling.logit_bias.items()
     )
@@ -437,7 +381,7 @@ def sampling_digest(
     is_banned = sampling.min_tokens > 0 and bool(stop)
     grammar = sampling.grammar
     shape = [
-        None if is_greedy else [*float_bits(drawn_from), sampling.top_k],
+        None if is_greedy else [*float_bits(distribution), sampling.top_k],
         float_bits([sampling.repetition_penalty]),
         sorted((token, bits) for token, bits in bias if bits),
         is_banned,
@@ -449,7 +393,7 @@ def sampling_digest(
 
 
 def float_bits(values: Sequence[float]) -> tuple[int, ...]:
-    """Float32 bit patterns; -0.0 is 0.0, as some languages write it."""
+    """Returns float32 bit patterns. -0.0 becomes 0.0, because some languages write that."""
     packed = struct.pack(f"<{len(values)}f", *[value + 0.0 for value in values])
     return struct.unpack(f"<{len(values)}I", packed)
 
@@ -457,64 +401,69 @@ def float_bits(values: Sequence[float]) -> tuple[int, ...]:
 def to_remote_prefill(
     params: KVTransferParams, *, sender_releases: bool = False
 ) -> RemotePrefill:
-    """What the decode engine needs of verified params."""
+    """Returns the decode engine's form of verified params."""
     values = msgspec.structs.asdict(params)
-    told: dict[str, Any] = {
+    members: dict[str, Any] = {
+        name.removeprefix("remote_"): value for name, value in values.items()
+    }
+    members |= {
         "lease_s": params.lease_ms / 1000,
         "first_tokens": [
-            FirstToken(t.id, _logprobs_of(t.logprobs)) for t in params.first_tokens
+            FirstToken(token.id, _logprobs_of(token.logprobs))
+            for token in params.first_tokens
         ],
         "prompt_logprobs": [*map(_logprobs_of, params.prompt_logprobs or ())] or None,
         "sender_releases": sender_releases,
     }
-    told = {
-        name.removeprefix("remote_"): value for name, value in values.items()
-    } | told
-    known = {
-        name: told[name] for name in RemotePrefill.__struct_fields__ if name in told
-    }
-    return RemotePrefill(**known)
+    names = RemotePrefill.__struct_fields__
+    return RemotePrefill(**{name: members[name] for name in names if name in members})
 
 
 def are_first_tokens_of(
     params: KVTransferParams, add: AddRequest, seed: int | None
 ) -> bool:
-    """Whether this request would draw the same first tokens here, and they tell all that it asks.
+    """Returns whether this server would sample the same first tokens.
+
+    The first tokens must also have all logprobs that the request asks for.
 
     Args:
-        seed: the client's own, if any.
+        seed: The client's seed, if it sent one.
     """
-    sampling, wanted = add.sampling, add.sampling.num_logprobs
-    told = [token.logprobs for token in params.first_tokens]
+    sampling = add.sampling
+    num_logprobs = sampling.num_logprobs
+    logprobs = [token.logprobs for token in params.first_tokens]
+    has_logprobs = num_logprobs is None or all(
+        entry is not None and len(entry.top_ids) >= num_logprobs for entry in logprobs
+    )
     return (
         add.max_tokens > 0
         and len(params.first_tokens) == add.num_choices
         and params.sampling_digest == sampling_digest(sampling, add.stop_token_ids)
         and (sampling.temperature <= 0 or seed in (None, int(params.seed)))
-        and (wanted is None or all(t and len(t.top_ids) >= wanted for t in told))
+        and has_logprobs
     )
 
 
-def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:
-    if found is None:
+def _bits_of(entry: TokenLogprobs | None) -> LogprobBits | None:
+    if entry is None:
         return None
     values = [
-        max(value, _LOWEST_LOGPROB) for value in (found.logprob, *found.top_logprobs)
+        max(value, _LOWEST_LOGPROB) for value in (entry.logprob, *entry.top_logprobs)
     ]
-    logprob, *tops = float_bits(values)
-    return LogprobBits(logprob, found.top_ids, tops, found.rank)
+    logprob, *top_logprobs = float_bits(values)
+    return LogprobBits(logprob, entry.top_ids, top_logprobs, entry.rank)
 
 
-def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
-    if found is None:
+def _logprobs_of(entry: LogprobBits | None) -> TokenLogprobs | None:
+    if entry is None:
         return None
-    bits = (found.logprob, *found.top_logprobs)
-    logprob, *tops = struct.unpack(
-        f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits)
-    )
-    return TokenLogprobs(logprob, found.top_ids, tops, found.rank)
+    bits = (entry.logprob, *entry.top_logprobs)
+    packed = struct.pack(f"<{len(bits)}I", *bits)
+    logprob, *top_logprobs = struct.unpack(f"<{len(bits)}f", packed)
+    return TokenLogprobs(logprob, entry.top_ids, top_logprobs, entry.rank)
 
 
 def reject(name: str, problem: str) -> NoReturn:
+    """Raises KVParamsRejected about the member `name`; "" is the whole object."""
     param = f"kv_transfer_params.{name}" if name else "kv_transfer_params"
     raise KVParamsRejected(f"{param} {problem}.", param=param)

@@ -1,8 +1,9 @@
-"""Messages between a server's HTTP process and its engine's rank 0 (msgpack over a socket).
+"""Messages between a server's HTTP process and rank 0 of its engine.
 
-The HTTP process validates, tokenizes, verifies `kv_transfer_params` and detokenizes; the engine
-sees token ids only. Every AddRequest is answered by TokenDeltas, the last of which carries
-`finish_reason` or `error`: the request's one terminal event.
+The messages are msgpack over a socket. The HTTP process validates and tokenizes requests,
+verifies `kv_transfer_params` and detokenizes; the engine handles token ids only. The
+engine answers every AddRequest by TokenDeltas. The last one carries `finish_reason` or
+`error`; it is the one terminal event of the request.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,29 +20,36 @@ GrammarKind = Literal[
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output must match. `text` is the schema as JSON text, the regex, the choices as a
-    JSON array of strings, the grammar in Lark or EBNF form, a `DemandedCalls` in JSON for `calls`;
-    empty for `json_object` and `any`."""
+    """What the output must match.
+
+    Attributes:
+        text: Empty for `json_object` and `any`; else, by `kind`, the schema as JSON
+            text, the regex, the choices as a JSON array of strings, the grammar in Lark
+            or EBNF form, or a `DemandedCalls` as JSON (`calls`).
+        allowed: The tokens that may be sampled; empty: all tokens.
+        reasoning: The reasoning that may precede the output. "open": the model has
+            begun to reason. "perhaps": it may begin with <think>. "harmony": it reasons
+            in messages of gpt-oss, and the output is the final message.
+        banned: Token sequences that the output must not contain.
+        calls: What tool calls begin with, as texts and special tokens. A call may take
+            the place of the output, and after its beginning anything is allowed.
+    """
 
     kind: GrammarKind
     text: str = ""
-    allowed: tuple[int, ...] = ()  # the tokens that may be drawn; none: all of them
-    # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>;
-    # "harmony": in messages of gpt-oss, and the output is the final one.
+    allowed: tuple[int, ...] = ()
     reasoning: Literal["", "open", "perhaps", "harmony"] = ""
-    banned: tuple[
-        tuple[int, ...], ...
-    ] = ()  # rows of tokens that the output must not have
-    # What calls of tools begin with, texts and special tokens: one may come instead, then anything.
+    banned: tuple[tuple[int, ...], ...] = ()
     calls: tuple[str | int, ...] = ()
 
 
 class DemandedCalls(msgspec.Struct, frozen=True):
-    """The tools of which an answer must be calls: `[{"name": ..., "parameters": ...}, ...]`.
+    """The tools that an answer must call: `[{"name": ..., "parameters": ...}, ...]`.
 
     Attributes:
-        tools: the name of each, and the schema of its parameters as it was sent.
-        is_parallel: whether there may be several calls; else there is one.
+        tools: The name of each tool and the schema of its parameters, as the client
+            sent it.
+        is_parallel: True if an answer may have several calls, else it has one.
     """
 
     tools: list[tuple[str, msgspec.Raw]]
@@ -49,44 +57,65 @@ class DemandedCalls(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. A temperature of 0 is greedy; top_k 0 and top_p 1 are off, and
-    so are presence and frequency penalties of 0 and a repetition penalty of 1."""
+    """How to sample the next token.
+
+    A temperature of 0 is greedy. These values disable a parameter: top_k 0, top_p 1,
+    presence and frequency penalties 0, repetition penalty 1.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0  # signed, 64 bits; always set by the time it gets here
+    seed: int = 0  # 64 bits, signed; the HTTP process always sets it
     choice_index: int = 0
-    num_logprobs: int | None = (
-        None  # None: no logprobs; k: the chosen token's and the top k
-    )
+    # k: logprobs of the sampled token and of the k most likely ones; None: no logprobs.
+    num_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}  # by token id, added to the logits
-    min_tokens: int = 0  # outputs before which no stop_token_id may be drawn
+    min_tokens: int = 0  # output tokens before which no stop token may be sampled
     grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities (natural log, of the unmodified distribution) at one output position."""
+    """Log-probabilities at one output position.
 
-    logprob: float  # of the chosen token
+    The logarithms are natural, and the distribution is the unmodified one.
+    """
+
+    logprob: float  # of the sampled token
     top_ids: list[int] = []
     top_logprobs: list[float] = []
-    rank: int = 0  # of the chosen token among all, from 1 on; 0: not known
+    rank: int = 0  # of the sampled token in the vocabulary, from 1; 0: unknown
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """The token the prefill server sampled, handed to the decode server."""
+    """The first token, which the prefill server sampled for the decode server."""
 
     id: int
     logprobs: TokenLogprobs | None = None
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """A verified reference to a prompt's KV on a prefill server (signature, digests checked)."""
+    """A reference to a prompt's KV on a prefill server.
+
+    Its signature and digests have been verified.
+
+    Attributes:
+        block_size: Tokens per block.
+        num_tokens: Tokens whose KV the blocks hold: the whole prompt, and output tokens
+            if the request continues from another server.
+        cached_tokens: The part of `num_tokens` that the prefill server did not compute.
+        transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
+        first_tokens: One per choice; empty if the decode server samples them itself.
+        prompt_logprobs: One per prompt token, if the request asks for them.
+        sender_releases: The sender ends the lease if nothing was read; see kv_params.
+        transfer_id: Set while the prefill server still computes the prompt. The lease,
+            the blocks and the first tokens then arrive by subscription.
+        prompt_digest: Digest of a prompt that has a `transfer_id`.
+    """
 
     host: str
     port: int
@@ -96,103 +125,120 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str
     lease_s: float
     block_ids: list[int]
-    block_size: int  # tokens
-    num_tokens: int  # tokens whose KV the blocks hold: the whole prompt, or known outputs as well
-    cached_tokens: int  # of those, what the prefill server did not compute
-    transferred_tokens: int = 0  # of these, what it pulled itself
+    block_size: int
+    num_tokens: int
+    cached_tokens: int
+    transferred_tokens: int = 0
     tp_size: int
-    first_tokens: list[
-        FirstToken
-    ]  # one per choice, or none: the decode server draws them itself
-    prompt_logprobs: list[TokenLogprobs | None] | None = (
-        None  # of every prompt token, if asked for
-    )
-    sender_releases: bool = (
-        False  # ends the lease itself where nothing was read; kv_params
-    )
-    # Of a prompt that is computed meanwhile: lease, blocks and first tokens come by subscription.
+    first_tokens: list[FirstToken]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    sender_releases: bool = False
     transfer_id: str | None = None
-    prompt_digest: str = ""  # of such a prompt
+    prompt_digest: str = ""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
-    """What another server has generated of a choice, and the client has."""
+    """The tokens of one choice that another server generated and the client received."""
 
     token_ids: list[int] = []
     has_ended: bool = False
 
 
 class KVHint(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine may hold the KV of a prompt's beginning, as a proxy of this cluster says."""
+    """The engine that may hold the KV of a prompt's beginning, according to a proxy.
 
-    host: Annotated[str, Meta(min_length=1, max_length=255)]  # of its side channel
+    Attributes:
+        host: Address of the engine's side channel.
+        num_tokens: Number of prompt tokens whose KV it may hold.
+        issued_s: Seconds since 1970; only set while the hint is on the wire.
+        signature: Made with the cluster secret; only set while the hint is on the wire.
+    """
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[str, Meta(min_length=1, max_length=128)]
-    num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]  # that it may hold
-    issued_s: Annotated[int, Meta(ge=0)] = (
-        0  # since 1970; for as long as it travels, as the next
-    )
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]
+    issued_s: Annotated[int, Meta(ge=0)] = 0
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
-    """One sequence to serve. `token_ids` is not empty and fits the context."""
+    """One sequence to serve.
 
-    request_id: str  # unique within the engine
+    Attributes:
+        request_id: Unique within the engine.
+        token_ids: The prompt. It is not empty and fits the context.
+        max_tokens: Maximum number of output tokens. 0: only score the prompt.
+        stop_token_ids: The client's stop tokens, and the end-of-sequence tokens unless
+            `ignore_eos` is set.
+        num_choices: Sampled from one prompt. Each choice has deltas and a terminal
+            delta of its own.
+        num_prompt_logprobs: k: return logprobs of the prompt's tokens and of the k most
+            likely tokens at each position.
+        grammar_bytes: Memory that the compiled grammar takes, in bytes.
+        priority: The smaller value is served first.
+        cache_salt: The request shares cached KV only with requests of the same salt;
+            see cache_salt.py.
+        share: Identifies the client's API key. Keys with waiting requests share the
+            engine equally.
+        known: Per choice, the tokens so far of a request that continues from another
+            server.
+        retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
+        transfer_id: Prefill role: the name by which other engines can subscribe to the
+            KV.
+        remote: Decode role: where to pull the prompt's KV from.
+        hint: Without `remote`: the engine that may hold the KV of the prompt's
+            beginning.
+        kv_rejected: Decode role: the reason why the offered kv_transfer_params were not
+            used.
+        kv_unused: The reference in those params, if a server of this cluster made them.
+    """
+
+    request_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    max_tokens: int  # 0: nothing is drawn, the prompt is only scored
-    stop_token_ids: list[
-        int
-    ] = []  # the client's, and end-of-sequence ids unless ignore_eos
-    num_choices: int = (
-        1  # drawn from one prompt; each has deltas and a terminal one of its own
-    )
-    num_prompt_logprobs: int | None = (
-        None  # k: logprobs of the prompt's tokens and the top k
-    )
-    grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
-    priority: int = 0  # the smaller is served first
-    cache_salt: bytes = (
-        b""  # shares cached KV with requests of the same salt only; cache_salt.py
-    )
-    share: str = ""  # names the client's key: keys that wait share the engine equally
-    known: list[
-        Known
-    ] = []  # of each choice, where the request goes on from another server
-    retain_kv: bool = (
-        False  # prefill role: lease the KV and answer with kv_transfer_params
-    )
-    transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to
-    remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
-    hint: KVHint | None = (
-        None  # without `remote`: who may hold the KV of the prompt's beginning
-    )
-    kv_rejected: str | None = None  # decode role: why the offered params were not used
-    kv_unused: RemotePrefill | None = (
-        None  # what they stand for, where a server of ours made them
-    )
+    max_tokens: int
+    stop_token_ids: list[int] = []
+    num_choices: int = 1
+    num_prompt_logprobs: int | None = None
+    grammar_bytes: int = 0
+    priority: int = 0
+    cache_salt: bytes = b""
+    share: str = ""
+    known: list[Known] = []
+    retain_kv: bool = False
+    transfer_id: str | None = None
+    remote: RemotePrefill | None = None
+    hint: KVHint | None = None
+    kv_rejected: str | None = None
+    kv_unused: RemotePrefill | None = None
 
 
 def call_of(request_id: str) -> str:
-    """Of whose prompts it is one: their ids differ in the number at the end."""
+    """Returns the id of the HTTP request that this engine request belongs to.
+
+    Each prompt of an HTTP request is one engine request. Its id ends in a number.
+    """
     return request_id.rsplit("-", 1)[0]
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
-    choice: int | None = None  # None: all of them
+    choice: int | None = None  # None: all choices
 
 
 class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
-    """The request, of one choice, ends as MOVED once it has an output and its KV is here."""
+    """Ends a request of one choice as MOVED, once it has an output token and its KV."""
 
     request_id: str
 
 
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
-    """Decode role: the request that brought this reference was refused; nobody will use its KV."""
+    """Releases a reference that no request will use (decode role).
+
+    The request that carried the reference was refused.
+    """
 
     remote: RemotePrefill
 
@@ -201,7 +247,7 @@ EngineInput = AddRequest | AbortRequest | Migrate | ReleaseRemote
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """A protocol.errors.BatonError on the wire: see errors.from_code."""
+    """A protocol.errors.BatonError as a message; see errors.from_code."""
 
     code: str
     message: str
@@ -216,43 +262,57 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a prompt's KV came from; the first three add up to the prompt's tokens on D, the last
-    three are the same of its prefill leg on P, where it had one."""
+    """Prompt tokens by the source of their KV.
 
-    transferred: int = 0  # pulled from the prefill server and fenced
+    The first three members add up to the tokens of the prompt on the decode server. The
+    members `prefill_*` are the same numbers of the prefill leg, if there was one.
+    """
+
+    transferred: int = 0  # pulled from the prefill server, and fenced
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
-    cached_tokens: int = 0  # prompt tokens that no server computed for this request
+    cached_tokens: int = 0  # not computed by any server for this request
     prefill_transferred: int = 0
     prefill_recomputed: int = 0
     prefill_skipped: int = 0
 
 
-MOVED = "moved"  # what a request ends as that goes on at another server, with the KV it has here
+# Finish reason of a request that continues on another server with the KV it has here.
+MOVED = "moved"
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request. `times` are set on the last delta; so is `usage`, which the first
-    token of a choice also has, as far as it is known by then."""
+    """New tokens of one request.
+
+    Attributes:
+        choice: Index of the choice, below the request's num_choices.
+        logprobs: One per token, if the request asks for them.
+        prompt_logprobs: One per prompt token in order, None for the first token. They
+            are spread over one or more deltas of choice 0.
+        finish_reason: "stop", "length", "abort" or MOVED.
+        usage: Set on the last delta. The delta with a choice's first token also has the
+            numbers that are known by then.
+        times: Set on the last delta.
+        kv_transfer_params: Set on the last delta of a prompt that another server will
+            decode, and of a request that is MOVED.
+    """
 
     request_id: str
-    choice: int = 0  # index among the request's num_choices
+    choice: int = 0
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None  # one per token when asked for
-    # One per prompt token in order, over one or more deltas of choice 0; None for the first.
+    logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | MOVED
+    finish_reason: str | None = None
     error: ErrorInfo | None = None
     usage: KVUsage | None = None
     times: PhaseTimes | None = None
-    # On the last delta, of a prompt that is to be decoded elsewhere, or of one that is MOVED.
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """Sent once, when the engine can serve."""
 
-    num_blocks: int  # usable blocks of the KV pool, of each of its groups of layers
+    num_blocks: int  # usable blocks in the KV pool of each group of layers
     block_size: int  # tokens
     max_model_len: int  # tokens
     vocab_size: int
@@ -260,22 +320,23 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """What a start is busy with, in words, every few seconds."""
+    """The current step of the engine's start, as text; sent every few seconds."""
 
     text: str
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine cannot start or cannot go on; `reason` is for the operator."""
+    """The engine cannot start or cannot continue; `reason` is for the operator."""
 
     reason: str
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
-    """What has happened since the last message.
+    """The events since the last message.
 
     Attributes:
-        compiled: ids of requests whose grammar is compiled: they wait for their turn from now on.
+        compiled: Ids of the requests whose grammar is compiled. They now wait for the
+            scheduler.
     """
 
     deltas: list[TokenDelta]
@@ -283,7 +344,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
-    """Gauges and counters by metric name (see protocol.metrics), sent when they change."""
+    """Gauges and counters by metric name (protocol.metrics); sent when they change."""
 
     values: dict[str, float]
 

@@ -1,5 +1,8 @@
-"""What a server tells of its work at GET /stats, to the proxy's page: numbers and the times of its
-last requests. No texts, no token ids."""
+"""The response of a server to GET /stats, which the proxy's page displays.
+
+It contains numbers and the times of the most recent requests. It contains no texts and
+no token ids.
+"""
 
 from typing import Any
 
@@ -10,32 +13,36 @@ MAX_ID_CHARS = 128
 
 
 class PhaseTimes(msgspec.Struct, omit_defaults=True):
-    """When a request's phases ended in the engine, each None until then: seconds of the machine's
-    monotonic clock, which all of a server's processes share."""
+    """When the phases of a request ended in the engine; None until a phase has ended.
 
-    admitted: float | None = None  # it has its blocks: it waited for them until now
-    read: float | None = None  # a pull's last byte is here; the fence is asked
-    pulled: float | None = None  # the fence is passed, or the pull has failed
-    drawn: float | None = (
-        None  # the first token was drawn here: its prompt's KV is complete
-    )
+    The unit is seconds of the machine's monotonic clock, which all processes of a
+    server share.
+    """
+
+    admitted: float | None = None  # the request got its KV blocks
+    read: float | None = None  # the last byte of a pull arrived; the fence is next
+    pulled: float | None = None  # the fence succeeded, or the pull failed
+    # The first token was sampled on this server: the KV of the prompt is complete.
+    drawn: float | None = None
 
     def since(self, start_s: float) -> dict[str, float]:
-        """Those that are known, in seconds from `start_s` on."""
-        known = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return {name: round(at - start_s, 6) for name, at in known if at is not None}
+        """Returns the phases that have ended, in seconds after `start_s`."""
+        times = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return {name: round(at - start_s, 6) for name, at in times if at is not None}
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A request that has ended at a server.
+    """A request that this server has finished.
 
     Attributes:
-        number: counts a server's requests in the order of their ends.
-        id: the first MAX_ID_CHARS of the X-Request-Id.
-        outcome: as in baton_requests; where that is an error, `error` is its code.
-        times: seconds since it was received: of PhaseTimes (of its first prompt), and `accepted`
-            (tokenized and sent to the engine), `first` (token told to the client), `end`.
-        kv: prompt tokens by where their KV came from.
+        number: Sequence number of the request on this server, in order of completion.
+        id: The first MAX_ID_CHARS characters of the X-Request-Id.
+        outcome: The label of the metric baton_requests.
+        error: The error code if the outcome is an error.
+        times: Seconds since the server received the request. The keys are the fields of
+            PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the
+            engine), `first` (the first token was sent to the client) and `end`.
+        kv: Prompt tokens by the source of their KV.
     """
 
     number: int
@@ -50,12 +57,13 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """
+    """The response to GET /stats.
+
     Attributes:
-        server: what GET /ready says.
-        values: by the names of protocol.metrics, as stat_key writes them.
-        served: the last requests, the oldest first.
-        next: the number of the next one.
+        server: The response to GET /ready.
+        values: Metric values; the keys are those of protocol.metrics.stat_key.
+        served: The most recent requests, the oldest first.
+        next: The sequence number of the next request.
     """
 
     server: dict[str, Any]

@@ -1,7 +1,8 @@
-"""How a server tells a proxy that it is there: a record signed with the cluster secret.
+"""Registration: a server announces itself to a proxy by a signed record.
 
-A record is believed for `MAX_AGE_S` and a proxy takes none that is not newer than the last of its
-server: so nobody who has seen one can use it again, or for long at another proxy.
+The record is signed with the cluster secret and is valid for `MAX_AGE_S`. A proxy
+accepts a record only if it is newer than the last one of the same server. Therefore a
+copied record cannot be replayed to the same proxy, and only briefly to another one.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from msgspec import Meta
 
 from protocol.settings.machine import WILDCARDS
 
-REGISTER_PATH = "/register"  # of a proxy
+REGISTER_PATH = "/register"  # endpoint of a proxy
 MAX_AGE_S = 60.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 _LABEL = b"baton registration\n"
@@ -24,12 +25,13 @@ _Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself.
+    """The announcement of one server.
 
     Attributes:
-        kv_digest: of what its KV means; see protocol.handshake.kv_digest.
-        issued_ms: since 1970, by its own clock.
-        leaving: it is about to end, and wants nothing new.
+        kv_digest: What the server's KV means; see protocol.handshake.kv_digest.
+        ttl_s: How long the proxy keeps the server after this record, in seconds.
+        issued_ms: Milliseconds since 1970 by the server's clock.
+        leaving: The server is shutting down and wants no new requests.
     """
 
     role: Role
@@ -42,7 +44,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecord(ValueError):
-    """No record to believe; says why, and what to do."""
+    """A record that is not valid. The message has the reason and the fix."""
 
 
 class _Envelope(msgspec.Struct):
@@ -51,21 +53,24 @@ class _Envelope(msgspec.Struct):
 
 
 def seal(record: Record, secret: bytes) -> bytes:
-    """The body of a POST to REGISTER_PATH."""
+    """Returns the body of a POST to REGISTER_PATH."""
     text = msgspec.json.encode(record)
     return msgspec.json.encode(_Envelope(msgspec.Raw(text), _mac(text, secret)))
 
 
 def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
-    """Raises BadRecord unless the record is well-formed, authentic and fresh."""
+    """Returns the record in `body`.
+
+    Raises:
+        BadRecord: The record is malformed, not authentic or not fresh.
+    """
     try:
         envelope = msgspec.json.decode(body, type=_Envelope)
         record = msgspec.json.decode(envelope.record, type=Record)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRecord(f"it is malformed: {error}") from None
-    if not hmac.compare_digest(
-        envelope.mac.encode(), _mac(envelope.record, secret).encode()
-    ):
+    expected_mac = _mac(envelope.record, secret)
+    if not hmac.compare_digest(envelope.mac.encode(), expected_mac.encode()):
         raise BadRecord(
             f"{record.url} has another cluster secret: give it and this proxy one "
             "BATON_CLUSTER_SECRET"
@@ -73,8 +78,9 @@ def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
     age_s = (now_ms - record.issued_ms) / 1000
     if abs(age_s) > MAX_AGE_S:
         raise BadRecord(
-            f"the record of {record.url} is {age_s:.0f} s old by this proxy's clock, "
-            f"{MAX_AGE_S:g} are the most: it is a copy, or a clock is wrong"
+            f"the record of {record.url} is {age_s:.0f} s old by this proxy's clock; "
+            f"the maximum is {MAX_AGE_S:g} s. Either it is a copy of an old record, or "
+            "one of the two clocks is wrong"
         )
     return record
 
@@ -84,15 +90,16 @@ def _mac(text: bytes | msgspec.Raw, secret: bytes) -> str:
 
 
 def http_url(host: str, port: int, scheme: str = "http") -> str:
+    """Returns the URL of a server; an IPv6 address gets brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_advertised(url: str) -> str:
-    """`url`, unless its host is one that nobody can connect to. Raises ValueError."""
+    """Returns `url`. Raises ValueError if clients cannot connect to its host."""
     host = urlsplit(url).hostname
     if host in WILDCARDS:
         raise ValueError(
-            f"proxies cannot connect to {host}, which means every address of this machine; give "
-            "--advertise-url with the name or address that they reach it at"
+            f"proxies cannot connect to {host}, which means every address of this "
+            "machine; set --advertise-url to a name or an address that they can reach"
         )
     return url

@@ -1,15 +1,19 @@
-"""What lets a stream go on at another decode server: the frames that a proxy keeps of it.
+"""Stream failover: the frames by which a proxy can move a stream to another server.
 
-A proxy that holds the cluster secret asks for frames by a signed header. Then every write of the
-stream is one SSE comment and what it says of the bytes behind it:
+A proxy that holds the cluster secret requests frames by a signed header. Every write of
+the stream then begins with one SSE comment that describes the bytes that follow it:
 
-    :baton 0000012c [[0,[791]]]\\n      300 bytes of whole events follow; their tokens, by choice
+    :baton 0000012c [[0,[791]]]\\n      300 bytes of complete events follow this line;
+                                       the JSON text lists their tokens by choice
 
-The proxy passes on what is behind a comment and keeps the comments' texts, whose meaning it does
-not know. When the server is lost, it sends the request again with the texts, signed, as
-`baton_resume`. An answer that is no stream becomes one of frames without events when it moves. A
-first text tells what else the answer depends on; one that begins with `!` is in front of an error
-event, after which another server may go on; `!moved` is, with where the KV of all these tokens is.
+The proxy passes on the events and stores the texts of the comments without interpreting
+them. When it loses the server, it sends the request again with the texts, signed, as
+`baton_resume`. A response that is not a stream becomes a frame without events when it
+moves.
+
+The first text describes what else the response depends on (`Origin`). A text that begins
+with `!` precedes an error event after which another server may continue. `!moved` is
+such a text; it carries the location of the KV of all tokens so far.
 """
 
 import hashlib
@@ -22,29 +26,34 @@ import msgspec
 from protocol.errors import BatonError, EngineDied, ResumeRejected
 from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 
-HEADER = "x-baton-frames"  # of a request, a MAC; of an answer, that there are frames
+# In a request, this header is a MAC. In a response, it announces frames.
+HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # of a request's body
-MAX_KEPT_BYTES = 1 << 20  # of a stream's texts; one that has more ends with its server
+# Largest sum of a stream's texts. A stream with more cannot fail over.
+MAX_KEPT_BYTES = 1 << 20
 HANDED_BACK = b"!"
-DIED, BUSY = (
-    b"!died",
-    b"!busy",
-)  # the engine has ended; the server does not go on with this one
-MOVED = b"!moved "  # and kv_transfer_params: the server has handed its stream over
-_ASKED, _SIGNED = b"baton frames\n", b"baton resume\n"
+DIED = b"!died"  # the engine has ended
+BUSY = b"!busy"  # the server does not continue this stream
+# `kv_transfer_params` follow: the server has migrated its stream.
+MOVED = b"!moved "
+_FRAMES_LABEL = b"baton frames\n"
+_RESUME_LABEL = b"baton resume\n"
 _MARK = b":baton "
-_SIZE_AT, _TEXT_AT = len(_MARK), len(_MARK) + 9
+_SIZE_AT = len(_MARK)
+_TEXT_AT = len(_MARK) + 9
 _encode = msgspec.json.Encoder().encode
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer's bytes depend on beside its request and its tokens.
+    """What the bytes of a response depend on besides its request and its tokens.
 
     Attributes:
-        id, created: of the answer.
-        seed: that the tokens are drawn with.
-        limits: of each prompt, how many tokens may be generated.
-        digest: of the prompts, the sampling parameters, and the model as it is computed.
+        id: The id of the response.
+        created: Its creation time, in seconds since 1970.
+        seed: The seed of the sampler.
+        limits: For each prompt, the maximum number of generated tokens.
+        digest: Digest of the prompts, the sampling parameters, and how the model is
+            computed.
     """
 
     id: str
@@ -55,19 +64,18 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice, as they came from the engine; an entry of a text."""
+    """Tokens of one choice, as the engine produced them; one entry of a frame's text."""
 
-    index: int  # in the answer
+    index: int  # of the choice in the response
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
-    logprobs: list[TokenLogprobs] | None = (
-        None  # of an answer of which the client has nothing yet
-    )
+    # Present only while the client has received nothing of the response.
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """A stream so far."""
+    """The state of a stream that another server continues."""
 
     origin: Origin
     frames: list[list[Told]]
@@ -79,40 +87,52 @@ class _Signed(msgspec.Struct):
 
 
 def asking(secret: bytes, request_id: bytes) -> bytes:
-    """The header's value by which a proxy asks for frames."""
-    return hmac.digest(secret, _ASKED + request_id, hashlib.sha256).hex().encode()
+    """Returns the value of HEADER by which a proxy requests frames."""
+    return hmac.digest(secret, _FRAMES_LABEL + request_id, "sha256").hex().encode()
 
 
 def is_asking(secret: bytes, request_id: bytes, value: bytes) -> bool:
+    """Returns whether `value` of HEADER is an authentic request for frames."""
     return bool(secret) and hmac.compare_digest(value, asking(secret, request_id))
 
 
 def frame(text: bytes, events: bytes) -> bytes:
-    """`text` has no newline; JSON never does."""
+    """Encodes one frame. `text` must not have a newline; JSON never has one."""
     return b"%b%08x %b\n%b" % (_MARK, len(events), text, events)
 
 
 def refusal_text(error: BatonError) -> bytes | None:
-    """What is told of an error in mid-stream, after which another server may go on; None: nowhere
-    would it be another answer, or in time."""
+    """Returns the text of the frame that precedes an error event in a stream.
+
+    None means that another server must not continue the stream: it would fail in the
+    same way, or too late.
+    """
     if not error.retryable or error.phase in ("request", "deadline"):
         return None
     return DIED if isinstance(error, EngineDied) else BUSY
 
 
 def entry_of(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
-    """A Told; short where there is little to tell."""
-    end = [delta.finish_reason, delta.usage, *([delta.logprobs] if whole else ())]
-    return [index, delta.token_ids, *(end if any(end) else ())]
+    """Returns a Told as a list, without trailing members that are empty.
+
+    Args:
+        whole: Include the logprobs.
+    """
+    optional_members: list[Any] = [delta.finish_reason, delta.usage]
+    if whole:
+        optional_members.append(delta.logprobs)
+    if any(optional_members):
+        return [index, delta.token_ids, *optional_members]
+    return [index, delta.token_ids]
 
 
-def text_of(told: Origin | list[Any]) -> bytes:
-    """Of the stream's origin, or of the entries of a frame."""
-    return _encode(told)
+def text_of(value: Origin | list[Any]) -> bytes:
+    """Encodes the text of a frame: the stream's origin, or the entries of the frame."""
+    return _encode(value)
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What a proxy reads of a Told."""
+    """The members of a Told that a proxy reads."""
 
     index: int
     token_ids: list[int]
@@ -122,7 +142,7 @@ _decode_entries = msgspec.json.Decoder(list[_Entry]).decode
 
 
 def num_tokens_of(text: bytes) -> int:
-    """How many tokens a frame's text names; 0 for one that is about something else."""
+    """Returns the number of tokens in a frame's text; 0 if the text has no entries."""
     try:
         return sum(len(entry.token_ids) for entry in _decode_entries(text))
     except msgspec.MsgspecError:
@@ -130,50 +150,55 @@ def num_tokens_of(text: bytes) -> int:
 
 
 class Frames:
-    """A proxy's end: cuts a stream into whole frames."""
+    """The receiving side: splits the bytes of a stream into complete frames."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
-        """The texts and the events of the frames that are whole now. Raises ValueError for what is
-        no frame."""
-        held = self._held
-        if not held and data.startswith(_MARK):  # as nearly always, of one frame
+        """Returns (text, events) of each frame that is complete with `data`.
+
+        Raises:
+            ValueError: The bytes are not frames.
+        """
+        buffer = self._buffer
+        # Fast path: nearly every piece of data is exactly one frame.
+        if not buffer and data.startswith(_MARK):
             end = data.find(b"\n") + 1
             if end and end + int(data[_SIZE_AT:_TEXT_AT], 16) == len(data):
                 return [(data[_TEXT_AT : end - 1], data[end:])]
-        held += data
-        found, at = [], 0
-        while (end := held.find(b"\n", at)) >= 0:
-            if not held.startswith(_MARK, at):
-                raise ValueError("no frame")
-            stop = end + 1 + int(held[at + _SIZE_AT : at + _TEXT_AT], 16)
-            if stop > len(held):
+        buffer += data
+        frames: list[tuple[bytes, bytes]] = []
+        at = 0
+        while (end := buffer.find(b"\n", at)) >= 0:
+            if not buffer.startswith(_MARK, at):
+                raise ValueError("the stream has bytes outside of frames")
+            stop = end + 1 + int(buffer[at + _SIZE_AT : at + _TEXT_AT], 16)
+            if stop > len(buffer):
                 break
-            found.append(
-                (bytes(held[at + _TEXT_AT : end]), bytes(held[end + 1 : stop]))
-            )
+            text = bytes(buffer[at + _TEXT_AT : end])
+            frames.append((text, bytes(buffer[end + 1 : stop])))
             at = stop
-        del held[:at]
-        return found
+        del buffer[:at]
+        return frames
 
 
 class Kept:
-    """The texts of a stream's frames, as far as their events have been passed on."""
+    """The texts of a stream's frames whose events have been passed on to the client."""
 
     def __init__(self) -> None:
         self._texts = bytearray()
-        self.is_whole = True  # False: there were too many
+        self.is_whole = True  # False after a text was dropped: the stream cannot move
 
     def add(self, texts: bytes) -> None:
-        """Some more, with a comma behind each."""
+        """Appends texts, each of which ends in a comma."""
         if self.is_whole and len(self._texts) + len(texts) < MAX_KEPT_BYTES:
             self._texts += texts
         else:
             self.forget()
 
     def forget(self) -> None:
+        """Drops all texts; the stream can no longer move to another server."""
         self._texts.clear()
         self.is_whole = False
 
@@ -181,34 +206,38 @@ class Kept:
         return bool(self._texts)
 
     def sign(self, secret: bytes) -> bytes:
-        """The `baton_resume` of a request."""
+        """Returns the signed value of `baton_resume`."""
         texts = b"[" + self._texts[:-1] + b"]"
         return b'{"texts":%b,"mac":"%b"}' % (texts, _mac(texts, secret).encode())
 
 
 def opened(value: object, secret: bytes) -> Resume:
-    """Raises ResumeRejected for what no proxy of this cluster sent."""
+    """Returns the stream state in the value of `baton_resume`.
+
+    Raises:
+        ResumeRejected: No proxy of this cluster signed the value.
+    """
     try:
         signed = msgspec.convert(value, _Signed)
-        texts = _encode(signed.texts)  # as they were: a server's own encoder wrote them
-        if secret and hmac.compare_digest(
-            signed.mac.encode(), _mac(texts, secret).encode()
-        ):
+        # The same encoder wrote the texts, so encoding them again restores the bytes.
+        texts = _encode(signed.texts)
+        expected_mac = _mac(texts, secret)
+        if secret and hmac.compare_digest(signed.mac.encode(), expected_mac.encode()):
             origin, *frames = signed.texts
             return msgspec.convert({"origin": origin, "frames": frames}, Resume)
         problem = "it is not signed with this server's cluster secret"
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         problem = f"it is malformed: {error}"
     raise ResumeRejected(
-        f"`{MEMBER}` is for Baton's proxies alone: {problem}; leave it out",
+        f"`{MEMBER}` is reserved for Baton's proxies, and {problem}; leave it out",
         param=MEMBER,
     )
 
 
 def _mac(texts: bytes, secret: bytes) -> str:
-    return hmac.digest(secret, _SIGNED + texts, hashlib.sha256).hex()
+    return hmac.digest(secret, _RESUME_LABEL + texts, hashlib.sha256).hex()
 
 
 def digest(values: Sequence[Any]) -> str:
-    """SHA-256 of values that JSON can carry."""
+    """Returns the SHA-256 digest of JSON-compatible values."""
     return hashlib.sha256(b"baton stream\0" + _encode(values)).hexdigest()

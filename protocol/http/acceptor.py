@@ -1,8 +1,8 @@
-"""Accepts connections while this process has descriptors for them.
+"""Accepts connections while this process has file descriptors for them.
 
-At the limit, connections wait in the kernel's backlog. An event loop's own server would accept them
-all the same: where no descriptor is left, libuv accepts a connection only to close it, which its
-client sees as a reset.
+At the limit, new connections wait in the kernel's backlog. An event loop's own server
+would accept them: when no descriptor is left, libuv accepts a connection only to close
+it, and the client sees a reset.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-RETRY_S = 0.05  # between two looks for room at the limit
-MAX_RESERVED = 64  # descriptors for what is no connection: files, logs, health checks
+RETRY_S = 0.05  # interval of checking for free descriptors at the limit
+MAX_RESERVED = 64  # descriptors for files, logs and health checks
 _BACKLOG = 4096  # connections that wait; the kernel may allow fewer
-_AT_ONCE = 64  # connections accepted in one turn of the loop
+_ACCEPTS_PER_TURN = 64  # connections accepted in one turn of the event loop
 _WARN_INTERVAL_S = 60.0
 
 
 def raise_file_limit() -> None:
-    """Lets this process hold as many connections as the system permits it."""
+    """Raises this process's limit of open files to the maximum of the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_connections(descriptors_each: int) -> int:
-    """How many connections this process may have, each of which needs so many descriptors."""
+    """Returns how many connections of `descriptors_each` file descriptors fit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 30
@@ -40,12 +40,15 @@ def max_connections(descriptors_each: int) -> int:
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket, which its owner closes after `close`.
+    """Accepts the connections of one listening socket.
+
+    The owner of the socket closes it after `close`.
 
     Args:
-        factory: makes the protocol of each connection.
-        open_connections: those that are served, kept by the protocols themselves.
-        limit: of connections at a time.
+        factory: Creates the protocol object of a connection.
+        open_connections: The connections that are being served. The protocol objects
+            maintain this collection.
+        limit: Maximum number of simultaneous connections.
     """
 
     def __init__(
@@ -62,9 +65,9 @@ class Acceptor:
         self._open_connections = open_connections
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._beginning: set[asyncio.Task[None]] = (
-            set()
-        )  # accepted, perhaps in a TLS handshake
+        # Connections that are accepted but have no protocol yet, such as during a TLS
+        # handshake.
+        self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._warned_at_s = -_WARN_INTERVAL_S
         self._is_closed = False
@@ -73,7 +76,7 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accepts no more; connections that are open stay so."""
+        """Stops accepting connections. Open connections stay open."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -82,12 +85,12 @@ class Acceptor:
             self._retry.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits for handshakes that had begun."""
-        await asyncio.gather(*self._beginning, return_exceptions=True)
+        """Waits for the TLS handshakes that are in progress."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
-            num_open = len(self._open_connections) + len(self._beginning)
+        for _ in range(_ACCEPTS_PER_TURN):
+            num_open = len(self._open_connections) + len(self._opening)
             if num_open >= self._limit:
                 self._pause(
                     f"{num_open} connections are open, as many as RLIMIT_NOFILE allows"
@@ -102,11 +105,11 @@ class Acceptor:
                 return
             connection.setblocking(False)
             task = self._loop.create_task(self._begin(connection))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
     async def _begin(self, connection: socket.socket) -> None:
-        """Hands a connection to its protocol. One that ends in its TLS handshake is over."""
+        """Connects a socket to its protocol. A failed TLS handshake is not an error."""
         try:
             with contextlib.suppress(OSError, ConnectionError):
                 await self._loop.connect_accepted_socket(
@@ -117,13 +120,14 @@ class Acceptor:
             raise
 
     def _pause(self, reason: str) -> None:
-        """Leaves what comes in the backlog for a moment."""
+        """Stops accepting for RETRY_S; new connections wait in the backlog."""
         self._loop.remove_reader(self._listener.fileno())
         self._retry = self._loop.call_later(RETRY_S, self._resume)
         if self._loop.time() >= self._warned_at_s + _WARN_INTERVAL_S:
             self._warned_at_s = self._loop.time()
             logger.warning(
-                "%s; others wait in the kernel's backlog. Raise ulimit -n.", reason
+                "%s; new connections wait in the kernel's backlog. Raise ulimit -n.",
+                reason,
             )
 
     def _resume(self) -> None:

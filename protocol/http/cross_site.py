@@ -1,10 +1,11 @@
-"""Requests that a web page of another site makes in somebody's browser.
+"""Requests that a web page of another site makes in a user's browser.
 
-A page may send certain POST requests anywhere without asking the server first: those whose
-Content-Type is one of a form's, `text/plain`, or absent. It cannot read the answer, but the request
-is served. For `application/json` a browser first asks by a preflight request, which is refused
-unless `--cors-origin` names the page's origin. So a body of any other type is refused if the
-browser says, in headers that no page can set, that the page is not the server's own.
+A page may send certain POST requests to any server without a preflight request: those
+whose Content-Type is one of a form's, `text/plain`, or absent. The page cannot read the
+response, but the server has processed the request. For `application/json` the browser
+first sends a preflight request, which is refused unless `--cors-origin` names the page's
+origin. Therefore a body of any other type is refused if the browser reports, in headers
+that no page can set, that the page belongs to another site.
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,9 @@ _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 
 
 def is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser sent a request with these headers for a page of another origin.
+    """Returns whether a browser sent these headers for a page of another origin.
 
-    A client that is no browser sends neither `Sec-Fetch-Site` nor `Origin`.
+    Other clients send neither `Sec-Fetch-Site` nor `Origin`.
     """
     site = headers.get(b"sec-fetch-site", b"none")
     if site == b"same-origin":
@@ -33,18 +34,22 @@ def is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def check_content_type(scope: Mapping[str, Any]) -> None:
-    """Raises UnsupportedMediaType if this request of ASGI changes something, comes from a page of
-    another site, and could have been sent without a preflight request."""
+    """Raises UnsupportedMediaType for a request of another site without a preflight.
+
+    Only requests that may change something are checked.
+    """
     if scope["method"] in _SAFE_METHODS:
         return
     headers = dict(scope["headers"])
-    given = headers.get(b"content-type", b"")
-    if given.partition(b";")[0].strip().lower() == _JSON or not is_from_another_site(
-        headers
-    ):
+    content_type = headers.get(b"content-type", b"")
+    media_type = content_type.partition(b";")[0].strip().lower()
+    if media_type == _JSON or not is_from_another_site(headers):
         return
-    shown = short_repr(given.decode("latin-1")) if given else "missing"
+    shown = "missing"
+    if content_type:
+        shown = short_repr(content_type.decode("latin-1"))
     raise UnsupportedMediaType(
+        f"the header Content-Type is {shown} in a request from a page of another site; "
         f"the header Content-Type is {shown} in a request from a page of another site; "
         "send application/json, from an origin that --cors-origin names"
     )
@@ -53,6 +58,6 @@ def check_content_type(scope: Mapping[str, Any]) -> None:
 def _is_origin_of(origin: bytes, host: bytes) -> bool:
     scheme, _, authority = origin.lower().partition(b"://")
     default = _DEFAULT_PORTS.get(scheme, b"")
-    return bool(authority) and authority.removesuffix(
-        default
-    ) == host.lower().removesuffix(default)
+    if not authority:
+        return False
+    return authority.removesuffix(default) == host.lower().removesuffix(default)

@@ -1,8 +1,9 @@
-"""Bounds on what a JSON body becomes in memory, checked on its bytes before anything is decoded.
+"""Bounds on the memory that a decoded JSON body takes, checked before decoding.
 
-A body's length does not bound that: `{}` takes 2 bytes and becomes an object of 64, a small member
-becomes hundreds. The scan looks at structure alone, piece by piece. It is linear and needs little
-memory, and it does not check that the body is JSON: the decoder does.
+The length of a body does not limit its memory: `{}` has 2 bytes and becomes an object of
+64 bytes, and a small member becomes hundreds of bytes. The check scans the structure
+piece by piece, in linear time and little memory. It does not check that the body is JSON;
+the decoder does.
 """
 
 import asyncio
@@ -12,14 +13,12 @@ from typing import Final, NamedTuple, TypeVar
 
 from protocol.errors import InvalidRequest, PayloadTooLarge
 
-MAX_MEMBERS: Final = (
-    1 << 18
-)  # and arrays and objects: a logit bias for each token of a vocabulary
-MAX_TOP_MEMBERS: Final = (
-    1024  # of the body itself; all endpoints together have fewer fields
-)
+# Members, arrays and objects. A logit bias for each token of a vocabulary fits.
+MAX_MEMBERS: Final = 1 << 18
+# Members of the body itself. All endpoints together have fewer fields.
+MAX_TOP_MEMBERS: Final = 1024
 MAX_DEPTH: Final = 200
-INLINE_BODY_BYTES: Final = 1 << 16  # longer bodies are read off the event loop
+INLINE_BODY_BYTES: Final = 1 << 16  # a longer body is read in a thread
 _PIECE_BYTES: Final = 1 << 16
 _MARKS: Final = b"{}[]:"
 _OTHERS: Final = bytes(set(range(256)) - set(_MARKS))
@@ -30,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class Structure(NamedTuple):
-    """What a JSON text consists of."""
+    """The size of a JSON text's structure."""
 
     num_values: int  # members, arrays and objects
     num_top_members: int
@@ -38,13 +37,13 @@ class Structure(NamedTuple):
 
 
 def check_bounds(body: bytes) -> None:
-    """Checks a body that is JSON, or is to be refused by who decodes it.
+    """Checks a body before it is decoded. It need not be valid JSON.
 
     Raises:
-        PayloadTooLarge: too many members, arrays and objects.
-        InvalidRequest: nested too deeply.
+        PayloadTooLarge: It has too many members, arrays and objects.
+        InvalidRequest: It is nested too deeply.
     """
-    num_opening = body.count(b"{") + body.count(b"[")  # those in strings included
+    num_opening = body.count(b"{") + body.count(b"[")  # including those in strings
     if num_opening <= MAX_DEPTH and body.count(b":") <= MAX_TOP_MEMBERS:
         return
     found = structure_of(body)
@@ -66,8 +65,11 @@ def check_bounds(body: bytes) -> None:
 
 
 def structure_of(body: bytes) -> Structure:
-    """Counts what is outside strings. Depth and members of the body itself are counted only where
-    there are at most MAX_MEMBERS values in all, as that takes longer."""
+    """Returns the structure of a JSON text, without the content of strings.
+
+    The depth and the top members take longer to count. They are 0 if there are more than
+    MAX_MEMBERS values in all.
+    """
     marks = _marks_of(body)
     num_values = marks.count(b":") + marks.count(b"{") + marks.count(b"[")
     if num_values > MAX_MEMBERS:
@@ -87,14 +89,14 @@ def structure_of(body: bytes) -> Structure:
 
 
 def _marks_of(body: bytes) -> bytes:
-    """The brackets, braces and colons outside strings, in order."""
+    """Returns the brackets, braces and colons outside of strings, in order."""
     found: list[bytes] = []
     is_in_string = False
     begin = 0
     while begin < len(body):
         piece = body[begin : begin + _PIECE_BYTES]
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        if num_backslashes % 2:  # an escape stays whole
+        if num_backslashes % 2:  # the piece must not end within an escape sequence
             piece = body[begin : begin + _PIECE_BYTES + 1]
         begin += len(piece)
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -105,8 +107,11 @@ def _marks_of(body: bytes) -> bytes:
 
 
 def check_utf8(body: bytes) -> None:
-    """Raises UnicodeDecodeError. Holds a piece of the text at a time: characters beyond Latin-1
-    take up to four bytes each."""
+    """Raises UnicodeDecodeError if the body is not UTF-8.
+
+    It decodes the body in pieces, because decoded text takes up to four bytes per
+    character.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     for begin in range(0, len(body), _PIECE_BYTES):
         decoder.decode(body[begin : begin + _PIECE_BYTES])
@@ -114,7 +119,10 @@ def check_utf8(body: bytes) -> None:
 
 
 async def read_off_loop(num_bytes: int, read: Callable[[], _T]) -> _T:
-    """The result of `read`, which reads a body of so many bytes: in a thread if that takes long."""
+    """Returns the result of `read`, which reads a body of `num_bytes`.
+
+    A large body is read in a thread, so that the event loop is not blocked.
+    """
     if num_bytes <= INLINE_BODY_BYTES:
         return read()
     return await asyncio.to_thread(read)

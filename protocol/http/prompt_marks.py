@@ -1,16 +1,18 @@
-"""Estimates which tokens of waiting prompts are computed once for several of them: no I/O.
+"""Estimates which tokens of waiting prompts are computed once for several prompts; no I/O.
 
-A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before it, so two
-prompts with the same key have the same beginning. The tokens between two marks are a span:
+A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before
+it, so two prompts with the same key have the same beginning. The tokens between two marks
+are a span:
 
     marks      64     128    192           the first prompt pays for three spans,
-    prompt 1   |------|------|---          the second one for its last span only,
-    prompt 2   |------|------|===          as it differs from the first there
+    prompt 1   |------|------|---          the second one only for its last span,
+    prompt 2   |------|------|===          because only that differs from the first
 
-Of the waiting prompts that have a span, one pays for it: it is expected to compute the span, and
-the others to find it in the prefix cache. Nobody pays for a span that was computed recently, as the
-prefix cache should still hold it. This process does not see the cache, so all of this is an
-estimate; a wrong one changes how long the queue may get, never an answer.
+Among the waiting prompts that contain a span, one pays for it: it is expected to compute
+the span, and the others to find it in the prefix cache. No prompt pays for a span that
+was computed recently, because the prefix cache should still hold it. This process cannot
+see the cache, so all of this is an estimate. A wrong estimate changes the permitted
+length of the queue, but never a response.
 """
 
 from array import array
@@ -20,17 +22,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # between marks in the first 4,096 tokens of a prompt
-_SPANS_PER_SIZE = (
-    64  # spans get twice as long where so many of them precede; bounds the marks
-)
+# The length of spans doubles after this many times their length, which bounds the number
+# of marks.
+_SPANS_PER_SIZE = 64
 
 
 class Mark(NamedTuple):
     """A position in a prompt.
 
     Attributes:
-        key: hash of all tokens before it, salted for this process.
-        num_tokens: tokens since the mark before it.
+        key: Hash of all tokens before the mark, salted for this process.
+        num_tokens: Tokens since the previous mark.
     """
 
     key: int
@@ -38,10 +40,12 @@ class Mark(NamedTuple):
 
 
 def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
-    """The marks of a prompt: 64 in its first 4,096 tokens, then 32 each time its length doubles.
+    """Returns the marks of a prompt.
+
+    There are 64 in its first 4,096 tokens, then 32 each time its length doubles.
 
     Args:
-        cache_salt: prompts of different salts share no KV, so they have no mark in common.
+        cache_salt: Prompts with different salts share no KV, so they share no marks.
     """
     ids = array("q", token_ids)
     marks: list[Mark] = []
@@ -59,13 +63,13 @@ def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
 
 @dataclass(eq=False, slots=True)
 class WaitingPrompt:
-    """A prompt whose first token has not come.
+    """A waiting prompt: its first token has not come.
 
     Attributes:
-        num_tokens: tokens that this server computes or pulls for it if nothing is shared.
-        min_tokens: tokens that it counts as at least.
-        is_shareable: False if it is computed in full whatever the prefix cache holds.
-        num_shared: tokens of it that others pay for, or that were computed recently.
+        num_tokens: Tokens that this server computes or pulls for it without sharing.
+        min_tokens: Minimum number of tokens that it counts as.
+        is_shareable: False if it is always computed completely.
+        num_shared: Its tokens that other prompts pay for, or that were computed recently.
     """
 
     priority: int
@@ -77,39 +81,38 @@ class WaitingPrompt:
 
     @property
     def num_counted(self) -> int:
-        """Tokens that it counts as in the queue."""
+        """Tokens that the prompt counts as in the queue."""
         shared = self.num_shared if self.is_shareable else 0
         return max(self.num_tokens - shared, self.min_tokens)
 
 
 class SharedPrefixes:
-    """The spans of all waiting prompts, and of recently computed ones.
+    """The spans of all waiting prompts and of recently computed prompts.
 
     Args:
-        on_change: called with a prompt and the change of its `num_counted`.
+        on_change: Called with a prompt and the change of its `num_counted`.
 
     Attributes:
-        capacity_tokens: tokens that the prefix cache can hold; 0 until the engine has reported it.
+        capacity_tokens: Tokens that the prefix cache can hold; 0 until the engine has
+            reported it.
     """
 
     def __init__(self, on_change: Callable[[WaitingPrompt, int], None]) -> None:
         self.capacity_tokens = 0
         self._on_change = on_change
-        self._waiting: dict[
-            int, dict[WaitingPrompt, None]
-        ] = {}  # by key, the oldest first
+        # By key; the prompts are in order of arrival.
+        self._waiting: dict[int, dict[WaitingPrompt, None]] = {}
         self._payers: dict[int, WaitingPrompt] = {}
-        self._computed = OrderedDict[
-            int, int
-        ]()  # tokens of spans by key, least recently used first
+        # Tokens of computed spans by key, the least recently used span first.
+        self._computed = OrderedDict[int, int]()
         self._num_computed = 0  # tokens in `_computed`
 
     def __len__(self) -> int:
-        """How many spans are known."""
+        """Returns the number of tracked spans."""
         return len(self._waiting.keys() | self._computed.keys())
 
     def add(self, prompt: WaitingPrompt) -> None:
-        """Counts a new prompt. A more urgent one pays for what a less urgent one paid for."""
+        """Adds a prompt. It takes over the spans that a less urgent prompt pays for."""
         for key, num_tokens in prompt.marks:
             self._waiting.setdefault(key, {})[prompt] = None
             if key in self._computed:
@@ -125,8 +128,10 @@ class SharedPrefixes:
         self._on_change(prompt, prompt.num_counted)
 
     def remove(self, prompt: WaitingPrompt, *, is_computed: bool) -> None:
-        """A prompt waits no longer. Unless it is computed, the oldest of those that share a span
-        with it pays for that."""
+        """Removes a prompt that no longer waits.
+
+        If it was not computed, the oldest prompt with the same span now pays for it.
+        """
         self._on_change(prompt, -prompt.num_counted)
         for key, num_tokens in prompt.marks:
             waiting = self._waiting[key]
@@ -141,9 +146,8 @@ class SharedPrefixes:
             elif is_payer:
                 self._charge_oldest(key, num_tokens)
         if is_computed:
-            for key, _ in reversed(
-                prompt.marks
-            ):  # the beginning of a prompt is forgotten last
+            # The beginning of a prompt is evicted last.
+            for key, _ in reversed(prompt.marks):
                 self._computed.move_to_end(key)
             self._forget_excess()
 

@@ -9,15 +9,23 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: bytes) -> bytes:
-    """One event with `data`, which holds no newline (JSON never does)."""
+    """Returns an event with `data`, which must not have a newline; JSON never has one."""
     return b"data: " + data + b"\n\n"
 
 
 def error_event(error: BatonError, number: int | None = None) -> bytes:
-    """The event that ends a stream which failed after its first byte; no [DONE] follows it. Readers
-    of /v1/responses know it by its `type`, and have the `number` of each event."""
-    said = error.to_openai()
+    """Returns the event that ends a stream which failed after its first byte.
+
+    No [DONE] follows it. Clients of /v1/responses identify events by their `type` and
+    expect a sequence number in each.
+
+    Args:
+        number: The sequence number, for /v1/responses.
+    """
+    members = error.to_openai()
     if number is not None:
-        flat = {name: said["error"][name] for name in ("code", "message", "param")}
-        said = {"sequence_number": number, **flat, **said}
-    return b"event: error\n" + event(msgspec.json.encode({"type": "error", **said}))
+        details = members["error"]
+        flat = {name: details[name] for name in ("code", "message", "param")}
+        members = {"sequence_number": number, **flat, **members}
+    data = msgspec.json.encode({"type": "error", **members})
+    return b"event: error\n" + event(data)

@@ -1,4 +1,4 @@
-"""TLS for a process that listens or calls."""
+"""TLS for servers and clients."""
 
 import asyncio
 import ssl
@@ -11,14 +11,15 @@ from protocol.settings.options import AccessOptions
 logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 60.0
-_trusted: dict[str, ssl.SSLContext] = {}  # by file; whoever connects has one of these
+# By file. All connections that this process opens share these contexts.
+_trusted: dict[str, ssl.SSLContext] = {}
 
 
 class Certificate:
-    """What a process serves HTTPS with; nothing, and plain HTTP, without --tls-cert.
+    """The certificate of a server. Without --tls-cert the server uses plain HTTP.
 
     Raises:
-        ValueError: a file cannot be used; names it and the fix.
+        ValueError: A file cannot be used. The message has the file and the fix.
     """
 
     def __init__(self, options: AccessOptions) -> None:
@@ -28,8 +29,9 @@ class Certificate:
         self.scheme = "https" if self._files else "http"
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """Arguments of uvicorn.Config."""
-        if (first := self._newest) is None:
+        """Returns arguments of uvicorn.Config."""
+        first = self._newest
+        if first is None:
             return {}
 
         def choose(
@@ -37,11 +39,15 @@ class Certificate:
         ) -> None:
             connection.context = self._newest or first
 
-        first.sni_callback = choose  # called at every handshake, with a name or without
+        # OpenSSL calls it at every handshake, even if the client names no server.
+        first.sni_callback = choose
         return {"ssl_context_factory": lambda *_: first}
 
     async def keep_new(self, interval_s: float = RENEW_INTERVAL_S) -> None:
-        """New connections get what is in the files by then, --tls-ca's too, unless it is wrong."""
+        """Reads the files periodically, including --tls-ca, for new connections.
+
+        Files that cannot be used are ignored.
+        """
         while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
             await _renewed(trusted, self._ca_file)
@@ -51,11 +57,14 @@ class Certificate:
 async def _renewed(
     load: Callable[..., ssl.SSLContext], *files: str | None
 ) -> ssl.SSLContext | None:
-    """None where there are no files, or wrong ones, which is told in the log."""
+    """Returns the new context; None if there are no files, or unusable ones.
+
+    An unusable file is logged.
+    """
     try:
         return await asyncio.to_thread(load, *files) if any(files) else None
     except ValueError as error:
-        logger.error("what TLS uses stays as it was: %s", error)
+        logger.error("TLS still uses the previous files: %s", error)
         return None
 
 
@@ -68,17 +77,23 @@ def _load(cert: str, key: str) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(cert, key, no_password)
-    except OSError as error:  # ssl's own among them
-        fix = "give PEM files that can be read, a certificate and its own key"
+    except OSError as error:  # including ssl.SSLError
+        fix = "give readable PEM files with a certificate and its key"
         raise ValueError(
-            f"--tls-cert {cert}, --tls-key {key}: {_why(error)}; {fix}"
+            f"--tls-cert {cert}, --tls-key {key}: {_reason(error)}; {fix}"
         ) from None
     return context
 
 
 def trusted(ca_file: str | None) -> ssl.SSLContext:
-    """For connections to servers that `ca_file`, as it was at any call, or the system's store
-    vouches for. Raises ValueError if it cannot be used."""
+    """Returns the context for connections to servers.
+
+    It trusts the authorities in `ca_file`, in the versions of all calls so far, or those
+    of the system.
+
+    Raises:
+        ValueError: The file cannot be used.
+    """
     try:
         if ca_file is None:
             return ssl.create_default_context()
@@ -88,9 +103,9 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
         context.load_verify_locations(ca_file)
         return context
     except OSError as error:
-        fix = "give a PEM file of authorities"
-        raise ValueError(f"--tls-ca {ca_file}: {_why(error)}; {fix}") from None
+        fix = "give a PEM file of certificate authorities"
+        raise ValueError(f"--tls-ca {ca_file}: {_reason(error)}; {fix}") from None
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return str(getattr(error, "reason", None) or error.strerror)

@@ -1,5 +1,6 @@
-"""Whole messages over a stream socket that never blocks: a length (u32), then the bytes. No thread
-is woken between the caller and the kernel.
+"""Messages over a stream socket that never blocks: a length (u32), then the bytes.
+
+No thread hand-over is needed between the caller and the kernel.
 """
 
 import ctypes
@@ -20,17 +21,17 @@ _PR_SET_TIMERSLACK = 29  # in ns
 
 
 class WireClosed(Exception):
-    """The connection is gone, or what came over it is no message."""
+    """The connection is lost, or the peer sent something that is not a message."""
 
 
 class Wire:
-    """One connected socket. One thread at a time; `send` and `receive` never wait.
+    """A connected socket, for one thread at a time. `send` and `receive` never wait.
 
     Args:
-        max_bytes: of one message that is received; the owner may allow more later.
-        read_bytes: at most, by one `receive`, where the peer may be anybody.
-        unsent: messages to send first; shared with the caller, who may carry them over to the
-            next connection: a message stays there until the kernel has all of it.
+        max_bytes: Maximum size of a received message. The owner may raise it later.
+        read_bytes: Maximum size of one `receive`, for a peer that is not trusted.
+        unsent: Messages to send first. The caller shares the queue and may pass it on to
+            the next connection. A message stays in it until the kernel has all of it.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class Wire:
         self.max_bytes = max_bytes
         self._read_bytes = read_bytes or sys.maxsize
         self._unsent: deque[bytes] = deque() if unsent is None else unsent
-        self._begun = 0  # bytes of the first unsent message that are out
+        self._sent_bytes = 0  # of the first unsent message
         self.unsent_bytes = sum(map(len, self._unsent))
         self._received = bytearray()
-        self._end: str | None = None  # why nothing more will come
+        self._end: str | None = None  # why no more data will arrive
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -58,42 +59,51 @@ class Wire:
         return bool(self._unsent)
 
     def queue(self, message: bytes) -> None:
-        """`flush` sends it."""
+        """Queues a message for `flush`."""
         frame = framed(message)
         self._unsent.append(frame)
         self.unsent_bytes += len(frame)
 
     def send(self, message: bytes) -> None:
-        """Sends now what the kernel takes; `flush` sends the rest. Raises WireClosed."""
+        """Sends as much as the kernel accepts; `flush` sends the rest.
+
+        Raises:
+            WireClosed: The connection is lost.
+        """
         self.queue(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends more of what is unsent. Raises WireClosed."""
+        """Sends more of the unsent messages. Raises WireClosed."""
         try:
             while self._unsent:
-                sent = self._socket.send(memoryview(self._unsent[0])[self._begun :])
-                self._begun += sent
+                sent = self._socket.send(
+                    memoryview(self._unsent[0])[self._sent_bytes :]
+                )
+                self._sent_bytes += sent
                 self.unsent_bytes -= sent
-                if self._begun == len(self._unsent[0]):
+                if self._sent_bytes == len(self._unsent[0]):
                     self._unsent.popleft()
-                    self._begun = 0
+                    self._sent_bytes = 0
         except BlockingIOError:
             return
         except OSError as error:
             raise WireClosed(str(error)) from error
 
     def receive(self) -> list[bytes]:
-        """Whole messages that have come: all, or those in the first `read_bytes`. Raises WireClosed
-        when the connection is gone, or a message would be too long."""
+        """Returns the complete messages that have arrived, up to `read_bytes` at once.
+
+        Raises:
+            WireClosed: The connection is lost, or a message is too long.
+        """
         self._read()
-        found = self._messages()
-        if self._end is not None and not found:
+        messages = self._messages()
+        if self._end is not None and not messages:
             raise WireClosed(self._end)
-        return found
+        return messages
 
     def has_ended(self) -> bool:
-        """Whether the connection is known to be gone, though `receive` has not met its end yet."""
+        """Returns whether the peer has closed the connection, even before `receive`."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -105,16 +115,16 @@ class Wire:
         self._socket.close()
 
     def _read(self) -> None:
-        left = self._read_bytes
+        remaining_bytes = self._read_bytes
         try:
-            while self._end is None and left > 0:
-                wanted = min(left, _RECEIVE_BYTES)
-                part = self._socket.recv(wanted)
+            while self._end is None and remaining_bytes > 0:
+                part_bytes = min(remaining_bytes, _RECEIVE_BYTES)
+                part = self._socket.recv(part_bytes)
                 if not part:
                     self._end = "the peer closed the connection"
                 self._received += part
-                left -= len(part)
-                if len(part) < wanted:
+                remaining_bytes -= len(part)
+                if len(part) < part_bytes:
                     return
         except BlockingIOError:
             return
@@ -122,7 +132,7 @@ class Wire:
             self._end = str(error)
 
     def _messages(self) -> list[bytes]:
-        found: list[bytes] = []
+        messages: list[bytes] = []
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
@@ -131,39 +141,45 @@ class Wire:
                     f"a message of {length} bytes; at most {self.max_bytes} are read"
                 )
                 self._received.clear()
-                return found
-            begin, end = start + _LENGTH.size, start + _LENGTH.size + length
+                return messages
+            begin = start + _LENGTH.size
+            end = begin + length
             if end > len(self._received):
                 break
-            found.append(bytes(self._received[begin:end]))
+            messages.append(bytes(self._received[begin:end]))
             start = end
         del self._received[:start]
-        return found
+        return messages
 
 
 def exchange(selector: BaseSelector, wire: Wire) -> list[bytes]:
-    """Sends what is unsent and returns what has come; with a `selector` that looks for room only
-    while there is need. Raises WireClosed, once all that came before the end was returned."""
+    """Sends unsent messages and returns the messages that have arrived.
+
+    The selector then waits for a writable socket only while there are unsent messages.
+
+    Raises:
+        WireClosed: The connection is lost, and all messages before that were returned.
+    """
     with suppress(WireClosed):
         wire.flush()
-    found = wire.receive()
-    await_room(selector, wire)
-    return found
+    messages = wire.receive()
+    await_writable(selector, wire)
+    return messages
 
 
-def await_room(selector: BaseSelector, wire: Wire) -> None:
-    """Has the selector look for room in the socket where something is unsent."""
+def await_writable(selector: BaseSelector, wire: Wire) -> None:
+    """Makes the selector wait for a writable socket while there are unsent messages."""
     events = EVENT_READ | (EVENT_WRITE if wire.has_unsent else 0)
     selector.modify(wire, events, selector.get_key(wire).data)
 
 
 def framed(message: bytes) -> bytes:
-    """A message as it goes over a wire."""
+    """Returns a message with its length, as a wire sends it."""
     return _LENGTH.pack(len(message)) + message
 
 
 def tune(sock: socket.socket) -> None:
-    """Sends at once, and notices within seconds that the other host is not there any more."""
+    """Sends data without delay, and detects within seconds that the host is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock, idle_s=2, interval_s=2, timeout_s=6)
 
@@ -171,8 +187,12 @@ def tune(sock: socket.socket) -> None:
 def keep_alive(
     sock: socket.socket, *, idle_s: int, interval_s: int, timeout_s: float | None = None
 ) -> None:
-    """The kernel asks a peer that was silent for `idle_s` three times, and ends the connection to
-    one that has acknowledged, or taken, nothing for `timeout_s`; None: that answers none of it."""
+    """Makes the kernel probe a peer that was silent for `idle_s`, up to three times.
+
+    Args:
+        timeout_s: The kernel ends the connection if the peer acknowledges or accepts no
+            data for this long. None: only if the peer answers no probe.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
@@ -183,7 +203,11 @@ def keep_alive(
 
 
 def nap_if_short(timeout_s: float) -> float:
-    """Polls round up to milliseconds: sleeps for less; returns what is left to poll for."""
+    """Sleeps for a timeout below 1 ms, which polling would round up.
+
+    Returns:
+        The remaining time to poll for.
+    """
     if timeout_s >= 0.001:
         return timeout_s
     if timeout_s > 0:
@@ -192,19 +216,21 @@ def nap_if_short(timeout_s: float) -> float:
 
 
 def allow_short_naps() -> None:
-    """Naps of the calling thread end within 1 us of their time, not within Linux's usual 50."""
+    """Lets sleeps of the calling thread end 1 us late at most, instead of Linux's 50 us."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 
 class Waker:
-    """`wake` from any thread makes `fileno` readable; the polling thread then calls `clear`."""
+    """Wakes a polling thread: `wake` makes `fileno` readable, and `clear` resets it.
+
+    Any thread may call `wake`; the polling thread calls `clear`.
+    """
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.Lock()
-        )  # a closed descriptor's number may already be another's
+        # Another file may get the number of a closed descriptor.
+        self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -219,10 +245,10 @@ class Waker:
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
-            pass  # nobody woke it
+            pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """From the polling thread, or when it has ended."""
+        """Closes the descriptor. Call it from the polling thread, or after its end."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -230,7 +256,10 @@ class Waker:
 
 
 class CannotListen(OSError):
-    """Says where, why, and which option to change; `port_option` if it is the port."""
+    """A socket cannot listen. The message has the address, the reason and the fix.
+
+    The fix is to change `port_option` if the port is at fault, else --host.
+    """
 
     def __init__(
         self, host: str, port: int, error: Exception, port_option: str
@@ -244,31 +273,29 @@ class CannotListen(OSError):
 
 
 def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
-    """A socket bound to a TCP port of a name or an address; 0 takes a free one.
+    """Returns a socket bound to a TCP port of a name or an address; port 0: a free port.
 
     Raises:
-        CannotListen: the name is unknown, or the address is not ours or another's.
+        CannotListen: The name is unknown, or the address is not local or in use.
     """
     sock: socket.socket | None = None
     try:
-        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-        found = socket.getaddrinfo(host, port, type=kind, flags=flags)
-        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        kind = socket.SOCK_STREAM
+        addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+        # IPv4 first.
+        family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         return sock
-    except (
-        OSError,
-        UnicodeError,
-    ) as error:  # the latter for what no encoding of is a name
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         if sock is not None:
             sock.close()
         raise CannotListen(host, port, error, port_option) from error
 
 
 def listen(host: str, port: int, port_option: str = "--port") -> socket.socket:
-    """As `bind`; it listens, and never blocks."""
+    """Returns a non-blocking socket that listens; like `bind` otherwise."""
     sock = bind(host, port, port_option)
     sock.listen(512)
     sock.setblocking(False)

@@ -1,13 +1,14 @@
-"""Processes that start, report and end together.
+"""Starts, watches and ends child processes.
 
-Every child runs in a session of its own, so Ctrl-C in a terminal reaches the launcher alone, and
-holds one end of a socket pair whose other end only its parent has:
+Every child runs in a session of its own, so Ctrl-C in a terminal reaches only the
+launcher. The child holds one end of a socket pair; only its parent has the other end:
 
-    parent --(nothing, ever)---> child    EOF: the parent is gone, however it died
-    child  --(JSON lines)------> parent   progress, ready, failed; EOF: the child is gone
-    child  --(stdout + stderr)-> parent   a pipe: prefixed by the child's name, tail kept
+    parent --(no data)---------> child    EOF: the parent has ended, for whatever reason
+    child  --(JSON lines)------> parent   progress, ready, failed; EOF: the child ended
+    child  --(stdout + stderr)-> parent   a pipe; the parent prefixes the lines by the
+                                          child's name and keeps the last ones
 
-Nothing here polls: sockets and waitpid block in threads, and what they learn arrives as events.
+Nothing here polls. Threads block on sockets and in waitpid, and deliver events.
 """
 
 import contextlib
@@ -33,31 +34,30 @@ from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
-SAFE_PATH = (
-    "PYTHONSAFEPATH"  # Python reads it: the working directory is not on sys.path
-)
+# If this variable is set, Python does not put the working directory on sys.path.
+SAFE_PATH = "PYTHONSAFEPATH"
 TAIL_LINES = 40
-_AGAIN_S = 0.01
-ALARM = (
-    signal.SIGALRM
-)  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
-_TELL_S = 5.0  # longest: somebody may have stopped to read our output
+_REPEAT_ALARM_S = 0.01
+# Ends a process of `end_on_alarm`. Only its parent sends this signal.
+ALARM = signal.SIGALRM
+# Maximum time of reporting the end of a thread. The reader of our output may be stopped.
+_MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
-# Longest wait of a main thread that listens to signals. One that arrives just before the thread
-# begins to wait does not interrupt it; Python calls the handler when the wait ends.
+# Longest wait of a main thread that handles signals. A signal that arrives just before
+# the wait does not interrupt it; Python calls the handler when the wait ends.
 SIGNAL_LOOK_S = 0.5
-ORPHANED = (
-    86  # exit status of a process that had to be ended because its parent was gone
-)
+# Exit status of a process that had to be ended because its parent was gone.
+ORPHANED = 86
 
 
 class Event(NamedTuple):
-    """What became of a child, by `kind` and its `value`:
+    """A change in the state of a child. The kinds and their values are:
 
-    progress: it says by a text what it is doing while it starts
-    ready: it serves; where, by name, such as {"port": 8000}
-    failed: why it cannot go on, a text; its exit follows
-    exited: it has ended and is reaped; its status, -N if signal N ended it. Always the last
+    progress: The child is starting; the value describes the current step.
+    ready: The child serves; the value has its addresses, such as {"port": 8000}.
+    failed: The child cannot continue; the value is the reason. Its exit follows.
+    exited: The child has ended and is reaped; the value is its exit status, or -N if
+        signal N ended it. This is always the last event.
     """
 
     child: "Child"
@@ -67,7 +67,7 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Child:
-    """A running process of ours. Ended by `terminate`, or by itself when this process is gone."""
+    """A running child process. It ends by `terminate`, or when this process ends."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -80,40 +80,45 @@ class Child:
         return self.process.pid
 
     def signal(self, number: int) -> None:
-        """Signals the process; one that has ended already is left alone."""
+        """Sends a signal to the process, unless it has ended."""
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to the process and whatever else is in its group."""
+        """Sends SIGKILL to the process and all other processes of its group."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reason(self) -> str:
-        """Why it ended: what it reported, else its last line, else its exit status. A last line
-        tells nothing if the process ended in order, and little if it was killed."""
+        """Returns why the process ended.
+
+        This is the reason that it reported, else its last line, else its exit status. A
+        last line means nothing if the process ended in order, and little if it was
+        killed.
+        """
         if self.failure is not None:
             return self.failure
         code = self.process.returncode
-        ended = _in_words(code)
-        last = self._last_words(is_killed=(code or 0) < 0)
+        status = _describe_status(code)
+        is_killed = (code or 0) < 0
+        last_line = self._last_line(is_killed=is_killed)
         if code == 0:
-            return f"somebody told it to ({ended})"
-        if last is None:
-            return ended
-        return (
-            f"{ended}, its last line: {last}"
-            if (code or 0) < 0
-            else f"{last} ({ended})"
-        )
+            return f"another process ended it ({status})"
+        if last_line is None:
+            return status
+        if is_killed:
+            return f"{status}, its last line: {last_line}"
+        return f"{last_line} ({status})"
 
-    def _last_words(self, *, is_killed: bool) -> str | None:
-        """The last line that the process wrote itself. Its engine ranks write to the same pipe, and
-        go on doing so after its death, when they report that they end because of it.
+    def _last_line(self, *, is_killed: bool) -> str | None:
+        """Returns the last line that the process wrote itself.
+
+        Its engine ranks write to the same pipe. They still do so after the death of the
+        process, when they report that they end because of it.
 
         Args:
-            is_killed: the process had no chance to write a traceback: lines without a header belong
-                to the process that wrote the header before them.
+            is_killed: The process had no chance to write a traceback. Lines without a
+                header therefore belong to the process that wrote the last header.
         """
         last = None
         is_of_rank = False
@@ -128,11 +133,14 @@ class Child:
         return last
 
 
-def _in_words(returncode: int | None) -> str:
-    if returncode is None or returncode >= 0:
-        return "still running" if returncode is None else f"exit status {returncode}"
-    is_known = -returncode in set(signal.Signals)
-    return f"killed by {signal.Signals(-returncode).name if is_known else -returncode}"
+def _describe_status(returncode: int | None) -> str:
+    if returncode is None:
+        return "still running"
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    number = -returncode
+    is_named = number in set(signal.Signals)
+    return f"killed by {signal.Signals(number).name if is_named else number}"
 
 
 def spawn(
@@ -145,54 +153,71 @@ def spawn(
     on_event: Callable[[Event], None] | None = None,
     files: Sequence[int] = (),
 ) -> Child:
-    """Starts a process in a session of its own that ends when this one does (see watch_parent).
+    """Starts a process in a session of its own. It ends when this process ends.
+
+    The child calls `watch_parent` for that.
 
     Args:
-        env: added to this process's environment, of which BATON_* settings are not passed on.
-        stdin: what the child reads from its standard input, at most a pipe's buffer (64 KiB).
-        capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
-        on_event: called from a thread of the child's own.
-        files: descriptors that the child has too, by the same numbers.
+        env: Additions to this process's environment, whose BATON_* settings are left
+            out.
+        stdin: What the child reads from its standard input; at most a pipe's buffer (64
+            KiB).
+        capture: True: print the child's lines with `name` as prefix, and keep the last
+            ones. False: the child writes to this process's stdout.
+        on_event: Called from a thread that belongs to the child.
+        files: Descriptors that the child inherits under the same numbers.
 
     Raises:
-        OSError: the program cannot be run.
+        OSError: The program cannot be run.
     """
-    ours, theirs = socket.socketpair()
+    parent_socket, child_socket = socket.socketpair()
     try:
         process = subprocess.Popen(
             list(argv),
-            env={**child_environment(), **(env or {}), PARENT_FD: str(theirs.fileno())},
+            env={
+                **child_environment(),
+                **(env or {}),
+                PARENT_FD: str(child_socket.fileno()),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
-            pass_fds=(theirs.fileno(), *files),
+            pass_fds=(child_socket.fileno(), *files),
             start_new_session=True,
         )
     except OSError:
-        ours.close()
+        parent_socket.close()
         raise
     finally:
-        theirs.close()
+        child_socket.close()
     child = Child(name, process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(stdin)
     printer = threading.Thread(target=_print_lines, args=(child,), daemon=True)
     printer.start()
-    watched = (child, ours, printer, on_event or (lambda _: None))
-    threading.Thread(target=_watch_child, args=watched, daemon=True).start()
+    watcher = threading.Thread(
+        target=_watch_child,
+        args=(child, parent_socket, printer, on_event or (lambda _: None)),
+        daemon=True,
+    )
+    watcher.start()
     return child
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment for another Python process of Baton's. BATON_* settings are left
-    out, and the process imports the same Baton as this one, also in a working directory that has a
-    model.py, an engine/ or a json.py of its own. The processes that it starts inherit that."""
+    """Returns the environment for another Python process of Baton.
+
+    It has no BATON_* settings. The process imports the same Baton as this one, even if
+    its working directory has a model.py, an engine/ or a json.py. The processes that it
+    starts inherit that.
+    """
     environ = clean_environment(os.environ)
     environ[SAFE_PATH] = "1"
     root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
-    # A checkout in which `python -m` was called is on sys.path for that reason alone. A folder of
-    # installed packages must not be named: it would come before Python's own library.
+    # `python -m` in a checkout puts the checkout on sys.path, so the child needs it on
+    # PYTHONPATH. A folder of installed packages must not be there: it would precede
+    # Python's own library.
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
     if (
@@ -206,7 +231,7 @@ def child_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Within, processes that multiprocessing starts do not import from the working directory."""
+    """Keeps processes that multiprocessing starts from importing the working directory."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -219,40 +244,43 @@ def safe_path() -> Iterator[None]:
 
 
 def _print_lines(child: Child) -> None:
+    """Prints the child's lines and keeps the last ones, until its pipe closes."""
     with child.process.stdout or contextlib.nullcontext(()) as stream:
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
-            with contextlib.suppress(OSError, ValueError):  # our own stdout may be gone
-                sys.stdout.write(
-                    f"{child.name} | {line}\n"
-                )  # one write: lines stay whole
+            # Our own stdout may be closed. A single write keeps the line in one piece.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.write(f"{child.name} | {line}\n")
                 sys.stdout.flush()
 
 
 def _watch_child(
     child: Child,
-    ours: socket.socket,
+    parent_socket: socket.socket,
     printer: threading.Thread,
     on_event: Callable[[Event], None],
 ) -> None:
-    with ours, ours.makefile("rb") as reports:  # closed when the child is reaped
+    with (
+        parent_socket,
+        parent_socket.makefile("rb") as reports,
+    ):  # closed when the child is reaped
         for line in reports:
-            with contextlib.suppress(
-                ValueError
-            ):  # one that a killed child left unfinished
+            # A killed child may leave an incomplete line.
+            with contextlib.suppress(ValueError):
                 kind, value = json.loads(line)
                 if kind == "failed":
                     child.failure = value
-                _tell(on_event, Event(child, kind, value))
+                _deliver(on_event, Event(child, kind, value))
         returncode = child.process.wait()
-        printer.join(timeout=1)  # a grandchild may hold the pipe for a moment longer
+        # A grandchild may hold the pipe for a moment longer.
+        printer.join(timeout=1)
     child.exited.set()
-    _tell(on_event, Event(child, "exited", returncode))
+    _deliver(on_event, Event(child, "exited", returncode))
 
 
-def _tell(on_event: Callable[[Event], None], event: Event) -> None:
-    """Whatever comes of it, the child is watched on, until it has ended and is reaped."""
+def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
+    """Delivers an event. An exception of the callback must not end the watching thread."""
     try:
         on_event(event)
     except Exception:
@@ -262,22 +290,27 @@ def _tell(on_event: Callable[[Event], None], event: Event) -> None:
 def terminate(
     children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM
 ) -> bool:
-    """This signal to all, SIGKILL to those that have not ended `grace_s` later; all are reaped.
-    Returns whether all ended without SIGKILL."""
+    """Sends a signal to all children, and SIGKILL to those still alive after `grace_s`.
+
+    All children are reaped on return.
+
+    Returns:
+        Whether all ended without SIGKILL.
+    """
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
         child.signal(number)
     deadline = time.monotonic() + grace_s
-    late = [child for child in running if not _exits(child, deadline)]
-    for child in late:
+    remaining = [child for child in running if not _exits(child, deadline)]
+    for child in remaining:
         child.kill()
-    for child in late:
+    for child in remaining:
         child.exited.wait()
-    return not late
+    return not remaining
 
 
 def _exits(child: Child, deadline: float) -> bool:
-    """Waits for the child's end until `deadline`, a time.monotonic(). Returns whether it ended."""
+    """Waits until `deadline`, a time.monotonic(). Returns whether the child has ended."""
     while not child.exited.wait(
         max(0.0, min(SIGNAL_LOOK_S, deadline - time.monotonic()))
     ):
@@ -288,9 +321,10 @@ def _exits(child: Child, deadline: float) -> bool:
 
 @contextlib.contextmanager
 def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
-    """Calls on_stop(signal number, how many so far) for SIGINT, SIGTERM and SIGHUP.
+    """Calls on_stop(signal number, count of signals so far) for SIGINT, SIGTERM, SIGHUP.
 
-    It runs in the main thread between two bytecodes: take no lock there that the main thread holds.
+    The call interrupts the main thread between two bytecodes. It must not take a lock
+    that the main thread may hold.
     """
     count = 0
 
@@ -309,14 +343,16 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
 
 
 def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
-    """Ends this process when the one that spawned it is gone, however it died: it gets this signal,
-    and `grace_s` later it ends without asking. Call it first thing in a spawned process.
+    """Ends this process when its parent ends, for whatever reason.
+
+    The process sends itself the signal `number`, and after `grace_s` seconds it exits
+    unconditionally. A spawned process calls this function first.
 
     Returns:
-        False when no parent watches over this process (it was started by hand).
+        False if there is no parent that watches this process: a user started it.
 
     Raises:
-        SystemExit: BATON_PARENT_FD is no socket of a parent's; says so.
+        SystemExit: BATON_PARENT_FD is not a socket of a parent.
     """
     fd = _parent()
     if fd is None:
@@ -324,10 +360,10 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
     def wait() -> None:
         try:
-            with contextlib.suppress(
-                ConnectionResetError
-            ):  # it has not read all that we told it
-                os.read(fd, 1)  # until its end, as it sends nothing
+            # A reset means that the parent ended with unread reports of ours.
+            with contextlib.suppress(ConnectionResetError):
+                # The parent sends nothing, so this blocks until it ends.
+                os.read(fd, 1)
             os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:
@@ -338,7 +374,7 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
 
 def _parent() -> int | None:
-    """The socket our parent left us, made private to this process."""
+    """Returns the socket to the parent, and makes it private to this process."""
     value = os.environ.get(PARENT_FD)
     if not value:
         return None
@@ -347,30 +383,33 @@ def _parent() -> int | None:
         is_socket = fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode)
     except (ValueError, OverflowError, OSError):
         is_socket = False
-    if not is_socket:  # to go on would be to write into whatever else has that number
-        told = f"{PARENT_FD} is {short_repr(value)}, expected the number of an open socket: Baton "
-        told += f"sets it for processes that it starts itself; unset {PARENT_FD}"
-        print(f"error: {told}", file=sys.stderr, flush=True)
+    if not is_socket:  # another file may have this number, and must not be written to
+        print(
+            f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an open "
+            "socket: Baton sets it for processes that it starts itself; unset "
+            f"{PARENT_FD}",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(2)
     os.set_inheritable(fd, False)
     return fd
 
 
 def report_progress(text: str) -> None:
-    """Tells the parent what is going on; nothing when started by hand."""
+    """Reports the current step of the start to the parent, if there is one."""
     _report("progress", text)
 
 
 def report_ready(info: Mapping[str, Any]) -> None:
-    """Tells the parent, once, that this process serves and where: {"port": .., ...}."""
+    """Reports to the parent, once, that this process serves, and at which port."""
     _report("ready", dict(info))
 
 
 def report_failure(reason: str) -> None:
-    """Tells the parent why this process is about to end; the reason also goes to stderr."""
-    print(
-        f"error: {reason}", file=sys.stderr, flush=True
-    )  # first: whoever hears of it may end us
+    """Reports to stderr and to the parent why this process is about to end."""
+    # The parent may end this process on receiving the report, so stderr comes first.
+    print(f"error: {reason}", file=sys.stderr, flush=True)
     _report("failed", reason)
 
 
@@ -382,8 +421,10 @@ def _report(kind: str, value: Any) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends this process without Python's own end, which waits for threads. What it has printed and
-    logged is written before that, unless nothing reads it for FLUSH_TIMEOUT_S."""
+    """Ends this process without Python's own shutdown, which waits for threads.
+
+    Output is written before, unless nothing reads it for FLUSH_TIMEOUT_S.
+    """
     try:
         flush_output()
     finally:
@@ -391,17 +432,22 @@ def exit_now(status: int) -> NoReturn:
 
 
 def end_on_alarm() -> None:
-    """From now on ALARM raises SystemExit, and SIGTERM does nothing: a service manager sends it to
-    all processes of a service, and our parent may need us until it ends itself. Call it in the main
-    thread."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # what we start does not inherit it
+    """Makes ALARM raise SystemExit and SIGTERM do nothing. Call it in the main thread.
+
+    A service manager sends SIGTERM to all processes of a service at once, but our parent
+    may need this process until the parent itself ends.
+    """
+    # The handler is a function, because child processes would inherit SIG_IGN.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(ALARM, _raise_exit)
     sys.unraisablehook = _on_unraisable
 
 
 def ignore_alarm() -> None:
-    """From now on ALARM does not break into what is being closed: once others hear that this
-    process ends, they end it, too."""
+    """Ignores ALARM from now on, so that it cannot interrupt the shutdown.
+
+    Other processes send it as soon as they learn that this process ends.
+    """
     signal.signal(ALARM, signal.SIG_IGN)
 
 
@@ -410,24 +456,29 @@ def _raise_exit(_number: int, _frame: object) -> NoReturn:
 
 
 def _on_unraisable(unraisable: Any) -> None:
-    """What is raised in callbacks of weak references, finalizers and the like ends there. An alarm
-    that came while one ran comes again."""
+    """Repeats an ALARM that arrived during a callback of a weak reference or a finalizer.
+
+    Python drops the exceptions of such callbacks.
+    """
     if unraisable.exc_type is SystemExit:
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, _REPEAT_ALARM_S)
     else:
         sys.__unraisablehook__(unraisable)
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread that others rely on for as long as the process lives."""
+    """A daemon thread that the process cannot work without."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
 
 
 def end_with_vital_threads() -> None:
-    """From now on a VitalThread that raises ends this process, with status 1, the reason reported
-    to its parent. Without this it ends as any thread does, which is what tests see."""
+    """Makes an exception in a VitalThread end this process with status 1.
+
+    The reason is reported to the parent. Without this call only the thread ends, which
+    is what tests need.
+    """
     usual = threading.excepthook
 
     def end(args: threading.ExceptHookArgs) -> None:
@@ -437,13 +488,14 @@ def end_with_vital_threads() -> None:
         reason = args.exc_type.__name__
         if str(args.exc_value):
             reason += f": {args.exc_value}"
-        late = threading.Timer(_TELL_S, os._exit, (1,))
-        late.daemon = True
-        late.start()
+        # Reporting blocks if the reader of our output is stopped.
+        watchdog = threading.Timer(_MAX_REPORT_S, os._exit, (1,))
+        watchdog.daemon = True
+        watchdog.start()
         try:
             report_failure(f"thread {args.thread.name} ended: {reason}")
             _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
-            exit_now(1)  # other threads may be anywhere; none of them is asked
+            exit_now(1)  # other threads may be in any state, so none is notified
 
     threading.excepthook = end

@@ -1,4 +1,4 @@
-"""One line per event: time, level, role and rank, request id, logger, text.
+"""Log format: one line per event with time, level, role and rank, request id and text.
 
 2026-01-31T12:00:00.123Z INFO  decode/0 [req-1] baton.engine.core: admitted, 3 blocks
 
@@ -19,27 +19,33 @@ from protocol.process.output import queue_standard_streams
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-_MAX_SHOWN = 128  # characters of an id that a client chose
+_MAX_ID_CHARS = 128  # of an id that a client chose
 
-# Root of our own loggers; all others are heard from warnings on.
-_OWN_LOGGER = "baton"
+# Root of Baton's loggers. Other loggers are shown from the level `warning` on.
+_ROOT_LOGGER = "baton"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a file: get_logger(__name__)."""
+    """Returns the logger of a file; call it as get_logger(__name__)."""
     return logging.getLogger(f"baton.{name}")
 
 
 def current_request_id() -> str | None:
-    """The id of the request that the running task serves."""
+    """Returns the id of the request that the running task serves."""
     return _request_id.get()
 
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Within, every line of the running task carries the beginning of `request_id`: any string. Not
-    around a `yield` of an asynchronous generator that another task may resume."""
-    token = _request_id.set(request_id[:_MAX_SHOWN])
+    """Adds `request_id` to every log line of the running task, within the `with`.
+
+    Do not use it around a `yield` of an asynchronous generator that another task may
+    resume.
+
+    Args:
+        request_id: Any string; its first characters are logged.
+    """
+    token = _request_id.set(request_id[:_MAX_ID_CHARS])
     try:
         yield
     finally:
@@ -47,7 +53,7 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 def escape(text: str) -> str:
-    """`text` on one line: control characters and line separators as backslash escapes."""
+    """Escapes control characters and line separators, so that `text` is one line."""
     if text.isprintable():
         return text
     return "".join(
@@ -57,11 +63,15 @@ def escape(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as the line above; `who` is role and rank, such as "decode/0"."""
+    """Formats a record as one line, see above.
 
-    def __init__(self, who: str) -> None:
+    Args:
+        sender: Role and rank of this process, such as "decode/0".
+    """
+
+    def __init__(self, sender: str) -> None:
         super().__init__()
-        self.who = who
+        self.sender = sender
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -69,7 +79,7 @@ class LineFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None) or _request_id.get()
         request = f" [{escape(request_id)}]" if request_id else ""
         line = (
-            f"{seconds}.{millis:03d}Z {record.levelname:<7} {self.who}{request} "
+            f"{seconds}.{millis:03d}Z {record.levelname:<7} {self.sender}{request} "
             f"{record.name}: {escape(record.getMessage())}"
         )
         if record.exc_info:
@@ -81,14 +91,17 @@ _HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
 
 
 def sender_of(line: str) -> str | None:
-    """Role and rank of the process that logged this line, such as "decode/0"; None if it has no
-    header: the rest of a longer record, or not from a logger of ours."""
+    """Returns role and rank of the process that logged this line, such as "decode/0".
+
+    None means that the line has no header: it continues a longer record, or another
+    program wrote it.
+    """
     header = _HEADER.match(line)
     return header[1] if header else None
 
 
 def is_rank(sender: str) -> bool:
-    """Whether lines of this sender are an engine rank's."""
+    """Returns whether this sender is a rank of an engine."""
     return "/" in sender
 
 
@@ -99,13 +112,15 @@ def setup_logging(
     rank: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Sends this process's log lines to stderr, from now on through a queue that never blocks; see
-    protocol/process/output.py. Called once, first thing in main.
+    """Sends this process's log lines to stderr. The main function calls it first.
+
+    The lines pass through a queue that never blocks; see protocol/process/output.py.
 
     Args:
         role: "prefill", "decode", "proxy" or "up".
-        level: least severe level shown of our own lines: debug, info, warning or error.
-        stream: used as it is, instead of stderr.
+        level: Lowest level of Baton's lines that is shown: debug, info, warning or
+            error.
+        stream: A stream to use without a queue, instead of stderr.
     """
     formatter = LineFormatter(role if rank is None else f"{role}/{rank}")
     if stream is None:
@@ -117,17 +132,17 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    own = logging.getLogger(_OWN_LOGGER)
-    own.handlers.clear()
-    own.setLevel(level.upper())
+    baton_logger = logging.getLogger(_ROOT_LOGGER)
+    baton_logger.handlers.clear()
+    baton_logger.setLevel(level.upper())
     logging.captureWarnings(True)
 
 
 def dropped_record(num_lines: int) -> logging.LogRecord:
-    """The warning that so many lines were dropped."""
+    """Returns the warning about `num_lines` dropped lines."""
     record = logging.makeLogRecord(
         {
-            "name": f"{_OWN_LOGGER}.output",
+            "name": f"{_ROOT_LOGGER}.output",
             "levelno": logging.WARNING,
             "levelname": "WARNING",
             "msg": "%d lines of output were dropped: nothing read or stored them in time",
@@ -139,13 +154,17 @@ def dropped_record(num_lines: int) -> logging.LogRecord:
 
 
 def open_standard_streams() -> None:
-    """Opens those that are closed, to nothing. Else a pipe gets one of their numbers, and a child
-    that is to inherit it finds its own standard stream there; and `sys.stdout` is None."""
+    """Opens the standard streams that are closed, as /dev/null.
+
+    Otherwise a pipe could get one of their numbers, and a child that inherits the pipe
+    would use it as its own standard stream. Also, `sys.stdout` would be None.
+    """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is `fd`
+            # The lowest free number is `fd`.
+            os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)
     if sys.stderr is None:

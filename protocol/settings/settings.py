@@ -1,8 +1,9 @@
-"""One settings class per Baton process: what can be configured, and how it is read.
+"""One settings class per Baton process: its options, and how they are read.
 
-A value comes from the command line, else a BATON_* variable, else the file named by `--config`,
-else its default. A key that means nothing in any of the three is an error that names near matches.
-The classes are frozen: facts learned later (number of blocks, bound ports) live elsewhere.
+A value comes from the command line, else from a BATON_* variable, else from the file of
+`--config`, else it is the default. An unknown key in any of the three is an error that
+names similar keys. The classes are frozen. Facts that are known later (number of blocks,
+bound ports) have no place here.
 """
 
 import json
@@ -52,7 +53,7 @@ from protocol.settings.sources import ConfigError
 
 
 class BatonSettings(Options, BaseSettings):
-    """Reads CLI, environment and file; see `load`."""
+    """Reads the command line, the environment and a file; see `load`."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -69,36 +70,38 @@ class BatonSettings(Options, BaseSettings):
         nested_model_default_partial_update=True,
     )
     config: str | None = None
-    """YAML file with any of these options"""
+    """YAML file with any of these options (None: no file)"""
 
     @classmethod
     def settings_customise_sources(  # type: ignore[override]
-        cls, settings_cls: type[BaseSettings], **found: Any
+        cls, settings_cls: type[BaseSettings], **default_sources: Any
     ) -> tuple[Any, ...]:
-        # The file's values arrive as init; the command line goes first.
-        return found["env_settings"], found["init_settings"]
+        # `load` passes the values of the file as arguments, and the command line as an
+        # additional source, which takes precedence.
+        return default_sources["env_settings"], default_sources["init_settings"]
 
 
 class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
-    """What a prefill and a decode server have in common: all but their defaults."""
+    """The options that prefill and decode servers share. Their defaults may differ."""
 
     port: Port = 8100
     side_channel_host: str | None = None
-    """address at which other servers reach this one, to read its KV (None: --host)"""
+    """address at which other servers connect to this one to read its KV (None: the value
+    of --host)"""
     side_channel_port: Port = Field(
-        0, description="port of the KV side channel (0: a free one)"
+        0, description="TCP port of the KV side channel (0: a free port)"
     )
 
     @field_validator("side_channel_host")
     @classmethod
-    def _is_an_address_to_connect_to(
+    def _check_side_channel_host(
         cls, name: str | None, info: ValidationInfo
     ) -> str | None:
-        told = name or info.data.get("host")
-        if told in WILDCARDS and (name or info.data.get("role") != "decode"):
+        host = name or info.data.get("host")
+        if host in WILDCARDS and (name or info.data.get("role") != "decode"):
             raise ValueError(
-                f"decode servers cannot connect to {told}, which means every address of this "
-                "machine; give the name or address that they reach it at"
+                f"decode servers cannot connect to {host}, which means every address of "
+                "this machine; give a name or an address that they can reach"
             )
         if name and info.data.get("cluster_secret", ...) is None:
             check_is_local(name, name)
@@ -106,16 +109,16 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     @property
     def advertised_host(self) -> str | None:
-        """The address other machines reach the side channel at; None where none is known."""
+        """The address at which other machines reach the side channel, if it is known."""
         return self.side_channel_host or (None if self.host in WILDCARDS else self.host)
 
 
 class PrefillSettings(PrefillOptions, EngineSettings):
-    """A prefill server: runs prompts and leases their KV to decode servers."""
+    """A prefill server: computes prompts and leases their KV to decode servers."""
 
 
 class DecodeSettings(DecodeOptions, EngineSettings):
-    """A decode server: pulls a prompt's KV and generates."""
+    """A decode server: pulls the KV of prompts and generates tokens."""
 
     port: Port = 8200
 
@@ -125,55 +128,59 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
 
     port: Port = 8000
     prefill: sources.Listed[sources.ServerUrl] = ()
-    """URL of a prefill server (repeatable; none: decode servers do everything);
-    dns+http://NAME:PORT: every address of that name"""
+    """URL of a prefill server (repeatable; none: decode servers compute all prompts).
+    dns+http://NAME:PORT stands for every address of that name"""
     decode: sources.Listed[sources.ServerUrl] = ()
-    """URL of a decode server (repeatable); dns+http://NAME:PORT: every address of that name"""
+    """URL of a decode server (repeatable). dns+http://NAME:PORT stands for every address
+    of that name"""
     servers_file: str | None = Field(None, min_length=1)
-    """YAML file of more servers, prefill: [URL, ..] and decode: [URL, ..], read again when it
-    changes"""
+    """YAML file of further servers, {prefill: [URL, ..], decode: [URL, ..]}; it is read
+    again when it changes"""
     discovery_interval_s: Seconds = 5.0
-    """time between two looks at --servers-file and at names (s)"""
+    """interval of reading --servers-file and resolving names (s)"""
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
-    """that of the servers, for streams that go on elsewhere, KV of other servers and registrations,
-    better given as BATON_CLUSTER_SECRET (None: as a server's, and none may register)"""
+    """cluster secret of the servers. The proxy needs it for stream failover, KV pulls
+    between servers and registrations. Prefer the variable BATON_CLUSTER_SECRET (None: the
+    file that servers of this machine use; servers cannot register then)"""
     health_interval_s: Seconds = 1.0
-    """time between two health checks (s)"""
+    """interval of the health checks (s)"""
     health_timeout_s: Seconds = 2.0
-    """longest health check (s)"""
+    """timeout of a health check (s)"""
     prefill_wait_s: float | None = Field(None, ge=0, le=1_000_000, allow_inf_nan=False)
-    """longest time from the start in which GET /ready waits for a prefill server of each model (s;
-    0: it does not wait; None: 600 for models of which a prefill server is named or registered)"""
+    """how long after its start the proxy reports at GET /ready that it waits for a prefill
+    server of each model (s; 0: it does not wait; None: 600 for models with a prefill
+    server that is configured or registered)"""
     connect_timeout_s: Seconds = 2.0
-    """longest connect to a server (s)"""
+    """timeout of connecting to a server (s)"""
     read_timeout_s: Seconds = 600.0
-    """longest silence of a server (s)"""
+    """timeout of waiting for the next bytes from a server (s)"""
     upstream_api_key: Annotated[
         ApiKey | None, BeforeValidator(lambda key: key or None)
     ] = None
-    """key that the servers ask for, one of their admin keys, better given as
-    BATON_UPSTREAM_API_KEY; sent instead of the client's"""
+    """API key of the servers, which must be one of their admin keys. The proxy sends it
+    instead of the client's key. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass on
+    the client's key)"""
     log_level: LogLevel = "info"
 
     @property
     def passes_keys_on(self) -> bool:
-        """Whether the servers may have API keys that the clients know."""
+        """True if the proxy forwards the clients' API keys to the servers."""
         return not (self.has_keys or self.upstream_api_key)
 
 
 class _Group(Options):
-    """Options of `baton up` for one kind of server, beside that server's own."""
+    """The options of `baton up` for one kind of server, in addition to the server's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     count: int = Field(1, ge=1, le=64)
-    """how many servers of this kind"""
+    """number of servers of this kind"""
     device: Device | None = None
-    """where these run (None: as --device)"""
+    """device of these servers (None: the value of --device)"""
     dtype: DType | None = None
-    """type of weights and KV (None: as --dtype)"""
+    """type of weights and KV (None: the value of --dtype)"""
     threads: Threads | None = None
-    """CPU threads of one rank (threads; None: a share of the cores)"""
+    """CPU threads of one rank (threads; None: a share of the machine's cores)"""
 
 
 class PrefillGroup(PrefillOptions, _Group):
@@ -182,7 +189,7 @@ class PrefillGroup(PrefillOptions, _Group):
     option_prefix: ClassVar[str] = "prefill."
 
     role: Literal["prefill", "both"] = Field(
-        "prefill", description="both: answers go there, too"
+        "prefill", description="both: these servers also serve decode legs"
     )
 
 
@@ -192,7 +199,7 @@ class DecodeGroup(DecodeOptions, _Group):
     option_prefix: ClassVar[str] = "decode."
 
     role: Literal["decode", "both"] = Field(
-        "decode", description="both: prompts go there, too"
+        "decode", description="both: these servers also serve prefill legs"
     )
 
 
@@ -203,7 +210,7 @@ class UpSettings(
 
     port: Port = 8000
     start_timeout_s: Seconds = 600.0
-    """longest start of all servers, including model downloads (s)"""
+    """timeout of the start of all servers, including model downloads (s)"""
     prefill: PrefillGroup = PrefillGroup()
     """the prefill servers"""
     decode: DecodeGroup = DecodeGroup()
@@ -211,14 +218,15 @@ class UpSettings(
 
     @field_validator("decode")
     @classmethod
-    def _can_read_from_prefill(
+    def _check_block_sizes(
         cls, decode: DecodeGroup, info: ValidationInfo
     ) -> DecodeGroup:
         prefill = info.data.get("prefill", decode)
         if decode.dcp > 1 and decode.block_size % prefill.block_size:
             raise ValueError(
-                f"with --decode.dcp {decode.dcp} --decode.block-size {decode.block_size} must be a "
-                f"multiple of --prefill.block-size, which is {prefill.block_size}"
+                f"with --decode.dcp {decode.dcp}, --decode.block-size {decode.block_size} "
+                "must be a multiple of --prefill.block-size, which is "
+                f"{prefill.block_size}"
             )
         return decode
 
@@ -238,7 +246,8 @@ def load(
     """Reads `cls` from argv, BATON_* variables and the `--config` file.
 
     Raises:
-        ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
+        ConfigError: A value is invalid, or a key is unknown. The message has the name
+            and the fix.
     """
     sources.check_environment(cls, PROGRAMS.values())
     options: dict[str, Any] = {
@@ -254,8 +263,8 @@ def load(
         file_values = sources.read_file(cls, file)
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
-        told = sources.explain_validation(error, cls, argv, file_values)
-        raise ConfigError(told) from None
+        problem = sources.explain_validation(error, cls, argv, file_values)
+        raise ConfigError(problem) from None
     except SettingsError as error:
         raise ConfigError(sources.explain_cli(cls, error, PROGRAMS)) from None
 
@@ -263,7 +272,7 @@ def load(
 def parse(
     cls: type[SettingsT], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> SettingsT:
-    """`load` for a main function: a ConfigError is printed and the process ends with status 2."""
+    """Like `load`, for a main function: prints a ConfigError and exits with status 2."""
     try:
         return load(cls, sys.argv[1:] if argv is None else argv, prog=prog)
     except ConfigError as error:
@@ -272,16 +281,21 @@ def parse(
 
 
 def describe(settings: BatonSettings) -> str:
-    """One JSON line, secrets masked, that every process prints at its start: what differs from the
-    defaults, and with --log-level debug all of it."""
+    """Returns the JSON line that every process prints at its start, with masked secrets.
+
+    It contains the values that differ from the defaults; with --log-level debug, all
+    values.
+    """
     brief = getattr(settings, "log_level", None) != "debug"
     shown = settings.model_dump(mode="json", by_alias=True, exclude_defaults=brief)
     return json.dumps(shown)
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
-    """The command line that sets `options`, or `only` some, again; without None, secrets and
-    groups."""
+    """Returns the command line that sets `options`, or only some of them.
+
+    It leaves out None, secrets and groups.
+    """
     argv: list[str] = []
     fields = type(options).model_fields
     for name in fields if only is None else only:

@@ -1,6 +1,6 @@
-"""Where settings come from: finding the file, checking names, and wording what is wrong.
+"""Sources of settings: reads the file, checks names and words errors.
 
-protocol/settings/settings.py says what can be configured; this file knows no option by name.
+protocol/settings/settings.py defines the options; this file knows no option by name.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from protocol.short_repr import short_repr
 ENV_PREFIX = "BATON_"
 # Set by Baton itself from one process to the next.
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
-# No settings but facts about this machine, which every process inherits.
+# Facts about this machine, which every process inherits. They are not options.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"
-DNS_SCHEME = "dns+"  # before a URL: its host is a name of many servers
+DNS_SCHEME = "dns+"  # precedes a URL whose host name stands for several servers
 _URL_FIX = "write http://host:port"
-# What to write for an option, by the name that pydantic gives its type.
+# Placeholders of values in --help, by the name of the type in pydantic.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LISTS = {f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """`--help` without a usage that repeats every option, types of Python and empty defaults."""
+    """Formats --help without a usage line, Python types and empty defaults."""
 
     def add_usage(self, usage: str | None, *args: Any, **options: Any) -> None:
         super().add_usage("%(prog)s [options]", *args, **options)
@@ -53,11 +53,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be; the message names the key, the value and the fix."""
+    """An invalid setting. The message has the key, the value and the fix."""
 
 
 def field_paths(cls: type[BaseModel]) -> list[tuple[str, ...]]:
-    """Every settable field of `cls`, nested ones as paths: ("prefill", "block_size")."""
+    """Returns the paths of all fields of `cls`, such as ("prefill", "block_size")."""
     paths: list[tuple[str, ...]] = []
     for name, info in fields_by_name(cls).items():
         nested = _nested_model(info)
@@ -77,17 +77,20 @@ def _nested_model(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def option_name(path: Sequence[str]) -> str:
-    """("prefill", "block_size") -> "--prefill.block-size"."""
+    """Returns the option of a path: ("prefill", "tp") -> "--prefill.tp"."""
     return "--" + ".".join(part.replace("_", "-") for part in path)
 
 
 def variable_name(path: Sequence[str]) -> str:
-    """("prefill", "block_size") -> "BATON_PREFILL__BLOCK_SIZE"."""
+    """Returns the variable of a path: ("prefill", "tp") -> "BATON_PREFILL__TP"."""
     return ENV_PREFIX + "__".join(path).upper()
 
 
 def split_list(value: Any) -> Any:
-    """Lists may be written as JSON, with commas, or (on the command line) by repeating."""
+    """Splits a list that is written as JSON or with commas.
+
+    On the command line, an option may also be repeated.
+    """
     if isinstance(value, str):
         text = value.strip()
         if not text.startswith("["):
@@ -106,10 +109,15 @@ Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
 
 
 def base_url(url: str) -> str:
-    """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
+    """Returns `url` without a trailing slash.
+
+    Raises:
+        ValueError: It is not of the form http://host:port.
+    """
     try:
         parts = urlsplit(url)
-        port, host = parts.port, (parts.hostname or "").encode("idna")
+        port = parts.port
+        host = (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ValueError(
             f"{short_repr(url)} is not a URL ({error}); {_URL_FIX}"
@@ -129,15 +137,15 @@ def base_url(url: str) -> str:
 
 
 def server_url(url: str) -> str:
-    """As `base_url`, perhaps after DNS_SCHEME. Raises ValueError."""
+    """Returns `url` like `base_url`; DNS_SCHEME may precede it. Raises ValueError."""
     plain = url.removeprefix(DNS_SCHEME)
     if plain == url:
         return base_url(url)
     if plain.startswith("https:"):
-        told = (
-            f"{short_repr(url)}: certificates are of names, not of the addresses found"
+        raise ValueError(
+            f"{short_repr(url)}: certificates name hosts, not the addresses that DNS "
+            "returns; use dns+http, or let the servers --register"
         )
-        raise ValueError(f"{told}; use dns+http, or let the servers --register")
     return DNS_SCHEME + base_url(plain)
 
 
@@ -151,43 +159,51 @@ Origin = Annotated[
 def check_environment(
     cls: type[BaseModel], programs: Iterable[type[BaseModel]]
 ) -> None:
-    """Refuses a BATON_* variable that is no option of any Baton program: one environment may serve
-    several of them."""
-    known = {
+    """Raises ConfigError for a BATON_* variable that no Baton program reads.
+
+    One environment may serve several programs.
+    """
+    known_names = {
         variable_name(path)
         for program in (cls, *programs)
         for path in field_paths(program)
     }
-    for name in _other_variables(known):
-        near = suggestion(name, known | MACHINE_VARIABLES)
+    for name in _other_variables(known_names):
+        near = suggestion(name, known_names | MACHINE_VARIABLES)
         raise ConfigError(f"unknown environment variable {name}{near}")
 
 
 def unread_variables(cls: type[BaseModel]) -> list[str]:
-    """The BATON_* variables that are options of other programs, each with near matches of ours."""
-    known = [variable_name(path) for path in field_paths(cls)]
-    found = []
-    for name in _other_variables(known):
-        last = name.upper().removeprefix(
-            ENV_PREFIX
-        )  # as options of a group may be called, too
-        found.append(
-            name + did_you_mean([var for var in known if var.endswith(f"__{last}")])
-        )
-    return found
+    """Returns the BATON_* variables that only other programs read.
+
+    Each is followed by the similar variables of `cls`.
+    """
+    known_names = [variable_name(path) for path in field_paths(cls)]
+    variables = []
+    for name in _other_variables(known_names):
+        # The variable may name an option of a group without the group.
+        member = name.upper().removeprefix(ENV_PREFIX)
+        near = [
+            variable for variable in known_names if variable.endswith(f"__{member}")
+        ]
+        variables.append(name + did_you_mean(near))
+    return variables
 
 
-def _other_variables(known: Collection[str]) -> list[str]:
-    kept = {*known, *INTERNAL_VARIABLES}
+def _other_variables(known_names: Collection[str]) -> list[str]:
+    known_variables = {*known_names, *INTERNAL_VARIABLES}
     return [
         name
         for name in sorted(os.environ)
-        if _is_setting(name) and name.upper() not in kept
+        if _is_setting(name) and name.upper() not in known_variables
     ]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without BATON_* settings: a launcher's own must not reach its children."""
+    """Returns `environ` without the BATON_* settings.
+
+    The settings of a launcher must not reach its children.
+    """
     return {name: value for name, value in environ.items() if not _is_setting(name)}
 
 
@@ -197,7 +213,7 @@ def _is_setting(name: str) -> bool:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that is given twice is a mistake."""
+    """Loads YAML and refuses a key that occurs twice in a mapping."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -213,15 +229,19 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
-    """The file's values with keys in snake_case; unknown keys raise ConfigError."""
+    """Returns the values of the file, with keys in snake_case.
+
+    Raises:
+        ConfigError: The file cannot be read, or has an unknown key.
+    """
     if name is None:
         return {}
     if not name:
         raise ConfigError("--config: names no file")
     try:
-        with open(
-            name, encoding="utf-8"
-        ) as file:  # of a text it would quote what may be secret
+        # PyYAML quotes the content of a string in its errors, but not that of a file.
+        # The content may be secret.
+        with open(name, encoding="utf-8") as file:
             content = yaml.load(file, UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
@@ -243,15 +263,15 @@ def _checked(
         info = fields_by_name(cls).get(name)
         if info is None or name == "config":
             paths = [".".join(path) for path in field_paths(cls)]
-            near = " (write it as a key under its group, such as prefill: {tp: 1})"
-            near = near if name in paths else _near_options(name, paths)
+            near = _near_options(name, paths)
+            if name in paths:
+                near = " (write it as a key under its group, such as prefill: {tp: 1})"
             raise ConfigError(f"{file} unknown key {group}{key}{near}")
         nested = _nested_model(info)
-        if (
-            isinstance(value, bool) and info.annotation is not bool
-        ):  # else 1, to pydantic
-            told = f"{group}{name} is {short_repr(value)}"
-            raise ConfigError(f"{file} {told}; only on/off options take that")
+        # Pydantic would convert true to 1.
+        if isinstance(value, bool) and info.annotation is not bool:
+            problem = f"{group}{name} is {short_repr(value)}"
+            raise ConfigError(f"{file} {problem}; only on/off options accept that")
         if nested and isinstance(value, dict):
             value = _checked(nested, value, file, f"{group}{name}.")
         values[name] = value
@@ -264,19 +284,19 @@ def explain_validation(
     argv: Sequence[str],
     file: Mapping[str, Any],
 ) -> str:
-    """One line per wrong value: how the user gave it, the reason, and what was given."""
+    """Returns one line per wrong value: its key as given, the reason and the value."""
     options = {word.partition("=")[0] for word in argv}
     lines = []
     for item in error.errors(include_url=False):
         path = [part for part in item["loc"] if isinstance(part, str)]
-        lines.append(f"{_given_as(path, options, file)}: {_reason(item, path, cls)}")
+        lines.append(f"{_given_as(path, options, file)}: {_reason(item, path)}")
     return "\n".join(lines)
 
 
 def _given_as(
     path: Sequence[str], options: Collection[str], file: Mapping[str, Any]
 ) -> str:
-    """How the user gave the value at `path`: an option, a variable, or a key of the file."""
+    """Returns how the user gave the value: an option, a variable or a key of the file."""
     option = option_name(path)
     if option in options or option.replace("--", "--no-", 1) in options:
         return option
@@ -285,7 +305,7 @@ def _given_as(
         return variable
     group = variables.get(variable_name(path[:1]))
     if group and _has(path[1:], json.loads(os.environ[group])):
-        return f"{option} (in {group})"  # its group as JSON
+        return f"{option} (in {group})"  # the variable has the group as JSON
     return f"{option} (in the --config file)" if _has(path, file) else option
 
 
@@ -299,7 +319,8 @@ def _has(path: Sequence[str], values: Any) -> bool:
     )
 
 
-def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> str:
+def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
+    """Returns why a value is invalid, in the words of the command line."""
     reason = item["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String|Value) should ", "must ", reason)
     if item["type"] == "literal_error":
@@ -308,16 +329,16 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         reason = f"must be a group of options, such as {option_name((*path, 'tp'))}"
     if item["type"] == "extra_forbidden":
         reason = "is no option"
-    if item["type"].endswith("_parsing"):  # and why Python could not
+    if item["type"].endswith("_parsing"):
+        # The rest of the message is Python's reason.
         reason = reason.partition(",")[0]
-    if path and path[-1].endswith(
-        ("secret", "api_key", "admin_key")
-    ):  # pydantic counts its items
+    # Pydantic counts the characters of a secret as items.
+    if path and path[-1].endswith(("secret", "api_key", "admin_key")):
         reason = reason.replace("items after validation, not", "characters, not")
         return reason.replace(short_repr(item["input"]), "it")
     if item["type"] in ("value_error", "extra_forbidden"):
         return reason
-    # A value of the command line as it stands there; of a file, as JSON.
+    # A value of the command line is shown as it is, a value of a file as JSON.
     value = item["input"]
     is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,80}", value)
     return f"{reason}, not {value if is_word else short_repr(value)}"
@@ -326,73 +347,79 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
 def explain_cli(
     cls: type[BaseModel], error: Exception, programs: Mapping[str, type[BaseModel]]
 ) -> str:
-    """The parser's complaint with whose options unknown ones are, or near matches."""
+    """Returns the error of the command line, with hints for unknown options."""
     message = str(error).removeprefix("error parsing CLI: ")
     if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
         name = variable_name((group[1],))
         return (
-            f"{name}: not JSON; better set its options one by one, such as {name}__TP"
+            f"{name}: not JSON; set the options one by one, for example by {name}__TP"
         )
-    known = [option_name(path) for path in field_paths(cls)]
-    unknown = (
-        re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
-    )
-    having = programs if len(unknown) == 1 else {}
-    hints = "".join(_near_options(word, known, having) for word in unknown)
+    known_names = [option_name(path) for path in field_paths(cls)]
+    unknown: list[str] = []
+    if "unrecognized arguments" in message:
+        unknown = re.findall(r"--[\w.-]+", message)
+    candidates = programs if len(unknown) == 1 else {}
+    hints = "".join(_near_options(word, known_names, candidates) for word in unknown)
     return f"{message}{hints}; see --help"
 
 
 def _near_options(
-    word: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]] = {}
+    word: str, known_names: Sequence[str], programs: Mapping[str, type[BaseModel]] = {}
 ) -> str:
-    """Near matches: those called so in some group, else in one of the programs, before those
-    spelled alike."""
+    """Returns a hint for an unknown option.
+
+    Options with this name in a group come first, then options of other programs, then
+    options with a similar name.
+    """
     is_no = word.startswith("--no-")
     name = word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
-    same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
+    same = [option for option in known_names if re.split(r"--|\.", option)[-1] == last]
     owners = [
-        told
-        for told, of in programs.items()
-        if name in map(option_name, field_paths(of))
+        program
+        for program, cls in programs.items()
+        if name in map(option_name, field_paths(cls))
     ]
     if owners and not same:
         return f" (an option of {' and '.join(owners)})"
-    hint = _near_member(name, known, programs)
+    hint = _near_member(name, known_names, programs)
     if not hint:
-        hint = did_you_mean(same[:3]) if same else suggestion(name, known)
+        hint = did_you_mean(same[:3]) if same else suggestion(name, known_names)
     return hint.replace("--", "--no-") if is_no else hint
 
 
 def _near_member(
-    name: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]]
+    name: str, known_names: Sequence[str], programs: Mapping[str, type[BaseModel]]
 ) -> str:
-    """Near matches of an option of a group, such as --prefil.tp: the group is matched first, then
-    its member. Empty where no group is near, or where the member is one of another group."""
+    """Returns a hint for an option of a group, such as --prefil.tp.
+
+    The name of the group is matched first, then the member. The hint is empty if no group
+    is near, or if the member belongs to another group.
+    """
     group, _, member = name.partition(".")
     members: dict[str, list[str]] = {}
-    for option in known:
-        owner, _, own = option.partition(".")
-        if own:
-            members.setdefault(owner, []).append(own)
+    for option in known_names:
+        owner, _, owned = option.partition(".")
+        if owned:
+            members.setdefault(owner, []).append(owned)
     near = near_names(group, members)
     if not member or not near:
         return ""
     group = near[0]
-    found = near_names(member, members[group])
-    if found:
-        return did_you_mean([f"{group}.{own}" for own in found])
-    wanted = f"{group}.{member}"
+    near_members = near_names(member, members[group])
+    if near_members:
+        return did_you_mean([f"{group}.{near_member}" for near_member in near_members])
+    corrected = f"{group}.{member}"
     dashes = "--" if group.startswith("--") else ""
-    whole = f"{dashes}{member}"
+    cluster_option = f"{dashes}{member}"
     program = f"baton {group.removeprefix('--')}"
-    of_program = programs.get(program)
-    if whole in known:
-        fact = f"no such option here, but {whole} for the whole cluster"
-    elif of_program and whole in map(option_name, field_paths(of_program)):
-        fact = f"no such option here, but {whole} of {program}"
+    server_class = programs.get(program)
+    if cluster_option in known_names:
+        fact = f"no such option here, but {cluster_option} for the whole cluster"
+    elif server_class and cluster_option in map(option_name, field_paths(server_class)):
+        fact = f"no such option here, but {cluster_option} of {program}"
     else:
         return ""
-    return (
-        f" ({fact})" if wanted == name else f" (did you mean {wanted}? There is {fact})"
-    )
+    if corrected == name:
+        return f" ({fact})"
+    return f" (did you mean {corrected}? There is {fact})"

@@ -84,7 +84,7 @@ def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(capfd):
         ("raise ValueError('tp is 9')", 1, "ValueError: tp is 9 (exit status 1)"),
         ("print('at work', flush=True); os.kill(os.getpid(), 9)", -9,
          "killed by SIGKILL, its last line: at work"),
-        ("print('at work')", 0, "somebody told it to (exit status 0)"),
+        ("print('at work')", 0, "another process ended it (exit status 0)"),
         ("end_with_vital_threads(); VitalThread(fail, 'pull-0').start(); time.sleep(600)", 1,
          "thread pull-0 ended: RuntimeError: the device is gone"),
     ],

@@ -1,0 +1,142 @@
+"""Reads the bodies of requests, within bounds over all connections of a process.
+
+A connection of protocol/http/connections.py describes itself in an extension of ASGI's
+scope. Functions here read that.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+from protocol import errors
+
+EXTENSION = "baton.connection"  # key in the `extensions` of ASGI's scope
+
+
+class Connection(Protocol):
+    """A connection whose unfinished body counts against the bound."""
+
+    def give_up(self, error: errors.BatonError) -> None:
+        """Answers the request with `error` without waiting for the rest of its body."""
+
+
+class ClientDisconnected(Exception):
+    """The client has disconnected, so no response is needed."""
+
+
+def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
+    """Returns the error that the request must be answered with, whatever it asks for.
+
+    The body of such a request may be incomplete.
+    """
+    error: errors.BatonError | None = connection_state(scope).get("refusal")
+    return error
+
+
+def is_closing(scope: Mapping[str, Any]) -> bool:
+    """Returns True if the client will not receive what is sent from now on.
+
+    The result is always False for a connection that `bounded_protocol` does not serve.
+    """
+    transport = connection_state(scope).get("transport")
+    return transport is not None and bool(transport.is_closing())
+
+
+def connection_state(scope: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns what a connection shares with the application.
+
+    It is empty if `bounded_protocol` does not serve the connection.
+    """
+    return (scope.get("extensions") or {}).get(EXTENSION) or {}
+
+
+async def read_body(
+    scope: Mapping[str, Any],
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    limit_bytes: int,
+    *,
+    is_held: bool = True,
+) -> bytes:
+    """Returns the complete body of an ASGI request. The request's task must call it.
+
+    Args:
+        is_held: Count the body against --max-held-bytes until the task ends. Else the
+            caller soon releases the body, and any number of them is accepted.
+
+    Raises:
+        PayloadTooLarge: The body has more than `limit_bytes`.
+        QueueFull: Other requests already hold too many bytes.
+        BatonError: The `refusal` of the connection.
+        ClientDisconnected: The client disconnected before the body was complete.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    more = refusal(scope) is None
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > limit_bytes:
+            raise errors.PayloadTooLarge(
+                f"the body has more than {limit_bytes} bytes; send less at once "
+                "(--max-body-bytes)"
+            )
+        more = message.get("more_body", False)
+    if error := refusal(scope):
+        # The connection keeps the error, whose traceback keeps this frame.
+        parts.clear()
+        raise error
+    bodies: Bodies | None = connection_state(scope).get("bodies")
+    if is_held and bodies is not None:
+        bodies.hold(num_bytes)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Bodies:
+    """The bodies of all connections: unfinished ones, and those of running requests."""
+
+    def __init__(self, unfinished_limit_bytes: int, held_limit_bytes: int) -> None:
+        self._unfinished_limit_bytes = unfinished_limit_bytes
+        self._held_limit_bytes = held_limit_bytes
+        # Received bytes by connection; the body that began first comes first.
+        self._unfinished_bytes: dict[Connection, int] = {}
+        self._total_bytes = 0
+        # By the task of the request.
+        self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}
+
+    def add(self, connection: Connection, num_bytes: int) -> None:
+        """Counts received bytes. Beyond the bound, the body that began first is refused.
+
+        A client that sends as fast as it can finishes before clients that send slowly.
+        """
+        received_bytes = self._unfinished_bytes.get(connection, 0)
+        self._unfinished_bytes[connection] = received_bytes + num_bytes
+        self._total_bytes += num_bytes
+        while self._total_bytes > self._unfinished_limit_bytes:
+            first = next(iter(self._unfinished_bytes))
+            self.remove(first)
+            message = "too many requests are being sent at once; send it again"
+            first.give_up(errors.QueueFull(message))
+
+    def remove(self, connection: Connection) -> None:
+        """Removes an unfinished body: it is complete, or the connection is lost."""
+        self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts a complete body until the running task, its request's, has ended.
+
+        Raises:
+            QueueFull: There are too many. A single body of any size is accepted.
+        """
+        held_bytes = sum(self._held_bytes.values())
+        if held_bytes and held_bytes + num_bytes > self._held_limit_bytes:
+            raise errors.QueueFull(
+                f"requests of {held_bytes} bytes are in progress, and this one has "
+                f"{num_bytes}; the limit is {self._held_limit_bytes} bytes "
+                "(--max-held-bytes)"
+            )
+        if request := asyncio.current_task():
+            self._held_bytes[request] = num_bytes
+            request.add_done_callback(self._held_bytes.pop)

@@ -65,5 +65,5 @@ class EngineConfig(KVOptions, ModelOptions):
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
-            "subscribes": 1,  # and is subscribed to: see protocol.kv_params.Offer
+            "subscribes": 1,  # and is subscribed to: see protocol.kv_offers.Offer
         }

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import BatonError, from_code
-from protocol.numbers import PhaseTimes
+from protocol.server_stats import PhaseTimes
 
 GrammarKind = Literal[
     "any", "json_object", "json_schema", "regex", "choice", "grammar", "calls"
@@ -137,7 +137,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: str = ""
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class ResumedChoice(msgspec.Struct, frozen=True, array_like=True):
     """The tokens of one choice that another server generated and the client received."""
 
     token_ids: list[int] = []
@@ -206,7 +206,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     priority: int = 0
     cache_salt: bytes = b""
     share: str = ""
-    known: list[Known] = []
+    known: list[ResumedChoice] = []
     retain_kv: bool = False
     transfer_id: str | None = None
     remote: RemotePrefill | None = None

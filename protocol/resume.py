@@ -30,8 +30,8 @@ from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # of a request's body
 # Largest sum of a stream's texts. A stream with more cannot fail over.
-MAX_KEPT_BYTES = 1 << 20
-HANDED_BACK = b"!"
+MAX_HISTORY_BYTES = 1 << 20
+FAILOVER_PREFIX = b"!"
 DIED = b"!died"  # the engine has ended
 BUSY = b"!busy"  # the server does not continue this stream
 # `kv_transfer_params` follow: the server has migrated its stream.
@@ -63,7 +63,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one choice, as the engine produced them; one entry of a frame's text."""
 
     index: int  # of the choice in the response
@@ -78,7 +78,7 @@ class Resume(msgspec.Struct, frozen=True):
     """The state of a stream that another server continues."""
 
     origin: Origin
-    frames: list[list[Told]]
+    frames: list[list[FrameEntry]]
 
 
 class _Signed(msgspec.Struct):
@@ -86,14 +86,16 @@ class _Signed(msgspec.Struct):
     mac: str
 
 
-def asking(secret: bytes, request_id: bytes) -> bytes:
+def frames_request(secret: bytes, request_id: bytes) -> bytes:
     """Returns the value of HEADER by which a proxy requests frames."""
     return hmac.digest(secret, _FRAMES_LABEL + request_id, "sha256").hex().encode()
 
 
-def is_asking(secret: bytes, request_id: bytes, value: bytes) -> bool:
+def is_frames_request(secret: bytes, request_id: bytes, value: bytes) -> bool:
     """Returns whether `value` of HEADER is an authentic request for frames."""
-    return bool(secret) and hmac.compare_digest(value, asking(secret, request_id))
+    return bool(secret) and hmac.compare_digest(
+        value, frames_request(secret, request_id)
+    )
 
 
 def frame(text: bytes, events: bytes) -> bytes:
@@ -112,8 +114,8 @@ def refusal_text(error: BatonError) -> bytes | None:
     return DIED if isinstance(error, EngineDied) else BUSY
 
 
-def entry_of(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
-    """Returns a Told as a list, without trailing members that are empty.
+def frame_entry(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
+    """Returns a FrameEntry as a list, without trailing members that are empty.
 
     Args:
         whole: Include the logprobs.
@@ -126,13 +128,13 @@ def entry_of(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]
     return [index, delta.token_ids]
 
 
-def text_of(value: Origin | list[Any]) -> bytes:
+def encode_text(value: Origin | list[Any]) -> bytes:
     """Encodes the text of a frame: the stream's origin, or the entries of the frame."""
     return _encode(value)
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """The members of a Told that a proxy reads."""
+    """The members of a FrameEntry that a proxy reads."""
 
     index: int
     token_ids: list[int]
@@ -183,7 +185,7 @@ class Frames:
         return frames
 
 
-class Kept:
+class FrameHistory:
     """The texts of a stream's frames whose events have been passed on to the client."""
 
     def __init__(self) -> None:
@@ -192,7 +194,7 @@ class Kept:
 
     def add(self, texts: bytes) -> None:
         """Appends texts, each of which ends in a comma."""
-        if self.is_whole and len(self._texts) + len(texts) < MAX_KEPT_BYTES:
+        if self.is_whole and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
             self._texts += texts
         else:
             self.forget()
@@ -211,7 +213,7 @@ class Kept:
         return b'{"texts":%b,"mac":"%b"}' % (texts, _mac(texts, secret).encode())
 
 
-def opened(value: object, secret: bytes) -> Resume:
+def open_resume(value: object, secret: bytes) -> Resume:
     """Returns the stream state in the value of `baton_resume`.
 
     Raises:

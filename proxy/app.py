@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
-from protocol.http.access import share_header, visit_of
-from protocol.http.connections import ClientDisconnected, read_body, refusal
+from protocol.http.access import grant_of, share_header
+from protocol.http.bodies import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, within
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
@@ -157,7 +157,7 @@ class ProxyApp:
             await self._tell(reply, InternalError("the proxy failed; its log says how"))
         finally:
             if path in GENERATE_PATHS:
-                self._record(path, reply, visit_of(scope).name)
+                self._record(path, reply, grant_of(scope).name)
 
     async def _tell(self, reply: Reply, error: BatonError) -> None:
         # A client that does not read must not keep the process.
@@ -182,7 +182,7 @@ class ProxyApp:
             case "/version":
                 await reply.answer_json(200, {"version": self.metrics.version})
             case "/ready":
-                await self._ready(reply, self.access.bare(scope))
+                await self._ready(reply, self.access.redaction(scope))
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 members.show()
@@ -207,7 +207,7 @@ class ProxyApp:
         headers = [
             (b"x-request-id", reply.request_id),
             *kept,
-            *share_header(visit_of(scope)),
+            *share_header(grant_of(scope)),
         ]
         headers += [] if is_read else [(b"content-type", b"application/json")]
         method = "GET" if is_read else "POST"
@@ -222,7 +222,7 @@ class ProxyApp:
         async with within(deadline):
             most = self.settings.max_body_bytes
             data = b"" if is_read else await read_body(scope, receive, most)
-            own = visit_of(scope), data, deadline
+            own = grant_of(scope), data, deadline
             request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
             named = path.partition(MODELS_PATH + "/")[2] or None  # a model
             is_generated = path in GENERATE_PATHS

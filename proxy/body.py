@@ -14,7 +14,8 @@ import msgspec
 from protocol.cache_salt import derive, is_valid
 from protocol.errors import InvalidRequest
 from protocol.http.json_bounds import check_bounds, check_utf8, read_off_loop
-from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
+from protocol.kv_offers import sealed
+from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
 from protocol.resume import MEMBER

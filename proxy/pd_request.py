@@ -27,11 +27,11 @@ from protocol.errors import (
     NoServerAvailable,
     PayloadTooLarge,
 )
-from protocol.http.access import Visit
+from protocol.http.access import AccessGrant
 from protocol.http.deadlines import Deadline
-from protocol.kv_params import Offer
+from protocol.kv_offers import Offer
 from protocol.openai.token_meter import TokenMeter
-from protocol.resume import Kept
+from protocol.resume import FrameHistory
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
@@ -65,7 +65,7 @@ class PDRequest:
     path: str
     headers: Headers
     reply: Reply
-    visit: Visit
+    visit: AccessGrant
     data: bytes
     deadline: Deadline | None
     _body: bodies.Body = field(default_factory=dict, init=False)
@@ -121,7 +121,7 @@ class PDRequest:
             meter = reply.meter
             if is_refused or (reply.status or 0) >= 400:
                 visit.settle(0)
-            elif meter is not None and meter.is_known:
+            elif meter is not None and meter.has_begun:
                 num_prompt = meter.num_prompt_tokens
                 num_prompt = num_prompt_tokens if num_prompt is None else num_prompt
                 visit.settle(num_prompt + meter.num_generated_tokens)
@@ -203,7 +203,7 @@ class PDRequest:
                 loss.params = None
                 if loss.has_begun or not self.reply.kept:
                     break
-                self.reply.kept = Kept()  # it begins anew
+                self.reply.kept = FrameHistory()  # it begins anew
                 if self.reply.meter is not None:
                     self.reply.meter.restart()
         if loss.params is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from protocol.handshake import FOREIGN
-from protocol.http.access import BARE
+from protocol.http.access import REDACTED
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
@@ -185,7 +185,7 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
         target_s if target_s and target_s > 0 else None,
         models=tuple(filter(None, [told("model", str)])),
         kv_digest=told("kv_digest", str) or "",
-        is_bare=BARE.items() <= said.items(),
+        is_bare=REDACTED.items() <= said.items(),
         is_both=role == "both",
         side_channel=_side_channel(said),
         subscribes=bool(said.get("subscribes")),

@@ -17,7 +17,15 @@ from protocol.http import sse
 from protocol.metrics import Metrics
 from protocol.openai.token_meter import TokenMeter
 from protocol.process.logging import get_logger
-from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, asking
+from protocol.resume import (
+    DIED,
+    FAILOVER_PREFIX,
+    HEADER,
+    MOVED,
+    FrameHistory,
+    Frames,
+    frames_request,
+)
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
@@ -160,7 +168,7 @@ class HandedBack(UpstreamError):
 class FramedEvents(EventBuffer):
     """A stream in frames: the client gets whole ones, their texts are kept; see protocol.resume."""
 
-    def __init__(self, kept: Kept, meter: TokenMeter | None = None) -> None:
+    def __init__(self, kept: FrameHistory, meter: TokenMeter | None = None) -> None:
         super().__init__()
         self._kept, self._frames = kept, Frames()
         self._meter = meter
@@ -174,7 +182,7 @@ class FramedEvents(EventBuffer):
             raise Lost("what it sends are no frames") from None
         passed = b""
         for text, events in frames:
-            if text[:1] == HANDED_BACK:
+            if text[:1] == FAILOVER_PREFIX:
                 self._handed_back = HandedBack(text, events)
                 break
             self._texts += text + b","
@@ -238,7 +246,7 @@ class Reply:
         self.finished = False
         self.is_stream = False
         self.is_broken = False  # the stream ended in an error, whatever its status says
-        self.kept = Kept()  # of a stream, by which another server may go on
+        self.kept = FrameHistory()  # of a stream, by which another server may go on
         self.meter: TokenMeter | None = None  # where the key's tokens are limited
 
     @property
@@ -437,7 +445,7 @@ class Losses:
         if not (self._secret and self.may_go_on):
             return ()
         request_id = as_text(self._reply.request_id).encode()  # as it is sent
-        return [(_FRAMED, asking(self._secret, request_id))]
+        return [(_FRAMED, frames_request(self._secret, request_id))]
 
     def resume(self) -> bytes | None:
         """What the next server is told of a stream, if any of it was sent."""
@@ -450,9 +458,9 @@ class Losses:
         health = loss.server.health
         trace = self._reply.trace
         if trace.num_lost > self._limit or trace.num_moved > MAX_MOVES:
-            self.count("spent")
+            self.count("limit_reached")
         elif health.is_foreign or (loss.has_begun and not self._reply.kept.is_whole):
-            self.count("unkept")
+            self.count("not_resumable")
         else:  # servers of another model or dtype would not go on with its stream
             like = health.kv_digest
             self.avoided += [

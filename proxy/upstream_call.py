@@ -524,7 +524,13 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels
     for failure in LOSS_REASONS:
-        for outcome in ("resumed", "lost_again", "failed", "spent", "unkept"):
+        for outcome in (
+            "resumed",
+            "lost_again",
+            "failed",
+            "limit_reached",
+            "not_resumable",
+        ):
             yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
 
 

@@ -23,13 +23,13 @@ from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
     FirstToken,
-    Known,
     KVUsage,
     RemotePrefill,
+    ResumedChoice,
     SamplingParams,
     TokenLogprobs,
 )
-from protocol.numbers import PhaseTimes
+from protocol.server_stats import PhaseTimes
 
 
 class Phase(Enum):
@@ -102,7 +102,7 @@ class Sequence:
         from the start: the one that a prefill server drew, or all that the client has."""
         remote, choices = request.remote, list[Sequence]()
         for index in range(request.num_choices):
-            known = request.known[index] if request.known else Known()
+            known = request.known[index] if request.known else ResumedChoice()
             outputs, first = known.token_ids, list[FirstToken]()
             if remote and not outputs:
                 first = remote.first_tokens[index : index + 1]
@@ -154,7 +154,7 @@ class Sequence:
         the last of a prompt where a first token is drawn here, from its logits, or of outputs that
         were drawn elsewhere."""
         assert self.remote is not None
-        known = self.request.known or [Known()]
+        known = self.request.known or [ResumedChoice()]
         draws = not all(
             self.remote.first_tokens or one.token_ids or one.has_ended for one in known
         )

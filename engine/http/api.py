@@ -12,7 +12,7 @@ from engine.http.text_encoder import TextEncoder, check_parsers
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access, check, visit_of
+from protocol.http.access import Access, check, grant_of
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -142,7 +142,7 @@ class Api:
         scope: Mapping[str, Any],
     ) -> list[AddRequest]:
         """The engine's requests with the cache salt of their request and of its API key."""
-        salt = visit_of(scope).cache_salt(parsed.cache_salt, self.secret)
+        salt = grant_of(scope).cache_salt(parsed.cache_salt, self.secret)
         return [replace(add, cache_salt=salt) for add in adds] if salt else adds
 
     @property

@@ -117,7 +117,7 @@ class _Pages:
         """Whether this process and its engine are alive."""
         if not self._api.client.healthy:
             reason = {"reason": self._api.client.failure}
-            told = self._api.access.bare(request.scope) or reason
+            told = self._api.access.redaction(request.scope) or reason
             return JSONResponse({"status": "dead", **told}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -129,7 +129,7 @@ class _Pages:
         elif client.is_draining:
             reason = "the server is ending"
         told: dict[str, Any] = {"ready": reason is None}
-        if bare := self._api.access.bare(request.scope):
+        if bare := self._api.access.redaction(request.scope):
             told |= bare
         elif reason is not None:
             told |= {"reason": reason, **self._about()}
@@ -155,7 +155,7 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
-        """Numbers and the times of the last requests, for the proxy's page."""
+        """ServerStats and the times of the last requests, for the proxy's page."""
         since, values = request.query_params.get("since", "0"), self._api.client.stats
         told = self._api.metrics.numbers(since, self._about(), values)
         return Response(msgspec.json.encode(told), media_type="application/json")

@@ -22,7 +22,7 @@ from protocol.errors import (
     RequestError,
 )
 from protocol.http.access import Access
-from protocol.http.connections import ClientDisconnected, read_body, refusal
+from protocol.http.bodies import ClientDisconnected, read_body, refusal
 from protocol.http.json_bounds import INLINE_BODY_BYTES, check_bounds, read_off_loop
 from protocol.openai.requests import BODIES, parse_json_object, unread_fields
 from protocol.process.logging import get_logger, request_context

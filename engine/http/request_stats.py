@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
-from protocol.http.access import share_of, visit_of
-from protocol.http.connections import ClientDisconnected
+from protocol.http.access import grant_of, share_of
+from protocol.http.bodies import ClientDisconnected
 from protocol.metrics import Metrics
-from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import current_request_id, get_logger
+from protocol.server_stats import MAX_ID_CHARS, FinishedRequest, PhaseTimes, ServerStats
 from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
@@ -42,20 +42,20 @@ class ServerMetrics(Metrics):
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         super().__init__("server")
-        self._recent: deque[Served] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
             self.begin("baton_requests", endpoint=endpoint, outcome=outcome)
         for source in Usage().baton_kv():
             self.begin("baton_kv_tokens", source=source)
 
-    def ended(self, served: Served) -> None:
+    def ended(self, served: FinishedRequest) -> None:
         self._recent.append(served)
         self.num_ended += 1
 
     def numbers(
         self, since: str, server: dict[str, Any], engine_values: dict[str, float]
-    ) -> Numbers:
+    ) -> ServerStats:
         """What GET /stats answers: of the requests those from the number `since` on, or all where
         that has not been reached yet, as it was an earlier start's. Raises InvalidRequest."""
         if not since.isdecimal():
@@ -69,7 +69,7 @@ class ServerMetrics(Metrics):
             for key, n in engine_values.items()
             if key.startswith(_TOLD_OF_ENGINE)
         }
-        return Numbers(server, kept | self.values(*_TOLD), served, self.num_ended)
+        return ServerStats(server, kept | self.values(*_TOLD), served, self.num_ended)
 
 
 class RequestStats:
@@ -79,11 +79,11 @@ class RequestStats:
         self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]
     ) -> None:
         self._metrics = metrics
-        self._key = visit_of(scope).name
+        self._key = grant_of(scope).name
         self.share = share_of(scope)  # see AddRequest
         self._endpoint = endpoint
         self._start_s = time.monotonic()
-        self._times: dict[str, float] = {}  # as of Served
+        self._times: dict[str, float] = {}  # as of FinishedRequest
         self._last_s: float | None = None  # when tokens came last
         self._num_prompt_tokens = self._num_generated = 0
         self._has_ended = False
@@ -169,7 +169,7 @@ class RequestStats:
             name: round(at, 6) for name, at in (self._times | {"end": seconds}).items()
         }
         self._metrics.ended(
-            Served(
+            FinishedRequest(
                 number=self._metrics.num_ended,
                 id=(current_request_id() or "")[:MAX_ID_CHARS],
                 endpoint=self._endpoint,

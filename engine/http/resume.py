@@ -19,7 +19,7 @@ from engine.http.api import Api, Endpoint
 from protocol import resume
 from protocol.errors import BatonError, ResumeRefused
 from protocol.kv_params import prompt_digest
-from protocol.messages import AddRequest, Known, TokenDelta
+from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume
 
 _MARGIN_BYTES = 1 << 15  # of texts, that a stream may send until it has moved
@@ -51,7 +51,7 @@ def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
 def take_from(members: dict[str, Any], secret: bytes) -> Resume | None:
     """What a request goes on from; its other members are then as without. Raises ResumeRejected."""
     given = members.pop(resume.MEMBER, None)
-    return None if given is None else resume.opened(given, secret)
+    return None if given is None else resume.open_resume(given, secret)
 
 
 def going_on(
@@ -87,7 +87,9 @@ def going_on(
         add = replace(
             add, max_tokens=limit, sampling=replace(add.sampling, seed=origin.seed)
         )
-        choices = [Known(tokens[at * n + i], at * n + i in ended) for i in range(n)]
+        choices = [
+            ResumedChoice(tokens[at * n + i], at * n + i in ended) for i in range(n)
+        ]
         begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
         if any(begun):
             if add.num_prompt_logprobs is not None and not all(begun):
@@ -143,7 +145,9 @@ class Framing:
         given: Mapping[bytes, bytes] = dict(headers)
         asked = given.get(resume.HEADER.encode())
         request_id = given.get(b"x-request-id", b"")
-        is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
+        is_asked = asked is not None and resume.is_frames_request(
+            api.secret, request_id, asked
+        )
         is_one = len(adds) == 1 and (is_stream or adds[0].num_prompt_logprobs is None)
         is_movable = bool(is_asked and is_one and api.settings.advertised_host)
         origin = (
@@ -157,7 +161,7 @@ class Framing:
                 digest=_digest(api, endpoint, adds) if is_asked else "",
             )
         )
-        num = len(resume.text_of(resumed.frames)) if resumed and is_movable else 0
+        num = len(resume.encode_text(resumed.frames)) if resumed and is_movable else 0
         return cls(
             origin=origin,
             is_asked=is_asked,
@@ -171,31 +175,31 @@ class Framing:
     @property
     def may_move(self) -> bool:
         """Whether the proxy has all of it."""
-        return self._num_bytes < resume.MAX_KEPT_BYTES - _MARGIN_BYTES
+        return self._num_bytes < resume.MAX_HISTORY_BYTES - _MARGIN_BYTES
 
     def take(self, index: int, delta: TokenDelta) -> None:
         """What a choice got, whose events come next."""
         if self.is_asked:
             is_whole = self.keeps_logprobs or not self.is_stream
-            self._entries.append(resume.entry_of(index, delta, whole=is_whole))
+            self._entries.append(resume.frame_entry(index, delta, whole=is_whole))
 
     def begin(self) -> bytes:
         """What goes in front of a stream that begins here."""
         if not self.is_asked or self.resumed is not None:
             return b""
-        return resume.frame(resume.text_of(self.origin), b"")
+        return resume.frame(resume.encode_text(self.origin), b"")
 
     def wrap(self, events: bytes) -> bytes:
         if not self.is_asked:
             return events
         entries, self._entries = self._entries, []
-        text = resume.text_of(entries)
+        text = resume.encode_text(entries)
         self._num_bytes += len(text) + 1
         return resume.frame(text, events)
 
     def hold(self) -> None:
         """Keeps what was taken, of an answer that is told whole, for the case that it moves."""
-        if self.is_movable and self._num_bytes < resume.MAX_KEPT_BYTES:
+        if self.is_movable and self._num_bytes < resume.MAX_HISTORY_BYTES:
             self._held.append(self.wrap(b""))
         self._entries.clear()  # of one that cannot move nothing is wanted
 
@@ -205,5 +209,5 @@ class Framing:
         return before + resume.frame(resume.MOVED + msgspec.json.encode(params), event)
 
     def wrap_error(self, error: BatonError, event: bytes) -> bytes:
-        text = resume.refusal_text(error) or resume.text_of([])
+        text = resume.refusal_text(error) or resume.encode_text([])
         return resume.frame(text, event) if self.is_asked else event

@@ -15,8 +15,8 @@ from protocol.errors import Forbidden, Unauthorized
 from protocol.http.cross_site import check_content_type, is_from_another_site
 from protocol.http.tls import Certificate, trusted
 from protocol.metrics import Metrics
-from protocol.numbers import STATS_PATH
 from protocol.process.logging import get_logger
+from protocol.server_stats import STATS_PATH
 from protocol.settings.machine import is_local
 from protocol.settings.options import AccessOptions, ListenOptions
 

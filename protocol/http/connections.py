@@ -157,8 +157,9 @@ class HttpServer(uvicorn.Server):
             sys.exit(STARTUP_FAILURE)
         config = self.config
         state = self.server_state
-        make_protocol: Any = partial(
-            config.http_protocol_class,
+        protocol_class: Any = config.http_protocol_class
+        make_protocol = partial(
+            protocol_class,
             config=config,
             server_state=state,
             app_state=self.lifespan.state,
@@ -195,7 +196,10 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        shared = {"transport": self.transport, "bodies": self.bodies}
+        shared: dict[object, object] = {
+            "transport": self.transport,
+            "bodies": self.bodies,
+        }
         self.scope["extensions"] = {EXTENSION: shared}
 
     def on_header(self, name: bytes, value: bytes) -> None:

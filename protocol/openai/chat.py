@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions."""
+"""The request body of /v1/chat/completions."""
 
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,13 +21,13 @@ from protocol.openai.tools import OfferedTools, ToolChoice, Tools, read_tools
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-# What a chat template gets from the server; a client's own variables cannot take their place.
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+# Variables that the server sets for a chat template. A client must not replace them.
+_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class TextPart(Strict):
     must_be: ClassVar[str] = 'a part {"type": "text", "text": "..."}'
-    told_whole: ClassVar[bool] = True
+    reported_whole: ClassVar[bool] = True
 
     type: Literal["text"]
     text: str
@@ -35,7 +35,10 @@ class TextPart(Strict):
 
 
 class Thought(Strict):
-    """A block of Anthropic's, as litellm sends it back, beside a turn's content or in it."""
+    """A reasoning block of Anthropic's API, in a message or in its content.
+
+    The client library litellm sends it back in this form.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -43,22 +46,27 @@ class Thought(Strict):
     text: str = Field("", alias="thinking", description="a string")
 
 
-def joined(parts: Any, kind: Any = Strict) -> str:
-    """A text, or those of the parts of a kind, joined by newlines."""
+def join_texts(parts: Any, kind: Any = Strict) -> str:
+    """Returns a text, or the texts of all parts of one kind, joined by newlines."""
     if isinstance(parts, str):
         return parts
     return "\n".join(part.text for part in parts if isinstance(part, kind))
 
 
 def _as_object(arguments: str | dict[str, Any]) -> Any:
-    """An object where the text is one, or says nothing; models also write other things."""
-    try:
-        found: Any = arguments
-        if isinstance(arguments, str):
-            found = msgspec.json.decode(arguments.strip() or "null")
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    return {} if found is None else found if isinstance(found, dict) else arguments
+    """Returns the arguments as an object if they are one, else unchanged.
+
+    Models also write other texts. An empty text means an object without members.
+    """
+    value: Any = arguments
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments.strip() or "null")
+        except (msgspec.DecodeError, RecursionError):
+            return arguments
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else arguments
 
 
 class CalledFunction(Strict):
@@ -71,7 +79,10 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """An earlier one. Templates write `arguments` as JSON themselves, so it is an object here."""
+    """An earlier tool call of the model.
+
+    `arguments` is an object, because templates convert it to JSON themselves.
+    """
 
     model_config = ConfigDict(extra="ignore")
     must_be: ClassVar[str] = "an object with `id`, `type` and `function`"
@@ -87,14 +98,14 @@ _Calls = Annotated[list[ToolCall], Field(fail_fast=True)]
 
 
 class Message(Strict):
-    """One turn. `content` given as text parts is joined by newlines; a template may use the rest.
+    """One message of a conversation. Its text parts are joined by newlines.
 
-    Chat templates tell a null content from an empty and from an absent one: some recognise a turn
-    that is calls alone by its null.
+    Chat templates distinguish a null content from an empty and from an absent one. For
+    example, some recognise a message that consists of tool calls by its null content.
 
     Attributes:
-        tool_calls: of an assistant's turn.
-        tool_call_id: of a tool's turn, the call that it answers.
+        tool_calls: Calls in an assistant's message.
+        tool_call_id: The call that a tool's message answers.
     """
 
     keeps_null: ClassVar[frozenset[str]] = frozenset({"content"})
@@ -113,41 +124,39 @@ class Message(Strict):
         list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
-    cache_control: Any = UNREAD  # every prompt's beginning is cached
-    provider_specific_fields: Any = (
-        UNREAD  # what litellm adds to an answer and sends back
-    )
-    parsed: Any = UNREAD  # and OpenAI's client: the content as an object
+    cache_control: Any = UNREAD  # all prompts use the prefix cache
+    provider_specific_fields: Any = UNREAD  # litellm adds it to messages it sends back
+    parsed: Any = UNREAD  # OpenAI's client adds it: the content as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Text = Field(None, exclude=True)
-    reasoning: Text = Field(None, exclude=True)  # as some servers call it
+    reasoning: Text = Field(None, exclude=True)  # the name that some servers use
     thinking_blocks: Annotated[list[Thought], Field(fail_fast=True)] = Field(
         [], exclude=True, description="a list of blocks of thoughts"
     )
 
     @property
     def content(self) -> str | None:
-        """The text; None where the content is null or absent."""
-        return None if self.content_ is None else joined(self.content_, TextPart)
+        """The text; None if the content is null or absent."""
+        return None if self.content_ is None else join_texts(self.content_, TextPart)
 
     @property
-    def thoughts(self) -> str:
+    def reasoning_text(self) -> str:
+        """The reasoning in an assistant's message, in any of the forms that clients use."""
         parts = self.thinking_blocks or self.content_ or ""
-        blocks = "" if isinstance(parts, str) else joined(parts, Thought)
+        blocks = "" if isinstance(parts, str) else join_texts(parts, Thought)
         return self.reasoning or self.reasoning_content or blocks
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The turn for a chat template; `content` is in it if the client sent one."""
+        """The message for a chat template; `content` is included if the client sent it."""
         message = self.model_dump(exclude_none=True)
         if "content_" in self.model_fields_set:
             message = {"content": self.content, **message}
-        if thoughts := self.thoughts:
-            message |= {
-                "reasoning_content": thoughts,
-                "thinking": thoughts,
-            }  # as gpt-oss reads it
+        reasoning = self.reasoning_text
+        if reasoning:
+            message["reasoning_content"] = reasoning
+            message["thinking"] = reasoning  # the name in gpt-oss's template
         return message
 
     @model_validator(mode="after")
@@ -156,7 +165,7 @@ class Message(Strict):
             raise fault("tool_call_id", "must be in a tool's message only.")
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "must be in an assistant's message only.")
-        if self.content_ is None and not (self.tool_calls or self.thoughts):
+        if self.content_ is None and not (self.tool_calls or self.reasoning_text):
             raise fault(
                 "content", "is missing; it must be a string or a list of text parts."
             )
@@ -181,12 +190,12 @@ Effort = Annotated[
 
 
 class PromptFields(Strict):
-    """What the text of a conversation depends on beside its messages."""
+    """The fields that a conversation's prompt depends on, besides its messages."""
 
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
     chat_template_kwargs: Variables = Field({})
-    # Variables of the chat template, too; one that reads none of them is as ever.
+    # These are also variables of the chat template. Templates may ignore them.
     enable_thinking: bool | None = Field(None, description="true or false")
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
@@ -198,12 +207,14 @@ class ChatRequest(PromptFields, GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
     prompt_field = "messages"
-    function_path: ClassVar[str] = "function."  # in a tool, to its function's members
+    # Path in a tool to the members of its function.
+    function_path: ClassVar[str] = "function."
 
     messages: Messages
     logprobs: Switch = False
     top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
-    add_special_tokens: Switch = False  # beside those that the chat template writes
+    # Add special tokens in addition to those of the chat template.
+    add_special_tokens: Switch = False
     include_reasoning: Switch = True
     prediction: Any = UNREAD
     parallel_tool_calls: Switch = True
@@ -215,16 +226,23 @@ class ChatRequest(PromptFields, GenerationRequest):
 
     @cached_property
     def toolset(self) -> Tools:
-        """The tools that the model is told of, and whether it must call one."""
-        how = self.parallel_tool_calls, self.function_path
-        return read_tools(self.tools, self.tool_choice, *how)
+        """The tools that the model sees, and whether it must call one."""
+        return read_tools(
+            self.tools,
+            self.tool_choice,
+            parallel=self.parallel_tool_calls,
+            path=self.function_path,
+        )
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
-        called, said = self.toolset.guided, super().guided
-        if called and said and said.field.startswith(self.format_paths):
-            return called  # a format is of what the model says, and it is to call
-        return only_one([called, said])
+        calls_grammar = self.toolset.guided
+        format_grammar = super().guided
+        if calls_grammar and format_grammar:
+            # A response format applies to text, but the answer must be calls.
+            if format_grammar.field.startswith(self.format_paths):
+                return calls_grammar
+        return only_one([calls_grammar, format_grammar])
 
     @property
     def num_logprobs(self) -> int | None:
@@ -232,22 +250,26 @@ class ChatRequest(PromptFields, GenerationRequest):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Keyword arguments of ChatTemplate.render besides the messages."""
-        begins, goes_on = self.add_generation_prompt, self.continue_final_message
-        thinks, effort = self.enable_thinking, self.reasoning_effort
+        """Keyword arguments of ChatTemplate.render, without the messages."""
+        thinks = self.enable_thinking
+        effort = self.reasoning_effort
         if thinks is None and effort is not None:
             thinks = effort != "none"
-        said = {  # how to think and to write, by the names that templates have for it
+        # How to reason and to write, by the names that templates use.
+        variables = {
             "enable_thinking": thinks,
             "thinking": thinks,
             "reasoning_effort": None if effort == "none" else effort,
             "verbosity": self.verbosity,
         }
-        known = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in variables.items() if value is not None}
+        add_generation_prompt = self.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not self.continue_final_message
         return {
-            "add_generation_prompt": not goes_on if begins is None else begins,
-            "continue_final_message": goes_on,
-            "variables": {**known, **self.chat_template_kwargs},
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "variables": {**given, **self.chat_template_kwargs},
         }
 
     def without_inputs(self) -> Self:
@@ -262,8 +284,8 @@ class ChatRequest(PromptFields, GenerationRequest):
                 "continue_final_message", "and `add_generation_prompt` are both true"
             )
         for name in self.chat_template_kwargs:
-            if name in _OWN_VARIABLES:
+            if name in _RESERVED_VARIABLES:
                 refuse(
                     "chat_template_kwargs",
-                    f"sets `{name}`, which the server does itself",
+                    f"sets `{name}`, which only the server may set",
                 )

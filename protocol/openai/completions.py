@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""The request body of /v1/completions."""
 
 import contextlib
 from typing import Annotated, Any
@@ -33,7 +33,10 @@ _PROMPTS = (
 
 
 def _check_prompt(prompt: Any) -> Any:
-    """Refuses what no prompt can be: msgspec takes a tenth of pydantic's time for a long one."""
+    """Raises ValueError if `prompt` has another type than prompts have.
+
+    msgspec checks a long list of token ids in a tenth of the time that pydantic takes.
+    """
     for kind in _PROMPTS:
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(prompt, kind)
@@ -58,14 +61,14 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     echo: Switch = False
     add_special_tokens: Switch = True  # those that the model expects around a text
-    best_of: int | None = integer(None, 0, MAX_CHOICES)  # 0 is as none
+    best_of: int | None = integer(None, 0, MAX_CHOICES)  # 0 means that it is not set
     suffix: Any = neutral("")
     continue_final_message: Any = neutral(False)
 
     @property
     def num_logprobs(self) -> int | None:
         if self.logprobs is None and self.num_candidates > self.n:
-            return 0  # to rank them by
+            return 0  # needed for ranking the candidates
         return self.logprobs
 
     @property
@@ -74,8 +77,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((k for k in wanted if k is not None), default=None)
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
     def check(self) -> None:
         super().check()
@@ -90,12 +93,12 @@ class CompletionRequest(GenerationRequest):
         if self.stream and self.num_candidates > self.n:
             refuse(
                 "best_of",
-                f"is {self.best_of} with `n` {self.n}, and no ranking can be streamed; "
+                f"is {self.best_of} with `n` {self.n}, but a ranking cannot be streamed; "
                 "set `stream` to false or `best_of` to `n`",
             )
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt; a list of token ids is one prompt."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        """The prompts; a list of token ids is one prompt."""
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_single else self.prompt

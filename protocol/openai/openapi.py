@@ -1,4 +1,7 @@
-"""The OpenAPI document, made from the classes that read requests: it cannot promise more."""
+"""The OpenAPI document, generated from the classes that validate requests.
+
+Therefore it cannot promise more than the server accepts.
+"""
 
 import html
 import json
@@ -6,7 +9,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from protocol.openai import responses_request, tokenize  # noqa: F401  # all are in BODIES then
+# These imports register their classes in BODIES.
+from protocol.openai import responses_request, tokenize  # noqa: F401
 from protocol.openai.requests import BODIES, Strict
 from protocol.version import VERSION
 
@@ -17,9 +21,9 @@ _GETS = {
     "/v1/models": "The served model and the length of its context.",
     "/v1/models/{name}": "One model, if it is served.",
     "/version": "The version of Baton.",
-    "/health": "Whether this process and its engine are alive.",
-    "/ready": "Whether requests can be served.",
-    "/metrics": "What this process has counted, for Prometheus.",
+    "/health": "Reports whether this process and its engine are alive.",
+    "/ready": "Reports whether requests can be served.",
+    "/metrics": "Metrics of this process in Prometheus' format.",
 }
 
 
@@ -28,7 +32,7 @@ def _object(**members: Any) -> Schema:
 
 
 _TEXT = {"type": "string"}
-_ERROR = _object(  # as errors.py makes it
+_ERROR = _object(  # see protocol/errors.py
     **dict.fromkeys(("message", "type", "code", "phase"), _TEXT),
     param={"type": ["string", "null"]},
     retryable={"type": "boolean"},
@@ -41,7 +45,7 @@ class _Untitled(GenerateJsonSchema):
 
 
 def document() -> Schema:
-    """The OpenAPI 3.1 document as JSON types."""
+    """Returns the OpenAPI 3.1 document as JSON types."""
     _, schemas = models_json_schema(
         [(model, "validation") for model in BODIES.values()],
         ref_template=_REF,
@@ -64,7 +68,7 @@ def document() -> Schema:
 
 
 def _operation(summary: str, body: type[Strict] | None = None) -> Schema:
-    """What is sent, and what comes back. `docs/api.md` tells all errors."""
+    """Returns an operation with its request and response. docs/api.md lists the errors."""
     kinds: Schema = {"application/json": {}}
     operation: Schema = {
         "summary": summary,
@@ -85,7 +89,10 @@ def _json(model: str) -> Schema:
 
 
 def page(document: Schema) -> str:
-    """The document for people: a table of fields per operation, nothing fetched from elsewhere."""
+    """Returns the document as an HTML page without external resources.
+
+    It has a table of fields for each operation.
+    """
     parts = [_HEAD]
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():

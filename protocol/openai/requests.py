@@ -1,7 +1,7 @@
-"""Reading a request body: strictly, and with errors that name the field, its value and the fix.
+"""Strict validation of request bodies, with errors that name field, value and fix.
 
-A field's `description` says what it must be: it is the end of the error message and the text of the
-OpenAPI page.
+The `description` of a field says what its value must be. It completes the error message
+and appears in the OpenAPI document.
 """
 
 import gc
@@ -27,21 +27,21 @@ from protocol.http.json_bounds import INLINE_BODY_BYTES, check_utf8
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
-BODIES: Final[dict[str, type["Strict"]]] = {}  # of all endpoints
+BODIES: Final[dict[str, type["Strict"]]] = {}  # by endpoint
 
 
 class Strict(BaseModel):
-    """No unknown member, no conversion between types, no NaN; a null means "not given", except for
-    the members of `keeps_null`.
+    """An object without unknown members, type conversions and NaN.
 
-    A subclass may say in its `model_config` that other members are allowed.
+    A null member counts as absent, unless it is in `keeps_null`. A subclass may allow
+    other members by its `model_config`.
 
     Attributes:
-        endpoint: of a whole body: the path that it is sent to.
-        summary: what that does.
-        must_be: how error messages call an object of this class.
-        told_whole: what is wrong in such an object is told of all of it.
-        keeps_null: members whose null differs from their absence.
+        endpoint: The path of a whole body.
+        summary: What the endpoint does.
+        must_be: What error messages call an object of this class.
+        reported_whole: Error messages show the whole object, not the wrong member.
+        keeps_null: Members whose null differs from their absence.
     """
 
     model_config = ConfigDict(
@@ -50,7 +50,7 @@ class Strict(BaseModel):
     endpoint: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     must_be: ClassVar[str] = "an object"
-    told_whole: ClassVar[bool] = False
+    reported_whole: ClassVar[bool] = False
     keeps_null: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -59,66 +59,75 @@ class Strict(BaseModel):
             BODIES[cls.endpoint] = cls
 
     def check(self) -> None:
-        """Raises InvalidRequest for members of a whole body that contradict each other."""
+        """Raises InvalidRequest if members of a whole body contradict each other."""
 
     @model_validator(mode="before")
     @classmethod
     def _clean(cls, given: Any) -> Any:
-        """The members that are used: no nulls, no neutral ones."""
+        """Removes nulls and neutral members; refuses unknown ones."""
         if not isinstance(given, dict):
             return given
-        used, neutrals = used_fields(cls), neutral_fields(cls)
+        used = used_fields(cls)
+        neutrals = neutral_fields(cls)
         unread = unread_fields(cls)
-        kept: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for name, value in given.items():
             if value is None and name not in cls.keeps_null:
                 continue
             if name in unread and _fields(cls)[name].annotation is Any:
-                continue  # anything will do
-            if name in used or (
-                name not in neutrals and cls.model_config["extra"] != "forbid"
-            ):
-                kept[name] = value
-            elif name not in neutrals:
-                near = f"is not supported{suggestion(name[:80], used)}; leave it out"
-                raise fault(name, f"{_elsewhere(cls, name) or near}.")
-            elif not any(
-                value == v and type(value) in _LIKE.get(type(v), (type(v),))
-                for v in neutrals[name]
-            ):
-                allowed = " or ".join(
-                    short_repr(candidate) for candidate in neutrals[name]
-                )
-                told = f"is {short_repr(value)}, which is not implemented"
-                raise fault(name, f"{told}; send {allowed} or leave it out.")
-        return kept
+                continue  # any value is accepted
+            if name in neutrals:
+                _check_neutral(name, value, neutrals[name])
+            elif name in used or cls.model_config["extra"] != "forbid":
+                members[name] = value
+            else:
+                problem = f"is not supported{suggestion(name[:80], used)}; leave it out"
+                raise fault(name, f"{_other_endpoint_hint(cls, name) or problem}.")
+        return members
+
+
+def _check_neutral(name: str, value: Any, neutral_values: tuple[Any, ...]) -> None:
+    """Raises the error for a value of a neutral field that would change something."""
+    for candidate in neutral_values:
+        accepted_types = _ACCEPTED_TYPES.get(type(candidate), (type(candidate),))
+        if value == candidate and type(value) in accepted_types:
+            return
+    allowed = " or ".join(short_repr(candidate) for candidate in neutral_values)
+    raise fault(
+        name,
+        f"is {short_repr(value)}, which is not implemented; send {allowed} or leave it "
+        "out.",
+    )
 
 
 Model = TypeVar("Model", bound=Strict)
 
 
 class Read:
-    """A field given as `kind`, which its JSON schema says, and kept as `into` makes it: as it was
-    given, where there is no `into`."""
+    """Converts a field from `kind`, which is its JSON schema, by the function `into`.
+
+    Without `into`, the value is checked and stays as the client sent it.
+    """
 
     def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
-        self.kind, self.into = kind, into
+        self.kind = kind
+        self.into = into
 
     def __get_pydantic_core_schema__(
         self, _: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         given = handler.generate_schema(self.kind)
         if self.into is None:
-            return core_schema.no_info_wrap_validator_function(_checked, given)
+            return core_schema.no_info_wrap_validator_function(_check_and_keep, given)
         return core_schema.no_info_after_validator_function(self.into, given)
 
 
-def _checked(given: Any, check: Callable[[Any], Any]) -> Any:
+def _check_and_keep(given: Any, check: Callable[[Any], Any]) -> Any:
     check(given)
     return given
 
 
-# May be missing where a server has one model, whose name the server fills in.
+# It may be absent if a server has one model. The server then fills in the name.
 ModelName = Annotated[
     str,
     Field(
@@ -131,10 +140,10 @@ ModelName = Annotated[
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
 _EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
-_LIKE: Final = {float: (int, float)}  # True is no 1
+_ACCEPTED_TYPES: Final = {float: (int, float)}  # but True does not count as 1
 
-# Which endpoints call otherwise.
-_ALIKE: Final = (
+# Fields with the same meaning that have other names at other endpoints.
+_SYNONYMS: Final = (
     {"prompt", "messages", "input"},
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
     {"response_format", "text"},
@@ -142,7 +151,7 @@ _ALIKE: Final = (
 
 
 class _Neutral:
-    """Marks a field of request classes, and writes its JSON schema."""
+    """Marks a neutral field of a request class, and writes its JSON schema."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.values = values
@@ -153,15 +162,17 @@ class _Neutral:
 
 
 def neutral(*values: Any) -> Any:
-    """A field that is accepted with a value that changes nothing, and refused with any other:
-    clients send many fields they do not use. 0 and 0.0 are alike where it is a float; True is never
-    1."""
+    """Returns a field that accepts only values which change nothing.
+
+    Clients send many fields that they do not use. 0 and 0.0 are the same for a float;
+    True is never 1.
+    """
     return Field(None, json_schema_extra=_Neutral(values))
 
 
 @cache
 def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """The values of each field of `model` that is `neutral`."""
+    """Returns the accepted values of each `neutral` field of `model`."""
     extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
     return {
         name: extra.values
@@ -172,7 +183,7 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def used_fields(model: type[BaseModel]) -> frozenset[str]:
-    """The other fields of `model`, as requests name them."""
+    """Returns the other fields of `model`, by their names in requests."""
     return frozenset(_fields(model)) - neutral_fields(model).keys()
 
 
@@ -183,24 +194,28 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 @cache
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
-    """The fields of `model` that change nothing, as requests name them: those that are excluded
-    from its dumps. Their values are neither decoded, where a body is large, nor kept."""
+    """Returns the fields of `model` that change nothing, by their names in requests.
+
+    These are the fields that its dumps exclude. Their values are not kept, and in a large
+    body they are not decoded.
+    """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 
 
 def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any]:
-    """The JSON object in a request body, unvalidated.
+    """Returns the JSON object in a request body, without validation.
 
     Args:
-        unread: members of which only the kind matters: objects and lists are empty in the result.
+        unread: Members whose value does not matter: objects and lists are empty in the
+            result.
 
     Raises:
-        InvalidRequest: it is no JSON object.
+        InvalidRequest: The body is not a JSON object.
     """
-    # The collector would go through millions of new lists again and again: it makes 10 MB of them
-    # take four times as long, and the event loop waits.
-    rests = len(raw) >= _LARGE_BYTES and gc.isenabled()
-    if rests:
+    # Python's garbage collector would traverse millions of new lists repeatedly. Decoding
+    # 10 MB of them would take four times as long, and it blocks the event loop.
+    pauses_gc = len(raw) >= _LARGE_BYTES and gc.isenabled()
+    if pauses_gc:
         gc.disable()
     try:
         has_unread = len(raw) > INLINE_BODY_BYTES and any(
@@ -212,7 +227,7 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
             f"The body is not valid JSON ({error}); send a JSON object."
         ) from None
     finally:
-        if rests:
+        if pauses_gc:
             gc.enable()
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body is {short_repr(body)}; send a JSON object.")
@@ -227,71 +242,84 @@ def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
     for name, value in members.items():
         text = bytes(value)
         if name in unread and text[:1] in _EMPTY:
-            check_utf8(text)  # not decoded, so nothing else would look
+            check_utf8(text)  # the text is not decoded
             body[name] = _EMPTY[text[:1]]()
         else:
             body[name] = exact_json.decode(text)
     return body
 
 
-def _elsewhere(model: type[Strict], name: str) -> str | None:
-    """What to say of a field that other endpoints have and the one of `model` has not."""
-    path, used = model.endpoint, used_fields(model)
-    if alike := sorted(
-        set().union(*(names for names in _ALIKE if name in names)) & used
-    ):
-        return f"is called `{alike[0]}` at {path}; send that"
-    having = sorted(
+def _other_endpoint_hint(model: type[Strict], name: str) -> str | None:
+    """Returns a hint for a field that other endpoints have, but not that of `model`."""
+    path = model.endpoint
+    synonyms = {name}.union(*(names for names in _SYNONYMS if name in names)) - {name}
+    names_here = sorted(synonyms & used_fields(model))
+    if names_here:
+        return f"is called `{names_here[0]}` at {path}; send that"
+    endpoints = sorted(
         other for other, body in BODIES.items() if name in used_fields(body)
     )
-    if not path or not having:
+    if not path or not endpoints:
         return None
-    return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
+    owners = " and ".join(endpoints)
+    return f"is not a parameter of {path} but of {owners}; leave it out"
 
 
 def validate(model: type[Model], body: Any) -> Model:
-    """An instance of `model`. Raises InvalidRequest: the field, its value and what it must be."""
+    """Returns an instance of `model`.
+
+    Raises:
+        InvalidRequest: The message has the field, its value and what it must be.
+    """
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
-        # The one that is told most of: a value may be of none of several kinds.
+        # A value may fail for each of several types. The deepest error is most specific.
         deepest = max(
             error.errors(include_url=False), key=lambda item: len(item["loc"])
         )
-        raise _explained(model, body, deepest) from None
+        raise _explain(model, body, deepest) from None
     parsed.check()
     return parsed
 
 
-def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidRequest:
-    path, value, must_be = "", body, model.must_be
-    shapes = [model]  # which the value may have
+def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidRequest:
+    """Converts the error of pydantic for one member to an InvalidRequest."""
+    path = ""
+    value = body
+    must_be = model.must_be
+    shapes = [model]  # classes that the value may have
     for part in item["loc"]:
         if isinstance(part, int):
-            path, value, must_be = f"{path}[{part}]", value[part], shapes[0].must_be
+            path = f"{path}[{part}]"
+            value = value[part]
+            must_be = shapes[0].must_be
         else:
-            found = next(
+            field = next(
                 (_fields(shape)[part] for shape in shapes if part in _fields(shape)),
                 None,
             )
-            if found is None:
-                continue  # how pydantic calls one of several kinds
-            path, value = f"{path}.{part}".lstrip("."), value.get(part)
-            must_be, shapes = found.description or "left out", list(_shapes(found))
-        if not shapes or (isinstance(part, int) and shapes[0].told_whole):
+            if field is None:
+                continue  # pydantic's name of one of several types
+            path = f"{path}.{part}".lstrip(".")
+            value = value.get(part)
+            must_be = field.description or "left out"
+            shapes = list(_shapes(field))
+        if not shapes or (isinstance(part, int) and shapes[0].reported_whole):
             break
     else:
         if item["type"] == _FAULT:
-            name, told = item["ctx"]["name"], item["ctx"]["told"]
+            name = item["ctx"]["name"]
+            problem = item["ctx"]["problem"]
             shown = f"{path}.{short_repr(name)[1:-1]}".lstrip(".")
             return InvalidRequest(
-                f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip(".")
+                f"`{shown}` {problem}", param=f"{path}.{name[:80]}".lstrip(".")
             )
     return wrong(path, value, must_be)
 
 
 def _shapes(kind: Any) -> Iterator[type[Strict]]:
-    """The classes of the objects in a value of this kind."""
+    """Yields the classes of the objects in a value of this type."""
     match kind:
         case FieldInfo():
             inner: tuple[Any, ...] = (kind.annotation, *kind.metadata)
@@ -306,18 +334,22 @@ def _shapes(kind: Any) -> Iterator[type[Strict]]:
         yield from _shapes(part)
 
 
-def fault(name: str, told: str) -> PydanticCustomError:
-    """What a class's own validator raises for the member `name`: `told` goes on after it."""
-    return PydanticCustomError(_FAULT, "{told}", {"name": name, "told": told})
+def fault(name: str, problem: str) -> PydanticCustomError:
+    """Returns the error that a validator of a class raises for the member `name`.
+
+    Args:
+        problem: It continues the message after the name.
+    """
+    return PydanticCustomError(_FAULT, "{problem}", {"name": name, "problem": problem})
 
 
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
-    """The error for a value of `field`, which may be a path such as `tools[0].type`."""
+    """Returns the error for a value of `field`, a name or path such as tools[0].type."""
     is_missing = value is None and not field.endswith("]")
     given = "missing" if is_missing else short_repr(value)
     return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)
 
 
 def refuse(field: str, problem: str) -> NoReturn:
-    """Raises InvalidRequest: `field` ..., as `problem` goes on."""
+    """Raises InvalidRequest. `problem` continues the message after the field's name."""
     raise InvalidRequest(f"`{field}` {problem}.", param=field)

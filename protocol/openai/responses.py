@@ -1,6 +1,6 @@
-"""The JSON that clients read, streamed and whole.
+"""The JSON of responses, streamed and complete.
 
-No pydantic on this path.
+This path does not use pydantic.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,54 +18,71 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TokenText(msgspec.Struct, frozen=True):
-    """How a token is shown. `text` names one token alone, so that answers can be keyed by it."""
+    """The text of a token in a response.
+
+    Attributes:
+        text: It identifies one token, so that objects can be keyed by it.
+        raw: The bytes of the token, which may be a part of a character.
+    """
 
     text: str
-    raw: bytes  # one token may be a part of a character
+    raw: bytes
 
 
 class TokenReport(msgspec.Struct, frozen=True):
-    """One token of an answer, or of an echoed prompt, with its log-probabilities."""
+    """One token of an answer, or of an echoed prompt, with its log-probabilities.
+
+    Attributes:
+        logprob: None for the first token of a prompt, which nothing predicts.
+        top: The most likely tokens, in descending order.
+        offset: Characters of the answer before the token.
+        is_of_text: False for a token of the reasoning or of its tags.
+    """
 
     token: TokenText
-    logprob: float | None  # None: the prompt's first token, which nothing predicts
-    top: Sequence[
-        tuple[TokenText, float]
-    ] = ()  # the likeliest tokens, most likely first
-    offset: int = 0  # characters of the answer before it
-    is_of_text: bool = True  # not of the reasoning or of its tags
+    logprob: float | None
+    top: Sequence[tuple[TokenText, float]] = ()
+    offset: int = 0
+    is_of_text: bool = True
 
 
 class ChoicePiece(msgspec.Struct):
-    """What one or more new tokens add to one choice."""
+    """The part of one choice that one or more new tokens add.
+
+    Attributes:
+        finish_reason: "stop", "length" or "abort", on the last piece.
+        stop_reason: The stop string, or the stop token of the client, that ended it.
+        first: Whether it is the first piece of the choice.
+        prompt_token_ids: On the first piece, if the request asks for them.
+        prompt_logprobs: On the first piece, if the request asks for them.
+        reasoning: Precedes `text`, which does not contain it.
+        tool_calls: Parts of calls; `text` does not contain their text.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenReport] | None = None
-    finish_reason: str | None = None  # "stop" | "length" | "abort", on the last piece
-    stop_reason: str | int | None = (
-        None  # the stop string or the client's stop token found
-    )
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     first: bool = False
-    prompt_token_ids: list[int] | None = (
-        None  # on the first piece, when they were asked for
-    )
-    prompt_logprobs: list[Any] | None = None  # likewise
-    reasoning: str = ""  # before the text, and not in `text`
-    tool_calls: list[ToolCallPiece] = []  # what the text says of them is not in `text`
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallPiece] = []
 
     @property
     def has_text(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
 
     def extend(self, other: "ChoicePiece") -> None:
-        """Adds the piece that follows this one."""
+        """Appends the piece that follows this one."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.token_ids += other.token_ids
         self.tool_calls += other.tool_calls
-        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
         if self.logprobs is not None and other.logprobs is not None:
             self.logprobs += other.logprobs
 
@@ -76,28 +93,31 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     kv: KVUsage = KVUsage()
-    reasoning_tokens: int = 0  # of the completion's
+    reasoning_tokens: int = 0  # included in completion_tokens
 
     def to_openai(
-        self, read: str = "prompt", made: str = "completion"
+        self, input_name: str = "prompt", output_name: str = "completion"
     ) -> dict[str, Any]:
-        """`read` and `made` are what an endpoint calls them."""
+        """Returns the usage object, with an endpoint's names of input and output."""
         return {
-            f"{read}_tokens": self.prompt_tokens,
-            f"{made}_tokens": self.completion_tokens,
+            f"{input_name}_tokens": self.prompt_tokens,
+            f"{output_name}_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            f"{read}_tokens_details": {"cached_tokens": self.kv.cached_tokens},
-            f"{made}_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            f"{input_name}_tokens_details": {"cached_tokens": self.kv.cached_tokens},
         }
 
     def baton_kv(self, leg: str = "") -> dict[str, int]:
-        """Where the prompts' KV came from, in tokens; `leg` is "prefill_" for that leg."""
+        """Returns the prompt tokens by the source of their KV.
+
+        Args:
+            leg: "prefill_" for the prefill leg.
+        """
         names = ("transferred", "recomputed", "skipped")
         return {name: getattr(self.kv, leg + name) for name in names}
 
 
 def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
-    """The sum over several prompts."""
+    """Returns the sum over several prompts."""
     names = KVUsage.__struct_fields__
     return KVUsage(
         **{name: sum(getattr(usage, name) for usage in usages) for name in names}
@@ -105,87 +125,104 @@ def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
 
 
 def kv_header(usage: Usage, leg: str = "") -> str:
-    """The value of the `x-baton-kv` response header, or of the one of the prefill `leg`."""
+    """Returns the value of the response header `x-baton-kv`, or of `x-baton-kv-prefill`."""
     return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv(leg).items())
 
 
 class ResponseWriter:
-    """Writes the answer to one request; the subclasses know the endpoints' shapes.
+    """Writes the response to one request. Subclasses implement the endpoints' formats.
 
     Args:
-        response_id: unique. The answer's `id` is made from it, unless its request names one.
-        created: seconds since the epoch.
-        fingerprint: of the model and this version: what a seed's results depend on.
+        response_id: A unique id. The `id` of the response is made from it, unless the
+            request sets one.
+        created: Seconds since 1970.
+        fingerprint: Hash of the model and this version; the results of a seed depend on
+            it.
     """
 
     id_prefix: ClassVar[str]
     has_prompt_ids_in_choices: ClassVar[bool] = True
     full_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    end: ClassVar[bytes] = sse.DONE  # what a stream ends with
+    end: ClassVar[bytes] = sse.DONE  # the end of a stream
 
     def __init__(
         self,
         response_id: str,
         created: int,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         fingerprint: str | None = None,
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._head = {
-            "id": self.id_prefix + (asked.request_id or response_id),
+            "id": self.id_prefix + (request.request_id or response_id),
             "created": created,
-            "model": asked.model,
+            "model": request.model,
             "system_fingerprint": fingerprint,
         }
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
-        """One entry of `choices` in a whole response."""
-        asked = piece.prompt_logprobs
-        return self.delta(piece) | ({} if asked is None else {"prompt_logprobs": asked})
+        """Returns an entry of `choices` in a complete response."""
+        entry = self.delta(piece)
+        if piece.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = piece.prompt_logprobs
+        return entry
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
-        """One entry of `choices` in a chunk."""
+        """Returns an entry of `choices` in a chunk."""
         raise NotImplementedError
 
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
-        """What is told in an event of its own."""
+        """Splits a piece into those that are sent as separate events."""
         return [piece]
 
     def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
-        """What the event of a piece has of its prompt outside of `choices`."""
+        """Returns the members about the prompt that an event has besides `choices`."""
         return {}
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """The events for one piece of one choice; `usage` so far where a client wants it."""
+        """Returns the events for one piece of one choice.
+
+        Args:
+            usage: The usage so far, if the client wants it in every chunk.
+        """
         tail = (
-            {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
+            {"usage": usage and usage.to_openai()}
+            if self._request.include_usage
+            else {}
         )
         return self._events(piece, tail, tail)
 
     def last_chunk(
         self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
+        """Returns the events for the piece that finishes the last choice.
+
+        The last event has `baton_kv`.
+        """
         tail = {"baton_kv": usage.baton_kv(), **extra}
-        if not self._asked.include_usage:
+        if not self._request.include_usage:
             return self._events(piece, {}, tail)
-        so_far = usage if self._asked.continuous_usage else None
+        so_far = usage if self._request.continuous_usage else None
         return self.chunk(piece, so_far) + self._choices_event(
             [], {"usage": usage.to_openai(), **tail}
         )
 
     def error(self, error: BatonError) -> bytes:
-        """What ends a stream that failed."""
+        """Returns the events that end a stream which failed."""
         return sse.error_event(error)
 
     def take(self, piece: ChoicePiece) -> None:
-        """The next piece of an answer that is told whole."""
+        """Processes the next piece of a response that is not streamed."""
 
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """The whole response body, of the pieces that were taken, joined by choice."""
+        """Returns the complete response body; `take` has processed the pieces.
+
+        Args:
+            pieces: One per choice; the pieces of a choice have been joined.
+        """
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
         return _encode({**body, "usage": usage.to_openai(), **extra})
@@ -212,10 +249,10 @@ class ResponseWriter:
     def _with_extras(
         self, choice: dict[str, Any], piece: ChoicePiece
     ) -> dict[str, Any]:
-        """Adds what is not OpenAI's, where it was asked for or there is something to tell."""
+        """Adds members that OpenAI's API lacks, if they apply or were requested."""
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        if self._asked.return_token_ids:
+        if self._request.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.prompt_token_ids is not None and self.has_prompt_ids_in_choices:
                 choice["prompt_token_ids"] = piece.prompt_token_ids
@@ -223,11 +260,11 @@ class ResponseWriter:
 
 
 def _entry(
-    piece: ChoicePiece, shape: Callable[[Sequence[TokenReport]], Any], **own: Any
+    piece: ChoicePiece, shape: Callable[[Sequence[TokenReport]], Any], **content: Any
 ) -> dict[str, Any]:
     logprobs = None if piece.logprobs is None else shape(piece.logprobs)
     end = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
-    return {"index": piece.index, **own, **end}
+    return {"index": piece.index, **content, **end}
 
 
 class CompletionWriter(ResponseWriter):
@@ -243,7 +280,7 @@ class ChatWriter(ResponseWriter):
     id_prefix = "chatcmpl-"
     full_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    has_prompt_ids_in_choices = False  # its choices share one prompt
+    has_prompt_ids_in_choices = False  # all choices share one prompt
     _is_prompt_written = False
 
     def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
@@ -266,23 +303,30 @@ class ChatWriter(ResponseWriter):
         return _entry(piece, chat_logprobs, message=message)
 
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
-        """Thoughts, a text, what is new of one call, and the end, as OpenAI tells them: some
-        clients look for one of them only."""
-        if not (
-            piece.tool_calls or piece.finish_reason or (piece.reasoning and piece.text)
-        ):
+        """Splits a piece into reasoning, text, each tool call, and the end.
+
+        OpenAI sends them separately, and some clients expect only one of them in a chunk.
+        """
+        has_reasoning_and_text = bool(piece.reasoning and piece.text)
+        if not (piece.tool_calls or piece.finish_reason or has_reasoning_and_text):
             return [piece]
-        told: list[dict[str, Any]] = [
+        members: list[dict[str, Any]] = [
             {"reasoning": piece.reasoning},
             {"text": piece.text},
         ]
-        told += ({"tool_calls": [call]} for call in piece.tool_calls)
-        told += [
+        members += ({"tool_calls": [call]} for call in piece.tool_calls)
+        members.append(
             {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        )
+        parts = [
+            ChoicePiece(piece.index, **member)
+            for member in members
+            if any(member.values())
         ]
-        parts = [ChoicePiece(piece.index, **one) for one in told if any(one.values())]
-        parts[0].first, parts[0].prompt_token_ids = piece.first, piece.prompt_token_ids
-        parts[0].logprobs, parts[0].token_ids = piece.logprobs, piece.token_ids
+        parts[0].first = piece.first
+        parts[0].prompt_token_ids = piece.prompt_token_ids
+        parts[0].logprobs = piece.logprobs
+        parts[0].token_ids = piece.token_ids
         return parts
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
@@ -298,15 +342,16 @@ class ChatWriter(ResponseWriter):
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        own = self.about_prompt(pieces[0])
-        found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
-        if found:
-            own["prompt_logprobs"] = found[0]
-        return super().full(pieces, usage, {**extra, **own})
+        members = self.about_prompt(pieces[0])
+        for piece in pieces:
+            if piece.prompt_logprobs is not None:
+                members["prompt_logprobs"] = piece.prompt_logprobs
+                break
+        return super().full(pieces, usage, {**extra, **members})
 
 
 def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice: parallel lists, one entry per token."""
+    """Returns the `logprobs` of a completion: parallel lists with one entry per token."""
     return {
         "tokens": [report.token.text for report in reports],
         "token_logprobs": [report.logprob for report in reports],
@@ -316,17 +361,17 @@ def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
 
 
 def _by_text(report: TokenReport) -> dict[str, float] | None:
-    """The token itself is always there, as in OpenAI's API."""
+    """Returns the top logprobs by text. OpenAI's API always includes the token itself."""
     if report.logprob is None:
         return None
-    found = {report.token.text: report.logprob}
+    logprobs = {report.token.text: report.logprob}
     for token, logprob in report.top:
-        found.setdefault(token.text, logprob)
-    return found
+        logprobs.setdefault(token.text, logprob)
+    return logprobs
 
 
 def chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice: one object per token."""
+    """Returns the `logprobs` of a chat: one object per token."""
     content = []
     for report in reports:
         tops = [_of_token(token, logprob) for token, logprob in report.top]
@@ -341,7 +386,11 @@ def _of_token(token: TokenText, logprob: float | None) -> dict[str, Any]:
 
 
 def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
-    """One entry of /v1/models; `max_model_len` in tokens, None until the engine said."""
+    """Returns an entry of /v1/models.
+
+    Args:
+        max_model_len: Length of the context in tokens; None until the engine reports it.
+    """
     about = {"object": "model", "created": created, "owned_by": "baton"}
-    origin = {"root": name, "parent": None}  # no server has adapters
+    origin = {"root": name, "parent": None}  # there are no adapters
     return {"id": name, **about, **origin, "max_model_len": max_model_len}

@@ -1,13 +1,14 @@
-"""The body of /v1/responses: text and tools. It becomes a chat, which is what is served.
+"""The request body of /v1/responses: text and tools. It is served as a chat.
 
-Nothing is stored, so an earlier response cannot be continued; the client sends the conversation.
+Responses are not stored, so an earlier response cannot be continued. The client sends
+the whole conversation.
 """
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.chat import ChatRequest, Effort, Verbosity, joined
+from protocol.openai.chat import ChatRequest, Effort, Verbosity, join_texts
 from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_INT31,
@@ -29,15 +30,13 @@ from protocol.openai.structured import (
 )
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-# The fields that mean the same in a chat.
-_AS_CHATS = {
-    *(
-        "chat_template_kwargs",
-        "parallel_tool_calls",
-        "structured_outputs",
-        "top_logprobs",
-    ),
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+# The fields with the same meaning in a chat.
+_CHAT_FIELDS = {
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+    "structured_outputs",
+    "top_logprobs",
     *ShapingFields.model_fields,
     *CommonFields.model_fields,
 }
@@ -46,16 +45,16 @@ _AS_CHATS = {
 class InputPart(Strict):
     model_config = ConfigDict(extra="ignore")
     must_be: ClassVar[str] = 'a part {"type": "input_text", "text": "..."}'
-    told_whole: ClassVar[bool] = True
+    reported_whole: ClassVar[bool] = True
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
 Parts = Annotated[
-    str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], joined)
+    str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], join_texts)
 ]
-_NEEDED: Final = {
+_REQUIRED_MEMBERS: Final = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -64,7 +63,7 @@ _NEEDED: Final = {
 
 
 class InputItem(Strict):
-    """A message of the conversation, a call of a tool, its result, or what the model thought."""
+    """An item of the conversation: a message, a tool call, its output, or reasoning."""
 
     must_be: ClassVar[str] = "a message with `role` and `content`"
 
@@ -83,15 +82,15 @@ class InputItem(Strict):
     arguments: Text = None
     output: Parts = Field("", description="a string or a list of text parts")
     summary_: Parts = Field("", alias="summary", description="a list of text parts")
-    # Not read: of an earlier response, sent back.
+    # Members of an earlier response that clients send back. They are ignored.
     id: Any = None
     status: Any = None
     phase: Any = None
     encrypted_content: Any = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        for name in _NEEDED[self.type]:
+    def _check_members(self) -> Self:
+        for name in _REQUIRED_MEMBERS[self.type]:
             if name not in self.model_fields_set:
                 must_be = type(self).model_fields[name].description
                 raise fault(name, f"is missing; it must be {must_be}.")
@@ -99,18 +98,20 @@ class InputItem(Strict):
 
 
 class TextFormat(SchemaMembers):
-    """`response_format`, but for a schema's members, which lie flat in it."""
+    """The `response_format` of chats, with the schema's members in the same object."""
 
     type: FormatType
     name: Text = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
-        is_named = self.type == "json_schema"
-        if is_named and self.name is None:
+        has_schema = self.type == "json_schema"
+        if has_schema and self.name is None:
             raise fault("name", "is missing; it must be a string.")
-        of_others = {"type", "schema_"} if self.type == "json_object" else {"type"}
-        if not is_named and not self.model_fields_set <= of_others:
+        allowed = {"type"}
+        if self.type == "json_object":
+            allowed.add("schema_")
+        if not has_schema and not self.model_fields_set <= allowed:
             raise ValueError("members of a schema")
         return self
 
@@ -125,8 +126,11 @@ class TextOptions(Strict):
 
 
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
-    """An assistant's turn is what it thought, what it said, and what it called. The content of a
-    turn without a message is null, as it is in the chat API."""
+    """Converts the input to messages of a chat.
+
+    Consecutive reasoning, text and calls of the assistant become one message. The content
+    of a message without text is null, as in the chat API.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -135,17 +139,24 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         )
         if item.type == "function_call_output":
-            told = {"content": item.output, "tool_call_id": item.call_id}
-            messages.append({"role": "tool", **told})
+            messages.append(
+                {
+                    "role": "tool",
+                    "content": item.output,
+                    "tool_call_id": item.call_id,
+                }
+            )
         elif item.type == "function_call":
             if turn is None:
-                messages.append(turn := {"role": "assistant", "content": None})
+                turn = {"role": "assistant", "content": None}
+                messages.append(turn)
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append(
                 {"id": item.call_id, "function": function}
             )
         elif item.type == "reasoning":
-            if thought := item.content or item.summary_:  # else it is encrypted
+            thought = item.content or item.summary_
+            if thought:  # else the reasoning is encrypted
                 messages.append(
                     {"role": "assistant", "content": None, "reasoning_content": thought}
                 )
@@ -154,7 +165,8 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             and turn
             and ("tool_calls" in turn or not turn["content"])
         ):
-            # Some clients tell of calls first; between a call and its output no turn may stand.
+            # Some clients send the calls before the text. No message may stand between a
+            # call and its output.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
@@ -169,23 +181,23 @@ class NamedFunction(Strict):
 
 
 class FunctionTool(Function, NamedFunction):
-    """`tools` of chats, but for the function's members, which lie flat in it."""
+    """A tool of chats, with the function's members in the same object."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ReasoningOptions(Strict):
     effort: Effort = None
-    summary_: UnreadText = Field(None, alias="summary")  # reasoning is told as it is
+    summary_: UnreadText = Field(None, alias="summary")  # reasoning is not summarised
     generate_summary: UnreadText = None
 
 
 class ResponsesStreamOptions(Strict):
     include_obfuscation: Switch = False  # no answer has any
-    include_usage: Any = neutral(True, False)  # the last event always has it
+    include_usage: Any = neutral(True, False)  # the last event always has the usage
 
 
-# OpenAI encrypts its reasoning. Here it is plain text, so the other one changes nothing.
+# Reasoning is plain text here, so "reasoning.encrypted_content" changes nothing.
 Included = Annotated[
     Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
     Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
@@ -208,8 +220,8 @@ class ResponsesRequest(ShapingFields, CommonFields):
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)
     max_tool_calls: int | None = Field(
         None, ge=1, le=MAX_INT31,
-        description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI runs itself, "
-        "so it changes nothing here",
+        description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI runs "
+        "itself, so it changes nothing here",
     )  # fmt: skip
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
@@ -228,8 +240,8 @@ class ResponsesRequest(ShapingFields, CommonFields):
     )
     metadata: _Metadata = Field(
         default_factory=dict,
-        description="an object of at most 16 strings of at most 512 characters, whose names have "
-        "at most 64; it comes back with the response",
+        description="an object of at most 16 strings of at most 512 characters, whose "
+        "names have at most 64; it comes back with the response",
     )
     client_metadata: Any = UNREAD  # of Codex
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
@@ -258,10 +270,11 @@ class ResponsesRequest(ShapingFields, CommonFields):
 
 
 class ResponsesChat(ChatRequest):
-    """The chat that a request to /v1/responses is served as."""
+    """The chat as which a request to /v1/responses is served."""
 
     endpoint = "/v1/responses"
-    prompt_field, usual_limit = "input", "max_output_tokens"
+    prompt_field = "input"
+    usual_limit = "max_output_tokens"
     logprobs_field = "top_logprobs"
     streams_logprobs_once = False
     function_path = ""
@@ -274,38 +287,44 @@ class ResponsesChat(ChatRequest):
         return self.asked.truncation == "auto"
 
     def without_inputs(self) -> Self:
-        kept = super().without_inputs()
-        return kept.model_copy(
-            update={"asked": self.asked.model_copy(update={"input": []})}
-        )
+        chat = super().without_inputs()
+        original = self.asked.model_copy(update={"input": []})
+        return chat.model_copy(update={"asked": original})
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
-    """As chats have it: all but the type within `name`."""
+    """Returns the form in chats, in which all members but `type` are within `name`."""
     return {"type": flat["type"], name: {k: v for k, v in flat.items() if k != "type"}}
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
-    """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""
-    asked = validate(ResponsesRequest, body)
-    told, choice, form = asked.instructions, asked.tool_choice, asked.text.format
-    first = [] if told is None else [{"role": "system", "content": told}]
+    """Validates the body of /v1/responses and converts it to a chat.
+
+    Raises:
+        InvalidRequest: The message names the field.
+    """
+    request = validate(ResponsesRequest, body)
+    system_messages = []
+    if request.instructions is not None:
+        system_messages = [{"role": "system", "content": request.instructions}]
+    choice = request.tool_choice
+    form = request.text.format
     if form and form["type"] == "json_schema":
         form = _nested(form, "json_schema")
     chat = {
-        "asked": asked,
-        "messages": [*first, *asked.input],
-        "max_completion_tokens": asked.max_output_tokens,
-        "reasoning_effort": asked.reasoning.effort,
-        "verbosity": asked.text.verbosity,
+        "asked": request,
+        "messages": [*system_messages, *request.input],
+        "max_completion_tokens": request.max_output_tokens,
+        "reasoning_effort": request.reasoning.effort,
+        "verbosity": request.text.verbosity,
         "response_format": form,
-        "tools": [_nested(tool, "function") for tool in asked.tools],
+        "tools": [_nested(tool, "function") for tool in request.tools],
         "tool_choice": (
             choice
             if isinstance(choice, str)
             else _nested(choice.model_dump(), "function")
         ),
-        "logprobs": LOGPROBS in asked.include,
-        **{name: body[name] for name in _AS_CHATS & asked.model_fields_set},
+        "logprobs": LOGPROBS in request.include,
+        **{name: body[name] for name in _CHAT_FIELDS & request.model_fields_set},
     }
     return validate(ResponsesChat, chat)

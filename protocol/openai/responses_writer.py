@@ -1,10 +1,12 @@
-"""What /v1/responses answers: a response object, or the events of one that is being written.
+"""The response to /v1/responses: an object, or the events of a stream.
 
-created, in_progress, items ..., completed or incomplete, or error and failed
+The events of a stream are: created, in_progress, the events of each item, and completed
+or incomplete. A failed stream ends in error and failed.
 
-An item is what the model thought, what it says, or a call: output_item.added, content_part.added,
-output_text.delta ..., output_text.done, content_part.done, output_item.done; with reasoning_text,
-or for a call, which has no parts, with function_call_arguments.
+An item is the model's reasoning, a message or a tool call. The events of a message are
+output_item.added, content_part.added, output_text.delta (several), output_text.done,
+content_part.done and output_item.done. Reasoning has reasoning_text instead of
+output_text. A call has function_call_arguments, and no content parts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +29,10 @@ from protocol.openai.tools import ToolCallPiece
 
 _encode = msgspec.json.Encoder().encode
 
-# Of each kind of item: what its id begins with, and what its text is.
-_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
+# The prefix of the id and the name of the text, for each kind of item.
+_MESSAGE = "message"
+_REASONING = "reasoning"
+_CALL = "function_call"
 _KINDS: Final = {
     _MESSAGE: ("msg_", "output_text"),
     _REASONING: ("rs_", "reasoning_text"),
@@ -37,7 +41,7 @@ _KINDS: Final = {
 
 
 class _Item:
-    """One that is being written."""
+    """An item that is being written."""
 
     def __init__(
         self, kind: str, response_id: str, at: int, call: ToolCallPiece | None
@@ -50,7 +54,7 @@ class _Item:
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": at}
         if kind != _CALL:
             self.place["content_index"] = 0
-        # Of each token, encoded: for the item, and for events, which have no bytes of tokens.
+        # One encoded entry per token. The entries of events lack the bytes of tokens.
         self._logprobs: list[bytes] = []
         self._event_logprobs: list[bytes] = []
 
@@ -61,12 +65,10 @@ class _Item:
             self._event_logprobs.append(_encode(_without_bytes(entry)))
 
     def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
-        """What an event of a message has of its tokens from the number `begin` on."""
-        return (
-            {"logprobs": _array(self._event_logprobs[begin:])}
-            if self.kind == _MESSAGE
-            else {}
-        )
+        """Returns the logprobs for an event of a message, beginning at token `begin`."""
+        if self.kind != _MESSAGE:
+            return {}
+        return {"logprobs": _array(self._event_logprobs[begin:])}
 
     @property
     def num_logprobs(self) -> int:
@@ -82,10 +84,10 @@ class _Item:
             }
             return {**about, **call}
         content = [self.part()] if self.text or status != "in_progress" else []
-        own: dict[str, Any] = (
-            {"role": "assistant"} if self.kind == _MESSAGE else {"summary": []}
-        )
-        return {**about, **own, "content": content}
+        extra: dict[str, Any] = {"summary": []}
+        if self.kind == _MESSAGE:
+            extra = {"role": "assistant"}
+        return {**about, **extra, "content": content}
 
     def part(self) -> dict[str, Any]:
         extra: dict[str, Any] = {}
@@ -103,34 +105,34 @@ def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(values: Sequence[bytes]) -> msgspec.Raw:
-    """The JSON array of these encoded values."""
+    """Returns the JSON array of encoded values."""
     return msgspec.Raw(b"[" + b",".join(values) + b"]")
 
 
 class ResponsesWriter(ResponseWriter):
-    """Writes the answer to one request to /v1/responses."""
+    """Writes the response to one request to /v1/responses."""
 
     id_prefix = "resp_"
-    end: ClassVar[bytes] = b""  # the last event says that it is the last
+    end: ClassVar[bytes] = b""  # the last event marks the end
 
     def __init__(
         self,
         response_id: str,
         created: int,
-        asked: ResponsesChat,
+        request: ResponsesChat,
         fingerprint: str | None = None,
     ) -> None:
-        super().__init__(response_id, created, asked)
+        super().__init__(response_id, created, request)
         self._id = response_id
-        self._told = asked.asked
-        self._item: _Item | None = None  # that is being written
-        self._output: list[dict[str, Any]] = []  # those before it
+        self._original_request = request.asked
+        self._item: _Item | None = None  # the item that is being written
+        self._output: list[dict[str, Any]] = []  # the completed items
         self._num_events = 0
-        # Of tokens whose text has not come yet: it may become a message's or a call's.
+        # Tokens whose text has not arrived. It may belong to a message or to a call.
         self._pending: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """The events of a piece that is not the last."""
+        """Returns the events of a piece that is not the last one."""
         events = []
         if piece.first:
             response = self._response("in_progress")
@@ -143,14 +145,15 @@ class ResponsesWriter(ResponseWriter):
     def last_chunk(
         self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """The events of the last piece, the whole response in the last of them."""
-        before, status = self.chunk(piece), _status(piece)
+        """Returns the events of the last piece. The last event has the whole response."""
+        before = self.chunk(piece)
+        status = _status(piece)
         before += b"".join(self._end(piece))
         whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
         return before + self._event(status, response=whole)
 
     def error(self, error: BatonError) -> bytes:
-        """The event that clients raise, and the one that others wait for."""
+        """Returns an `error` event and a `failed` event; clients expect either of them."""
         event = sse.error_event(error, self._num_events)
         self._num_events += 1
         why = {"code": "server_error", "message": error.message}
@@ -158,7 +161,8 @@ class ResponsesWriter(ResponseWriter):
         return event + self._event("failed", response=failed)
 
     def take(self, piece: ChoicePiece) -> None:
-        _ = [*self._write(piece)]  # whose order joined pieces do not tell
+        # Joined pieces lose the order of their parts, so each is processed here.
+        _ = [*self._write(piece)]
 
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
@@ -169,7 +173,7 @@ class ResponsesWriter(ResponseWriter):
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         if piece.reasoning:
-            self._pending.clear()  # blanks before it
+            self._pending.clear()  # they spell blanks before the reasoning
             yield from self._add(_REASONING, piece.reasoning)
         self._pending += (
             report for report in piece.logprobs or () if report.is_of_text
@@ -183,13 +187,16 @@ class ResponsesWriter(ResponseWriter):
     def _add(
         self, kind: str, text: str, call: ToolCallPiece | None = None
     ) -> Iterator[bytes]:
-        begins = call is not None and call.name is not None
-        if self._item is None or self._item.kind != kind or begins:
+        begins_call = call is not None and call.name is not None
+        if self._item is None or self._item.kind != kind or begins_call:
             yield from self._close("completed")
             self._forget_before(text)
             self._item = item = _Item(kind, self._id, len(self._output), call)
-            shown, at = item.to_json("in_progress"), len(self._output)
-            yield self._event("output_item.added", output_index=at, item=shown)
+            yield self._event(
+                "output_item.added",
+                output_index=len(self._output),
+                item=item.to_json("in_progress"),
+            )
             if kind != _CALL:
                 yield self._event("content_part.added", **item.place, part=item.part())
         item = self._item
@@ -198,32 +205,38 @@ class ResponsesWriter(ResponseWriter):
         if kind == _MESSAGE:
             self._take_pending(item)
         if text:
-            told = item.event_logprobs(begin)
             yield self._event(
-                f"{item.text_kind}.delta", **item.place, delta=text, **told
+                f"{item.text_kind}.delta",
+                **item.place,
+                delta=text,
+                **item.event_logprobs(begin),
             )
 
     def _forget_before(self, text: str) -> None:
-        """Forgets pending tokens before the last ones that spell `text`, with which an item begins:
-        blanks, and the end of a call."""
-        begin = b"".join(report.token.raw for report in self._pending).rfind(
-            text.encode()
-        )
+        """Drops the pending tokens before those that spell `text`, the item's beginning.
+
+        They spell blanks, or the end of a call.
+        """
+        pending_bytes = b"".join(report.token.raw for report in self._pending)
+        begin = pending_bytes.rfind(text.encode())
         ends = accumulate(len(report.token.raw) for report in self._pending)
-        known = zip(self._pending, ends, strict=True)
-        self._pending = [report for report, end in known if end > begin]
+        pairs = zip(self._pending, ends, strict=True)
+        self._pending = [report for report, end in pairs if end > begin]
 
     def _take_pending(self, item: _Item) -> None:
         item.add_logprobs(self._pending)
         self._pending.clear()
 
     def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
-        """Ends the last item; an answer has one. A call without all of its arguments is incomplete,
-        whatever ended the answer."""
+        """Closes the last item. A response has at least one item.
+
+        A call that lacks a part of its arguments is incomplete, for whatever reason the
+        response ended.
+        """
         if self._item is None:
             yield from self._add(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
-            self._take_pending(self._item)  # such as of an end token
+            self._take_pending(self._item)  # such as the end-of-sequence token
         is_cut = (
             self._item is not None
             and self._item.kind == _CALL
@@ -232,17 +245,17 @@ class ResponsesWriter(ResponseWriter):
         yield from self._close("incomplete" if is_cut else _status(piece))
 
     def _close(self, status: str) -> Iterator[bytes]:
-        item, self._item = self._item, None
+        item = self._item
+        self._item = None
         if item is None:
             return
-        told: dict[str, Any] = {
-            "arguments" if item.kind == _CALL else "text": item.text
-        }
-        told |= item.event_logprobs()
-        yield self._event(f"{item.text_kind}.done", **item.place, **told)
+        text_name = "arguments" if item.kind == _CALL else "text"
+        members: dict[str, Any] = {text_name: item.text, **item.event_logprobs()}
+        yield self._event(f"{item.text_kind}.done", **item.place, **members)
         if item.kind != _CALL:
             yield self._event("content_part.done", **item.place, part=item.part())
-        shown, at = item.to_json(status), len(self._output)
+        shown = item.to_json(status)
+        at = len(self._output)
         yield self._event("output_item.done", output_index=at, item=shown)
         self._output.append(shown)
 
@@ -253,9 +266,9 @@ class ResponsesWriter(ResponseWriter):
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        asked = self._told
+        original = self._original_request
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        choice = asked.tool_choice
+        choice = original.tool_choice
         return {
             "id": self._head["id"],
             "object": "response",
@@ -264,25 +277,25 @@ class ResponsesWriter(ResponseWriter):
             "background": False,
             "error": None,
             "incomplete_details": cut,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "max_tool_calls": asked.max_tool_calls,
-            "metadata": asked.metadata,
-            "model": asked.model,
+            "instructions": original.instructions,
+            "max_output_tokens": original.max_output_tokens,
+            "max_tool_calls": original.max_tool_calls,
+            "metadata": original.metadata,
+            "model": original.model,
             "output": list(self._output),
-            "parallel_tool_calls": asked.parallel_tool_calls,
+            "parallel_tool_calls": original.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": original.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": self._asked.temperature,
-            "text": {"format": asked.text.format or {"type": "text"}},
+            "temperature": self._request.temperature,
+            "text": {"format": original.text.format or {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": asked.tools,
-            "top_logprobs": asked.top_logprobs,
-            "top_p": self._asked.top_p,
-            "truncation": asked.truncation,
+            "tools": original.tools,
+            "top_logprobs": original.top_logprobs,
+            "top_p": self._request.top_p,
+            "truncation": original.truncation,
             "usage": None if usage is None else _usage(usage),
-            "user": asked.user,
+            "user": original.user,
         }
 
 
@@ -291,6 +304,6 @@ def _status(piece: ChoicePiece) -> str:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    told = usage.to_openai("input", "output")
-    told["input_tokens_details"]["cache_write_tokens"] = 0
-    return told
+    members = usage.to_openai("input", "output")
+    members["input_tokens_details"]["cache_write_tokens"] = 0
+    return members

@@ -1,7 +1,8 @@
-"""What /v1/completions and /v1/chat/completions share: limits, sampling, stopping, streaming.
+"""The fields that /v1/completions and /v1/chat/completions share.
 
-Of `max_tokens` and `max_completion_tokens` the smaller counts. Every 64-bit seed, negative or not,
-names one reproducible sequence of draws; none means "random".
+They set limits, sampling, stop conditions and streaming. The smaller one of `max_tokens`
+and `max_completion_tokens` counts. Every 64-bit seed, positive or negative, identifies a
+reproducible sequence of samples. Without a seed the server chooses one at random.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -23,30 +24,31 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
+GREEDY_BELOW = 1e-5  # a lower temperature would overflow float32, and is greedy anyway
 MAX_INT31 = 2**31 - 1
-MIN_TOP_P = 1e-9  # leaves the likeliest token alone; a `top_p` of 0 is drawn with it
+MIN_TOP_P = (
+    1e-9  # takes the place of a `top_p` of 0: only the most likely token remains
+)
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
-    """A field that is an integer in these bounds."""
+    """Returns a field for an integer within these bounds."""
     return Field(
         default, ge=low, le=high, description=f"an integer from {low} to {high}"
     )
 
 
-def _listed(item: Any, least: int, most: int) -> Read:
-    """A list, kept as a tuple."""
-    size = Field(fail_fast=True, min_length=least, max_length=most)
+def _listed(item: Any, min_length: int, max_length: int) -> Read:
+    """Returns a field for a list, which is kept as a tuple."""
+    size = Field(fail_fast=True, min_length=min_length, max_length=max_length)
     return Read(Annotated[list[item], size], tuple)
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
-_TokenText = Annotated[
-    str, Field(pattern="^[0-9]{1,10}$")
-]  # JSON has no other keys than text
+# JSON has no keys other than strings.
+_TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _ListedBiases = Field(
     max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
@@ -60,7 +62,7 @@ AnswerId = Annotated[
     str | None,
     Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
 ]
-# What clients send to OpenAI's own servers, and no answer of ours depends on.
+# Fields that OpenAI's servers use. Here no response depends on them.
 UnreadText = Annotated[
     str | None, Field(description="a string; it changes nothing here")
 ]
@@ -84,8 +86,8 @@ Stops = Annotated[
         lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     ),
     Field(
-        description=f"a string or a list of at most {MAX_STOPS} strings, none of them empty or "
-        f"longer than {MAX_STOP_CHARS} characters"
+        description=f"a string or a list of at most {MAX_STOPS} strings, none of them "
+        f"empty or longer than {MAX_STOP_CHARS} characters"
     ),
 ]
 StopTokenIds = Annotated[
@@ -102,8 +104,8 @@ BadWords = Annotated[
     tuple[str, ...],
     _listed(_BadWord, 0, MAX_BAD_WORDS),
     Field(
-        description=f"a list of at most {MAX_BAD_WORDS} strings, none of them empty or longer than "
-        f"{MAX_BAD_WORD_CHARS} characters"
+        description=f"a list of at most {MAX_BAD_WORDS} strings, none of them empty or "
+        f"longer than {MAX_BAD_WORD_CHARS} characters"
     ),
 ]
 Biases = Annotated[
@@ -113,8 +115,8 @@ Biases = Annotated[
         lambda biases: {int(token): bias for token, bias in biases.items()},
     ),
     Field(
-        description=f"an object of at most {MAX_BIASES} members, each a token id (as text) with a "
-        "number from -100 to 100"
+        description=f"an object of at most {MAX_BIASES} members, each a token id (as text) "
+        "with a number from -100 to 100"
     ),
 ]
 
@@ -122,7 +124,7 @@ Biases = Annotated[
 class StreamOptions(Strict):
     include_usage: Switch = False
     continuous_usage_stats: Switch = False
-    include_obfuscation: Switch = False  # no answer has any
+    include_obfuscation: Switch = False  # responses never have it
 
     @model_validator(mode="after")
     def _shows_usage_where_it_is_included(self) -> Self:
@@ -134,7 +136,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """What a client may leave to the model's generation_config.json."""
+    """The fields whose default may come from the model's generation_config.json."""
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -151,7 +153,7 @@ class SamplingFields(Strict):
 
 
 class ShapingFields(SamplingFields):
-    """What shapes an answer's tokens, and where it ends, at every endpoint that generates."""
+    """The fields of all generating endpoints that affect the tokens of an answer."""
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -166,14 +168,13 @@ class ShapingFields(SamplingFields):
 
 
 class GenerationConfig(SamplingFields):
-    """The values of that file; those that it does not have are not among `model_fields_set`."""
+    """The values of generation_config.json; `model_fields_set` has those in the file."""
 
     max_new_tokens: int | None = integer(None, 1, MAX_INT31)
 
 
 class CommonFields(Strict):
-    """What all endpoints that generate share. A field's description ends its error message: "must
-    be ..."."""
+    """The fields that all generating endpoints share."""
 
     model: ModelName = ""
     request_id: AnswerId = None
@@ -190,7 +191,7 @@ class CommonFields(Strict):
     )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
-    store: Switch = False  # nothing is
+    store: Switch = False  # responses are never stored
     service_tier: UnreadText = None
     safety_identifier: UnreadText = None
     prompt_cache_key: UnreadText = None
@@ -203,7 +204,7 @@ class CommonFields(Strict):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
+        """Whether this is a prefill leg, in which the client's own limits are unknown."""
         params = self.kv_transfer_params
         return isinstance(params, dict) and params.get("do_remote_decode") is True
 
@@ -214,15 +215,14 @@ class CommonFields(Strict):
 
 
 class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
-    """What completions and chats share."""
+    """The fields that completions and chats share."""
 
-    # The fields with the prompt, the limit and the number of logprobs, for error messages.
+    # For error messages: the fields with the prompt, the limit and the logprobs.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
-    streams_logprobs_once: ClassVar[bool] = (
-        True  # the end of a stream does not repeat them
-    )
+    # Whether the end of a stream does not repeat the logprobs.
+    streams_logprobs_once: ClassVar[bool] = True
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -258,7 +258,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries the usage so far."""
+        """Whether every chunk of a stream has the usage so far."""
         return self.include_usage and self.stream_options.continuous_usage_stats
 
     @property
@@ -267,40 +267,44 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer shows its tokens' log-probabilities."""
+        """Whether the response includes the logprobs of its tokens."""
         return self.num_logprobs is not None
 
     @property
     def wants_echo(self) -> bool:
-        """Whether the prompt is a part of the answer's text."""
+        """Whether the text of the response begins with the prompt."""
         return bool(self.echo) and not self.is_prefill
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations of each prompt are drawn; the best `n` of them are returned."""
+        """Number of continuations to generate per prompt; the best `n` are returned."""
         return self.best_of or self.n
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are wanted at each position of the prompt."""
+        """Number of top logprobs to return at each position of the prompt."""
         return self.prompt_logprobs
 
     @property
     def token_limit(self) -> int | None:
-        """The tokens that the client allows, or None when it named no limit."""
-        given = [
-            n for n in (self.max_tokens, self.max_completion_tokens) if n is not None
-        ]
-        return min(given, default=None)
+        """The client's limit of output tokens, or None."""
+        limits = (self.max_tokens, self.max_completion_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def drops_oldest_messages(self) -> bool:
-        """Whether a prompt that is too long loses messages rather than tokens."""
+        """Whether a too long prompt loses its oldest messages instead of tokens."""
         return False
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
-        """The tokens that each prompt is cut to, in a context of `max_model_len` tokens; None if it
-        is not to be cut."""
+        """Returns the length that prompts are truncated to, in tokens.
+
+        Args:
+            max_model_len: Length of the context in tokens.
+
+        Returns:
+            None if prompts are not truncated.
+        """
         limit = self.truncate_prompt_tokens
         if limit is None and not self.drops_oldest_messages:
             return None
@@ -310,27 +314,29 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def limit_field(self) -> str:
-        """The field that `token_limit` came in, for error messages."""
-        is_of_old_name = (
-            self.max_tokens is not None and self.max_tokens == self.token_limit
-        )
-        return "max_tokens" if is_of_old_name else self.usual_limit
+        """The field that contains `token_limit`, for error messages."""
+        if self.max_tokens is not None and self.max_tokens == self.token_limit:
+            return "max_tokens"
+        return self.usual_limit
 
     def without_inputs(self) -> Self:
-        """This request once its prompts are token ids, without what only they depended on: an
-        answer may take minutes, and some of that takes far more memory than its text."""
+        """Returns this request without the fields that only its prompts need.
+
+        A response may take minutes, and the prompts' objects take much more memory than
+        their text.
+        """
         return self
 
     def with_defaults(self, config: GenerationConfig) -> Self:
-        """This request with the model's own values for what the client left out."""
-        own = config.model_fields_set & SamplingFields.model_fields.keys()
-        left_out = own - self.model_fields_set
+        """Returns this request with the model's defaults for absent fields."""
+        defaults = config.model_fields_set & SamplingFields.model_fields.keys()
+        left_out = defaults - self.model_fields_set
         return self.model_copy(
             update={name: getattr(config, name) for name in left_out}
         )
 
     def check(self) -> None:
-        """As of any body; a subclass calls this first."""
+        """Checks the body. A subclass calls this method first."""
         super().check()
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
@@ -346,16 +352,19 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
             refuse("min_tokens", problem)
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How to draw the tokens; `seed` is the client's or one that the server drew."""
+        """Returns the engine's sampling parameters.
+
+        Args:
+            seed: The client's seed, or the one that the server has chosen.
+        """
         shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
-        own = {
-            "temperature": self.temperature
-            if self.temperature >= GREEDY_BELOW
-            else 0.0,
+        is_greedy = self.temperature < GREEDY_BELOW
+        values = {
+            "temperature": 0.0 if is_greedy else self.temperature,
             "top_p": self.top_p or MIN_TOP_P,
             "top_k": max(self.top_k, 0),
             "seed": seed,
             "num_logprobs": self.num_logprobs,
             "grammar": self.guided.grammar if self.guided else None,
         }
-        return SamplingParams(**{name: getattr(self, name) for name in shared} | own)
+        return SamplingParams(**{name: getattr(self, name) for name in shared} | values)

@@ -1,7 +1,9 @@
-"""What a request says its output must match: OpenAI's `response_format`, and `structured_outputs`
-(once `guided_json` and so on) as other servers of open models name it.
+"""Structured output: the fields that set what the output must match.
 
-Only the shape is checked here; llguidance decides whether a schema or regex can be used
+These are `response_format` of OpenAI's API, and `structured_outputs` (formerly
+`guided_json` and so on) of other servers of open models.
+
+Only the shape is checked here. llguidance decides whether a schema or regex is usable
 (engine/text/grammar_compile.py).
 """
 
@@ -27,11 +29,11 @@ class GuidedDecoding(NamedTuple):
 
 
 def _of_schema(schema: dict[str, Any] | str) -> Grammar:
-    """The grammar of a schema, or of its text. Raises ValueError where it is not an object."""
-    found = exact_json.loads(schema) if isinstance(schema, str) else schema
-    if not isinstance(found, dict):
+    """Returns the grammar of a schema. Raises ValueError if it is not an object."""
+    value = exact_json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(value, dict):
         raise ValueError("not an object")
-    return Grammar("json_schema", exact_json.dumps(found))
+    return Grammar("json_schema", exact_json.dumps(value))
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -70,7 +72,7 @@ FormatType = Annotated[
 
 
 class SchemaMembers(Strict):
-    """What OpenAI says of a schema. It is always enforced, strict or not."""
+    """A schema in OpenAI's form. It is always enforced, even if not `strict`."""
 
     description: str | None = Field(None, description="a string")
     strict: bool | None = Field(None, description="true or false")
@@ -84,7 +86,7 @@ class NamedSchema(SchemaMembers):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's, and llama.cpp's form of a schema, which lies beside `"type": "json_object"`."""
+    """OpenAI's form, and llama.cpp's: a schema next to `"type": "json_object"`."""
 
     type: FormatType
     json_schema: NamedSchema | None = Field(
@@ -110,6 +112,12 @@ class ResponseFormat(Strict):
         return self
 
     def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
+        """Returns the grammar of this format.
+
+        Args:
+            where: The field of this object, for error messages.
+            inside: The field of its `json_schema`.
+        """
         if self.type == "text":
             return None
         if self.json_schema and self.json_schema.schema_:
@@ -122,7 +130,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """One of them."""
+    """Exactly one grammar, of any kind."""
 
     json_: JsonSchema = Field(None, alias="json")
     regex: Regex = None
@@ -138,7 +146,7 @@ class StructuredOutputs(Strict):
 
 
 def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
-    """The members that are grammars."""
+    """Returns the members that are grammars, with their fields."""
     named = (
         (info.alias or name, name) for name, info in type(model).model_fields.items()
     )
@@ -151,9 +159,9 @@ def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
 
 
 class StructuredFields(Strict):
-    """What both endpoints have to say what their output must match."""
+    """The fields of completions and chats that set what the output must match."""
 
-    # Of what `response_format` has, and of what its schema has, in error messages.
+    # For error messages: the fields of the format and of its schema.
     format_paths: ClassVar = ("response_format", "response_format.json_schema")
     response_format: ResponseFormat | None = Field(
         None,
@@ -162,13 +170,14 @@ class StructuredFields(Strict):
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,
-        description="an object with one of `json`, `regex`, `choice`, `grammar` and `json_object`",
+        description="an object with one of `json`, `regex`, `choice`, `grammar` and "
+        "`json_object`",
     )
     guided_json: JsonSchema = None
     guided_regex: Regex = None
     guided_choice: Choice = None
     guided_grammar: LarkGrammar = None
-    # The same, as SGLang and llama.cpp call them.
+    # The names of SGLang and llama.cpp for the same fields.
     json_schema: JsonSchema = None
     regex: Regex = None
     ebnf: LarkGrammar = None
@@ -176,19 +185,26 @@ class StructuredFields(Strict):
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
-        """What the output must match, if anything. Raises InvalidRequest where two fields say
-        it."""
-        said = _grammars_of(self)
+        """What the output must match, if anything.
+
+        Raises:
+            InvalidRequest: Several fields set it.
+        """
+        grammars: list[GuidedDecoding | None] = []
+        if self.response_format:
+            grammars.append(self.response_format.guided_at(*self.format_paths))
         if self.structured_outputs:
-            said = _grammars_of(self.structured_outputs, "structured_outputs.") + said
-        whole = self.response_format
-        return only_one([whole.guided_at(*self.format_paths) if whole else None, *said])
+            grammars += _grammars_of(self.structured_outputs, "structured_outputs.")
+        return only_one([*grammars, *_grammars_of(self)])
 
 
-def only_one(said: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None:
-    """Raises InvalidRequest where two fields say what the output must match."""
-    found = [guided for guided in said if guided is not None]
-    if len(found) > 1:
-        told = f"and `{found[0].field}` both say what the output must match; send one of them"
-        refuse(found[1].field, told)
-    return found[0] if found else None
+def only_one(grammars: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None:
+    """Returns the only grammar. Raises InvalidRequest if there are several."""
+    present = [guided for guided in grammars if guided is not None]
+    if len(present) > 1:
+        refuse(
+            present[1].field,
+            f"and `{present[0].field}` both say what the output must match; send one of "
+            "them",
+        )
+    return present[0] if present else None

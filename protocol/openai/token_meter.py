@@ -1,7 +1,8 @@
-"""Counts the tokens of an answer while the proxy passes it on, for keys whose tokens are limited.
+"""Counts the tokens of a response that the proxy passes on, for keys with token limits.
 
-The server's own `usage` decides where the answer has one. A stream without it is counted by its
-frames (protocol/resume.py), which name every token, or else by its events, of at least one each.
+The `usage` in the response counts if there is one. A stream without usage is counted by
+its frames (protocol/resume.py), which list every token. A stream without frames is
+counted by its events, which have at least one token each.
 """
 
 import msgspec
@@ -10,7 +11,7 @@ from protocol.resume import num_tokens_of
 
 
 class _Usage(msgspec.Struct):
-    """As completions and chats have it, or as responses do."""
+    """The usage of completions and chats, or of responses."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -23,7 +24,7 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What is read of an answer, of an event, or of an answer of /tokenize."""
+    """The members of a response, an event, or a response of /tokenize that are read."""
 
     usage: _Usage | None = None
     response: _Response | None = None
@@ -36,11 +37,11 @@ _DATA = b"data:"
 
 
 class TokenMeter:
-    """What one answer has taken so far.
+    """The token counts of one response so far.
 
     Attributes:
-        num_prompt_tokens: as the server reported it; None until then.
-        is_known: the answer has come so far that it tells what it takes.
+        num_prompt_tokens: The number that the server has reported, or None.
+        has_begun: Whether enough of the response has arrived to know that it uses tokens.
     """
 
     def __init__(self) -> None:
@@ -53,25 +54,27 @@ class TokenMeter:
         return self._num_framed or self._num_events
 
     def restart(self) -> None:
-        """Another server begins the answer anew; its client has nothing of it."""
+        """Resets the counts, as another server starts the response from the beginning."""
         self.num_prompt_tokens: int | None = None
-        self.is_known = False
-        self._num_reported: int | None = None  # generated tokens, by the server
+        self.has_begun = False
+        self._num_reported: int | None = (
+            None  # generated tokens that the server reported
+        )
         self._num_framed = 0
         self._num_events = 0
 
     def on_whole(self, body: bytes) -> None:
-        """Reads an answer that is no stream."""
+        """Reads a response that is not a stream."""
         self._read(body)
 
     def on_frame(self, text: bytes) -> None:
-        """Counts the tokens that a frame's text names."""
-        self.is_known = True
+        """Counts the tokens in a frame's text."""
+        self.has_begun = True
         self._num_framed += num_tokens_of(text)
 
     def on_events(self, events: bytes) -> None:
-        """Counts whole events, and reads the usage of those that have one."""
-        self.is_known = True
+        """Counts complete events, and reads the usage of those that have one."""
+        self.has_begun = True
         for line in events.splitlines():
             if line.startswith(_DATA):
                 self._num_events += 1
@@ -82,8 +85,8 @@ class TokenMeter:
         try:
             answer = _decode_answer(text)
         except (msgspec.MsgspecError, RecursionError):
-            return  # another server's own kind of answer, or `[DONE]`
-        self.is_known |= answer.count is not None or bool(answer.usage)
+            return  # an unknown kind of response, or `[DONE]`
+        self.has_begun |= answer.count is not None or bool(answer.usage)
         usage = answer.usage or (answer.response and answer.response.usage)
         if answer.count is not None:
             self.num_prompt_tokens = answer.count

@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize, which are vLLM's: OpenAI has neither."""
+"""The request bodies of /tokenize and /detokenize, which vLLM defined; OpenAI has neither."""
 
 from typing import Annotated, Any
 
@@ -23,30 +23,29 @@ class TokenizeRequest(PromptFields):
     messages: Messages | None = Field(
         None, description=ChatRequest.model_fields["messages"].description
     )
-    # For a text true unless said otherwise, for messages false: their template writes them.
+    # The default is true for a text, and false for messages: their template writes them.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            told = (
-                f"is {short_repr(self.prompt)}; send it or `messages`, one of the two"
-            )
-            refuse("prompt", told)
+            problem = f"is {short_repr(self.prompt)}; send either it or `messages`"
+            refuse("prompt", problem)
         if self.messages is not None:
             self.as_generation().check()
-        elif of_chats := sorted(
-            self.model_fields_set & PromptFields.model_fields.keys()
-        ):
+            return
+        chat_fields = self.model_fields_set & PromptFields.model_fields.keys()
+        if chat_fields:
             refuse(
-                of_chats[0], "is for `messages`, and this is a `prompt`; leave it out"
+                min(chat_fields),
+                "is for `messages`, and this is a `prompt`; leave it out",
             )
 
     def as_generation(self) -> GenerationRequest:
-        """The request whose prompt is to be tokenized, its `model` aside."""
+        """Returns the request whose prompt must be tokenized, without its `model`."""
         if self.messages is None:
             adds = self.add_special_tokens is not False
-            # Unchecked, because an empty text is one here.
+            # Without validation, because an empty text is valid here.
             return CompletionRequest.model_construct(
                 prompt=self.prompt or "", add_special_tokens=adds
             )
@@ -59,12 +58,11 @@ class DetokenizeRequest(Strict):
     summary = "The text of token ids."
 
     model: ModelName = ""
-    # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.
+    # pydantic takes half a second for millions of ids, and blocks all streams.
     tokens: Annotated[
         Any,
-        BeforeValidator(
-            lambda ids: msgspec.convert(ids, list[int])
-        ),  # its error is a ValueError
+        # msgspec.ValidationError is a ValueError.
+        BeforeValidator(lambda ids: msgspec.convert(ids, list[int])),
         Field(description="a list of token ids"),
         WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
     ]

@@ -1,8 +1,8 @@
-"""Tools that a chat request offers, which of them the model may or must call, and the calls.
+"""Tools of a chat request: which ones the model may or must call, and the calls.
 
-A call that is demanded (`tool_choice` required or a named tool) is enforced by a grammar over the
-whole answer; under "auto" the model decides, and its answer is read as its template writes calls
-(engine/text/tool_parser.py).
+A grammar over the whole answer enforces a required call (`tool_choice` "required" or a
+named tool). Under "auto" the model decides, and calls are recognised in the format of the
+chat template (engine/text/tool_parser.py).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ FunctionName = Annotated[
 
 
 class Function(Strict):
-    """What a tool's `function` must have; what else it has is for the model's template."""
+    """The `function` of a tool. Further members are for the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,17 +75,23 @@ Mode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request, as a chat template takes them, and what is to be done with them."""
+    """The tools of a request in the form of chat templates, and how to use them.
+
+    Attributes:
+        name: The tool that must be called, in mode "named".
+        parallel: Whether an answer may have several calls.
+        path: Path to the members of a function in the request, for error messages.
+    """
 
     offered: tuple[dict[str, Any], ...] = ()
     mode: Mode = "none"
-    name: str | None = None  # of the tool that must be called, in mode "named"
-    parallel: bool = True  # whether an answer may have several calls
-    path: str = "function."  # to a function's members, as the request says it
+    name: str | None = None
+    parallel: bool = True
+    path: str = "function."
 
     @property
     def active(self) -> bool:
-        """Whether the model is to know of the tools at all."""
+        """Whether the model sees the tools."""
         return self.mode != "none"
 
     @property
@@ -94,7 +100,7 @@ class Tools:
 
     @property
     def guided(self) -> GuidedDecoding | None:
-        """What the answer must match: nothing unless a call is demanded."""
+        """What the answer must match; None unless a call is required."""
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
             grammar = Grammar("json_schema", schema_text(self.offered[at]))
@@ -109,17 +115,22 @@ class Tools:
         return None
 
     def field(self, at: int) -> str:
-        """The request's field with the schema of one tool."""
+        """Returns the request's field with the schema of the tool at index `at`."""
         return f"tools[{at}].{self.path}parameters"
 
 
 def read_tools(
     tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str
 ) -> Tools:
-    """The tools of a request that offers these; None is "not given". Raises InvalidRequest."""
-    functions = (
-        {k: v for k, v in t["function"].items() if v is not None} for t in tools or ()
-    )
+    """Validates the tools of a request; None means that a field was not sent.
+
+    Raises:
+        InvalidRequest: A name occurs twice, or the choice does not fit the tools.
+    """
+    functions = [
+        {key: value for key, value in tool["function"].items() if value is not None}
+        for tool in tools or ()
+    ]
     offered: tuple[dict[str, Any], ...] = tuple(
         {"type": "function", "function": function} for function in functions
     )
@@ -132,8 +143,10 @@ def read_tools(
         return Tools(offered, mode, None, parallel, path)
     named = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
-        told = f"is {short_repr(named or choice)}, but no `tools` are given; send some"
-        refuse("tool_choice", told)
+        problem = (
+            f"is {short_repr(named or choice)}, but no `tools` are given; send some"
+        )
+        refuse("tool_choice", problem)
     if named is None:
         return Tools(offered, "required", None, parallel, path)
     if named not in names:
@@ -143,18 +156,18 @@ def read_tools(
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments; a tool without one takes none."""
+    """Returns the schema of a tool's arguments. A tool without one takes none."""
     parameters: dict[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
     return parameters
 
 
 def schema_text(tool: dict[str, Any]) -> str:
-    """The schema of a tool's arguments as JSON text."""
+    """Returns the schema of a tool's arguments as JSON text."""
     return exact_json.dumps(parameters_of(tool))
 
 
 class ToolCallPiece(msgspec.Struct):
-    """What some tokens add to one call of an answer: its id and name come first, once."""
+    """The part of one call that some tokens add. The first piece has the id and name."""
 
     index: int
     arguments: str = ""
@@ -162,7 +175,7 @@ class ToolCallPiece(msgspec.Struct):
     name: str | None = None
 
     def delta(self) -> dict[str, Any]:
-        """The entry of a streamed `tool_calls`."""
+        """Returns the entry of a streamed `tool_calls`."""
         function: dict[str, Any] = {"arguments": self.arguments}
         if self.name is None:
             return {"index": self.index, "function": function}
@@ -176,22 +189,29 @@ class ToolCallPiece(msgspec.Struct):
 
 
 def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
-    """One piece for each call; those of a call follow one another."""
-    calls = ([*of] for _, of in groupby(pieces, lambda piece: piece.index))
-    return [
-        replace(of[0], arguments="".join(piece.arguments for piece in of))
-        for of in calls
-    ]
+    """Joins the pieces of each call. They must be consecutive."""
+    joined_calls = []
+    for _, group in groupby(pieces, lambda piece: piece.index):
+        call_pieces = list(group)
+        arguments = "".join(piece.arguments for piece in call_pieces)
+        joined_calls.append(replace(call_pieces[0], arguments=arguments))
+    return joined_calls
 
 
 def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
-    """The entries of a message's `tool_calls`."""
-    whole = [call.delta() for call in join_pieces(pieces)]
-    return [{k: v for k, v in call.items() if k != "index"} for call in whole]
+    """Returns the entries of a message's `tool_calls`."""
+    entries = [call.delta() for call in join_pieces(pieces)]
+    for entry in entries:
+        del entry["index"]
+    return entries
 
 
 def call_id(answer_id: str, at: int, is_short: bool = False) -> str:
-    """Of an answer's call; the same wherever the answer goes on. A short one has nine letters and
-    digits."""
+    """Returns the id of a call. It stays the same when the stream moves.
+
+    Args:
+        at: Index of the call in the answer.
+        is_short: Return nine letters and digits.
+    """
     name = hashlib.sha256(f"{answer_id} {at}".encode()).hexdigest()
     return name[:9] if is_short else "call_" + name[:24]

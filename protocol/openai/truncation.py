@@ -1,15 +1,15 @@
-"""How long a prompt may be that is cut to fit: the same at a proxy and at its servers."""
+"""The length to which prompts are truncated: the same at a proxy and at its servers."""
 
-USUAL_ANSWER_TOKENS = 1024  # kept free for an answer of unknown length, at most
-_ANSWER_SHARE = 4  # one of so many parts of the context, at most
+USUAL_ANSWER_TOKENS = 1024  # maximum reserve for an answer of unknown length
+_ANSWER_SHARE = 4  # the reserve is at most the context divided by this number
 
 
 def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
-    """The tokens that a prompt may have beside its answer; at least 1.
+    """Returns the maximum number of prompt tokens, at least 1.
 
     Args:
-        max_model_len: the context, in tokens.
-        token_limit: tokens that the client allows for the answer; None if it named no limit.
+        max_model_len: Length of the context in tokens.
+        token_limit: The client's limit of output tokens, or None.
     """
     reserved = token_limit
     if reserved is None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from protocol.http.access import check_operator
-from protocol.http.connections import read_body
+from protocol.http.bodies import read_body
 from protocol.metrics import Metrics
 from protocol.openai.responses import model_card
 from protocol.process.logging import get_logger

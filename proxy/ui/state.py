@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.numbers import MAX_ID_CHARS, STATS_PATH, Numbers, Served
 from protocol.process.logging import get_logger
+from protocol.server_stats import MAX_ID_CHARS, STATS_PATH, FinishedRequest, ServerStats
 from proxy.membership import Fleet, Kind, Server
 from proxy.relay import Reply, RequestTrace
 from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
@@ -37,8 +37,8 @@ LINGER_S = 10.0  # after the last question of a page
 ASK_TIMEOUT_S = 1.0
 
 _ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # are for the log alone
-_decode = msgspec.json.Decoder(Numbers).decode
-_NOTHING = Numbers({}, {}, [], 0)
+_decode = msgspec.json.Decoder(ServerStats).decode
+_NOTHING = ServerStats({}, {}, [], 0)
 Row = dict[str, Any]
 
 
@@ -55,7 +55,9 @@ class Request:
     at: float = field(default_factory=time.time)
     status: str | None = None
     end_s: float | None = None
-    served: dict[str, Served] = field(default_factory=dict)  # by the server's name
+    served: dict[str, FinishedRequest] = field(
+        default_factory=dict
+    )  # by the server's name
     seen: tuple[int, bool] = (
         0,
         False,
@@ -81,7 +83,7 @@ class Request:
 class Known:
     """What a server has told, and how that is shown."""
 
-    told: Numbers = _NOTHING
+    told: ServerStats = _NOTHING
     problem: str = ""  # why it tells nothing
     row: Row = field(default_factory=dict)
     changed: int = 0
@@ -233,7 +235,7 @@ class State:
 
     async def _ask(self, server: Server, known: Known) -> None:
         known.problem, before = "not ready", known.told
-        known.told = Numbers(before.server, {}, [], before.next)
+        known.told = ServerStats(before.server, {}, [], before.next)
         if not server.health.ready:
             return
         if server.health.is_foreign:
@@ -254,7 +256,7 @@ class State:
             known.problem = ""
             self._served(server.name, known.told.served)
 
-    def _served(self, name: str, told: Iterable[Served]) -> None:
+    def _served(self, name: str, told: Iterable[FinishedRequest]) -> None:
         for served in told:
             request = self._by_id.get(served.id)
             if request is not None and any(

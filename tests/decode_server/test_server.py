@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.http.legs.either_leg import EitherLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import sealed
+from protocol.kv_offers import sealed
 from protocol.messages import (
     AddRequest,
     EngineReady,

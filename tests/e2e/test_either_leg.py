@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.kv_params import REMOTE_DECODE, sealed
+from protocol.kv_offers import sealed
+from protocol.kv_params import REMOTE_DECODE
 from protocol.messages import KVHint
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model

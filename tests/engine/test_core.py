@@ -17,9 +17,9 @@ from protocol.messages import (
     AbortRequest,
     EngineInput,
     FirstToken,
-    Known,
     KVUsage,
     RemotePrefill,
+    ResumedChoice,
     SamplingParams,
 )
 from tests.rigs.offers import offer
@@ -231,7 +231,9 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, k
     prompt = list(range(16))
     run_until_idle(core, add("a", prompt[: 16 if known else 8], 8))
     outputs = expected_output(prompt, 8)
-    core.round([add("b", prompt, 8, known=[Known(outputs[:known])] * bool(known))])
+    core.round(
+        [add("b", prompt, 8, known=[ResumedChoice(outputs[:known])] * bool(known))]
+    )
     core.finish_steps(0)  # it hits 8 tokens and computes 4, or hits them all
     core.scheduler._preempt(core.sequences["b"], Plan(0))
     assert core.scheduler.prefix is not None

@@ -16,8 +16,8 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineStats, TokenDelta
 from protocol.metrics import ENGINE_TOTALS, stat_key
-from protocol.numbers import STATS_PATH, Numbers
 from protocol.process.logging import LineFormatter
+from protocol.server_stats import STATS_PATH, ServerStats
 from tests.engine.test_http_tools import TOOL
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import (
@@ -194,10 +194,10 @@ async def test_the_last_requests_are_told_with_their_times_and_without_their_tex
 ):
     async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
 
-        async def stats(since: int) -> Numbers:
+        async def stats(since: int) -> ServerStats:
             response = await server.http.get(STATS_PATH, params={"since": since})
             assert "Hello" not in response.text
-            return msgspec.json.decode(response.content, type=Numbers)
+            return msgspec.json.decode(response.content, type=ServerStats)
 
         server.engine.say(EngineStats({"baton_requests_running": 2.0}))
         await server.post(headers={"x-request-id": "mine" * 99})

@@ -6,7 +6,7 @@ import pytest
 
 from model.architectures.table import ARCHITECTURES
 from protocol import kv_params
-from protocol.messages import Known, Migrate, SamplingParams
+from protocol.messages import Migrate, ResumedChoice, SamplingParams
 from tests.model.random_models import continued, make
 from tests.model.test_against_transformers import CASES
 from tests.rigs.engine_pair import RealPair
@@ -94,7 +94,9 @@ def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
         kv_params.parse(pair.end_of(d, name).kv_transfer_params)
     )
     known = out.tokens(name)
-    theirs = pair.begin(p, prompt, NUM_TOKENS, remote=remote, known=[Known(known)])
+    theirs = pair.begin(
+        p, prompt, NUM_TOKENS, remote=remote, known=[ResumedChoice(known)]
+    )
     tokens = pair.tokens_of(p, theirs)
     assert len(known) >= 3 and p.kv(theirs)[1] == 0
     return known + tokens

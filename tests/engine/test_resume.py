@@ -88,11 +88,14 @@ async def _ask(
     server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> httpx.Response:
     """As a proxy asks for a stream, or for the rest of one."""
-    kept = resume.Kept()
+    kept = resume.FrameHistory()
     for text in texts:
         kept.add(text + b",")
     more = {resume.MEMBER: msgspec.json.decode(kept.sign(SECRET))} if texts else {}
-    headers = {"x-request-id": "r", resume.HEADER: resume.asking(SECRET, b"r").decode()}
+    headers = {
+        "x-request-id": "r",
+        resume.HEADER: resume.frames_request(SECRET, b"r").decode(),
+    }
     whole = {"model": "m", "stream": True, **body, **more}
     return await server.http.post(path, json=whole, headers=headers)
 
@@ -257,7 +260,11 @@ async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
 async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tokenizer):
     body = {"prompt": "abc", "max_tokens": 3, "stream": True}
     async with serving(tokenizer, _script(tokenizer, ["hello"])) as server:
-        for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
+        for value in (
+            "1",
+            resume.frames_request(b"another secret..", b"r").decode(),
+            "",
+        ):
             headers = {"x-request-id": "r", resume.HEADER: value}
             answer = await server.post(headers=headers, **body)
             assert (
@@ -358,7 +365,7 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
 
 
 @pytest.mark.parametrize(("is_movable", "size", "num_kept"), [
-    (False, 1, 0), (True, resume.MAX_KEPT_BYTES, 2), (True, resume.MAX_KEPT_BYTES * 99 // 200, 3)
+    (False, 1, 0), (True, resume.MAX_HISTORY_BYTES, 2), (True, resume.MAX_HISTORY_BYTES * 99 // 200, 3)
 ])  # fmt: skip
 def test_an_answer_keeps_its_tokens_only_while_it_could_move(
     is_movable, size, num_kept

@@ -17,8 +17,8 @@ from protocol.handshake import (
     EngineMetadata,
     FrameError,
     GetMetadata,
-    Gone,
     LayoutRecord,
+    LeaseEnded,
     Metadata,
     Ok,
     RankMetadata,
@@ -231,7 +231,7 @@ REQUESTS: list[Request] = [
 REPLIES: list[Reply] = [
     Metadata(nonce="n", engine=engine()),
     Ok(nonce="n"),
-    Gone(nonce="n", reason="r"),
+    LeaseEnded(nonce="n", reason="r"),
     Refused(nonce="n", reason="r"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import Overloaded, TransferFailed
 from protocol.http import sse
-from protocol.http.connections import read_body
+from protocol.http.bodies import read_body
 from protocol.http.deadlines import Countdown
 from tests.rigs.client import sse_events
 

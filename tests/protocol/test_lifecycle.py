@@ -330,7 +330,7 @@ def test_only_a_vital_thread_that_raises_ends_its_process(events):
 def test_an_output_that_nobody_reads_keeps_no_process():
     argv = python(
         """
-        lifecycle._TELL_S = 0.2
+        lifecycle._MAX_REPORT_S = 0.2
         end_with_vital_threads()
         os.set_blocking(1, False)
         try:

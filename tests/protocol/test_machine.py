@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
     ):
         cluster_secret(None)
     with pytest.raises(
-        CannotKeep, match=f"converted model {place}set BATON_CACHE to a folder"
+        CannotKeep, match=f"converted model {place}set BATON_CACHE to a writable folder"
     ):
         build_once(cache_dir() / "model", "key", lambda scratch: None)
 

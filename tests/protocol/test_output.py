@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.process.output import MAX_LAST_WORDS, OutputQueue
+from protocol.process.output import MAX_LAST_TEXTS, OutputQueue
 
 TIMEOUT_S = 60.0
 LINE = b"x" * 99 + b"\n"
@@ -41,10 +41,10 @@ def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     assert queue.num_dropped > 2000
     lines = read_lines(reader, b"last words")
     assert (
-        lines[: -1 - MAX_LAST_WORDS].count(LINE) + queue.num_dropped
-        == 5001 - MAX_LAST_WORDS
+        lines[: -1 - MAX_LAST_TEXTS].count(LINE) + queue.num_dropped
+        == 5001 - MAX_LAST_TEXTS
     )
-    assert lines[-1 - MAX_LAST_WORDS] == b"dropped %d\n" % queue.num_dropped
+    assert lines[-1 - MAX_LAST_TEXTS] == b"dropped %d\n" % queue.num_dropped
     assert queue.flush(TIMEOUT_S)
 
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients
 from protocol.metrics import TABLE
-from protocol.numbers import STATS_PATH
+from protocol.server_stats import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from protocol.kv_params import Offer, offer_of
+from protocol.kv_offers import Offer, offer_of
 from proxy import upstream_call
 from tests.proxy.fakes import (
     LENT,

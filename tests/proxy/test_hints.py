@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.kv_params import hint_of
+from protocol.kv_offers import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
 from proxy.knowledge import Knowledge, ask_of

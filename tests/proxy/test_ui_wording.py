@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.http.access import BARE
+from protocol.http.access import REDACTED
 from tests.proxy.fakes import Fake, Rig, Waits, decodes, until
 
 pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
@@ -104,7 +104,7 @@ async def test_with_keys_the_page_offers_to_take_one_and_commands_send_it(key):
 
 
 async def test_keys_of_servers_that_clients_have_to_send_count_too():
-    async with Rig([], [Fake(decodes, told=BARE)]) as rig, opened(rig) as page:
+    async with Rig([], [Fake(decodes, told=REDACTED)]) as rig, opened(rig) as page:
         await page.wait_for_selector("#key-button:not([hidden])")
         await page.wait_for_selector("#code-curl >> text=Bearer $BATON_API_KEY")
 

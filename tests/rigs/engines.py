@@ -36,7 +36,7 @@ from model.config import load_config
 from model.parallel import Parallel
 from protocol import kv_params
 from protocol.handshake import DIGESTS, CompatRecord
-from protocol.kv_params import Offer
+from protocol.kv_offers import Offer
 from protocol.messages import KVHint, RemotePrefill, TokenDelta
 from protocol.metrics import stat_key
 from tests.rigs.memory_agent import MemoryAgent

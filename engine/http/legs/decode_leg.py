@@ -12,9 +12,10 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
-from protocol import kv_params
+from protocol import kv_offers, kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import KVTransferParams, Offer
+from protocol.kv_offers import Offer
+from protocol.kv_params import KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 
@@ -41,7 +42,7 @@ class DecodeLeg(ServerHooks):
         params = request.kv_transfer_params
         if kv_params.is_absent(params):
             return adds
-        if offer := kv_params.offer_of(params, self._secret, time.time()):
+        if offer := kv_offers.offer_of(params, self._secret, time.time()):
             # The proxy that made the offer still has the prefill server's answer, if the offer is
             # refused here.
             return _with_offer(adds, offer)

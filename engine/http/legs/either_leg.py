@@ -13,7 +13,7 @@ from engine.http.api import ServerHooks
 from engine.http.legs.decode_leg import DecodeLeg
 from engine.http.legs.prefill_leg import PrefillLeg
 from engine.serve import run_server
-from protocol import kv_params
+from protocol import kv_offers, kv_params
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.sampling import GenerationRequest
@@ -87,7 +87,7 @@ class EitherLeg(ServerHooks):
     def _with_hint(self, params: object, adds: list[AddRequest]) -> list[AddRequest]:
         """The requests with the proxy's hint: which engine may hold the KV of their prompts."""
         try:
-            hint = kv_params.hint_of(params, self._secret, time.time())
+            hint = kv_offers.hint_of(params, self._secret, time.time())
         except KVParamsRejected as error:
             is_malformed = not (error.param or "").endswith(("signature", "issued_s"))
             if self._policy == "fail" or is_malformed:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks, nothing
-from protocol import kv_params
+from protocol import kv_offers, kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
     AbortRequest,
@@ -60,7 +60,7 @@ class PrefillLeg(ServerHooks):
             )
         name = kv_params.transfer_id(request.kv_transfer_params)
         names = [
-            name and kv_params.prompt_name(name, index) for index in range(len(adds))
+            name and kv_offers.prompt_name(name, index) for index in range(len(adds))
         ]
         return [
             replace(add, retain_kv=True, transfer_id=name)

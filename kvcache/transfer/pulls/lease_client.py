@@ -20,7 +20,7 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_room,
+    await_writable,
     exchange,
     framed,
     tune,
@@ -221,7 +221,7 @@ class LeaseClient:
     def _flush(self, link: _Link, wire: Wire) -> None:
         try:
             wire.flush()
-            await_room(self._selector, wire)
+            await_writable(self._selector, wire)
         except WireClosed:
             self._lose(link)
 

@@ -17,7 +17,7 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_room,
+    await_writable,
     exchange,
     nap_if_short,
 )
@@ -65,7 +65,7 @@ class WorkerLink:
         if self._wire is not None:
             with suppress(WireClosed):  # `receive` handles a closed wire
                 self._wire.send(encode(report))
-                await_room(self._selector, self._wire)
+                await_writable(self._selector, self._wire)
 
     def close(self) -> None:
         self._selector.close()
@@ -99,7 +99,7 @@ class RankLinks:
         for wire in self._wires:
             with suppress(WireClosed):  # `_receive` handles a closed wire
                 wire.send(message)
-                await_room(self._selector, wire)
+                await_writable(self._selector, wire)
 
     def close(self) -> None:
         for wire in list(self._wires):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from protocol import kv_params
-from protocol.messages import MOVED, AbortRequest, Known, Migrate, RemotePrefill
+from protocol.messages import MOVED, AbortRequest, Migrate, RemotePrefill, ResumedChoice
 from tests.rigs.engines import SECRET, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
@@ -56,7 +56,7 @@ def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(
     a, b = (group := make(ours, theirs)).engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
-    name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    name = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)
     assert b.kv(name) == (len(PROMPT), 0, 0)
     assert _computed(b) == NUM - len(tokens), (
@@ -76,7 +76,7 @@ def test_it_moves_under_its_salt(make):
     ids = [*PROMPT, *(tokens := a.out.tokens(name))]
     assert params["prompt_digest"] == kv_params.prompt_digest(ids[:-1], b"one")
     remote = kv_params.to_remote_prefill(kv_params.parse(params))
-    moved = {"remote": remote, "known": [Known(tokens)], "cache_salt": b"one"}
+    moved = {"remote": remote, "known": [ResumedChoice(tokens)], "cache_salt": b"one"}
     theirs = group.begin(b, PROMPT, NUM, **moved)
     assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
     assert b.kv(theirs) == (len(PROMPT), 0, 0)
@@ -95,7 +95,7 @@ def test_choices_move_with_the_kv_of_their_prompt(make, ended):
     group.until(lambda: len(a.out.terminals(name)) == 3)
     remote = a.reference(name)
     assert remote.num_tokens == len(PROMPT)
-    known = [Known(a.out.tokens(name, at), at == ended) for at in range(3)]
+    known = [ResumedChoice(a.out.tokens(name, at), at == ended) for at in range(3)]
     theirs = group.begin(b, PROMPT, NUM, num_choices=3, remote=remote, known=known)
     num = 3 - (ended is not None)
     group.until(lambda: len(b.out.terminals(theirs)) == num)
@@ -110,7 +110,9 @@ def test_it_may_come_back_and_move_again(make):
     tokens, name = list[int](), _running(group, a, 3)
     for engine, other in [(a, b), (b, a)] * 2:
         tokens, remote = _moved(group, engine, name, tokens)
-        name = group.begin(other, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+        name = group.begin(
+            other, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)]
+        )
         group.until(lambda: bool(other.out.tokens(name)))  # noqa: B023
     assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
     assert _computed(a) + _computed(b) == len(PROMPT) + NUM - 1
@@ -119,7 +121,7 @@ def test_it_may_come_back_and_move_again(make):
 def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
     (a,) = (group := make({})).engines
     tokens, remote = _moved(group, a, _running(group, a, 5))
-    name = group.begin(a, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    name = group.begin(a, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
     assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
 
 
@@ -135,7 +137,7 @@ def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     tokens, remote = _moved(group, a, name)
     if num_rounds % 2:  # its client left before it heard of the move
         a.core.round([AbortRequest(name)])
-    theirs = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    theirs = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
     group.round(num_rounds)
     b.core.round([AbortRequest(theirs)])
     group.end_of(b, theirs)
@@ -154,5 +156,5 @@ def test_a_pull_that_fails_has_the_rest_computed(make, fault):
         a.end()
     else:
         b.movers.fail()
-    name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    name = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)

@@ -33,9 +33,9 @@ from protocol.messages import (
     EngineInput,
     FirstToken,
     Grammar,
-    Known,
     ReleaseRemote,
     RemotePrefill,
+    ResumedChoice,
     SamplingParams,
     TokenDelta,
 )
@@ -295,7 +295,7 @@ class _Mixture:
             has_ended = (
                 num_known == len(tokens) and kind is None and self.rng.random() < 0.9
             )
-            known.append(Known(tokens[:num_known], has_ended))
+            known.append(ResumedChoice(tokens[:num_known], has_ended))
         if all(one.has_ended for one in known):
             known[-1] = replace(
                 known[-1], token_ids=known[-1].token_ids[:-1], has_ended=False
@@ -379,7 +379,7 @@ class _Mixture:
         ends = self.out.terminals(name)
         errors = [end for end in ends if end.error is not None]
         choices = range(request.num_choices)
-        known = request.known or [Known() for _ in choices]
+        known = request.known or [ResumedChoice() for _ in choices]
         expected = [self._expected(request, choice) for choice in choices]
         if errors:
             assert errors == ends[-1:]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.transfer.pulls.messages import PullSettings
-from protocol.messages import MOVED, AbortRequest, Known, Migrate
+from protocol.messages import MOVED, AbortRequest, Migrate, ResumedChoice
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
@@ -106,7 +106,7 @@ class Fleet(Group):
         yield lambda: a.out.terminals(f"{call}-0")
         tokens = a.out.tokens(f"{call}-0")
         if a.out.terminals(f"{call}-0")[0].finish_reason == MOVED:
-            known, remote = [Known(list(tokens))], a.reference(f"{call}-0")
+            known, remote = [ResumedChoice(list(tokens))], a.reference(f"{call}-0")
             self.ask(b, f"d{call}-0", prompt, num, remote=remote, known=known)
             yield lambda: b.out.terminals(f"d{call}-0")
             tokens += b.out.tokens(f"d{call}-0")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
-from protocol.messages import MOVED, Known, Migrate
+from protocol.messages import MOVED, Migrate, ResumedChoice
 from tests.rigs.engines import Group, WindowedEngine, smallest
 from tests.rigs.shadow import windowed_output
 
@@ -44,7 +44,7 @@ def moved(
     engine.core.round([Migrate(name)])
     (tokens,) = answered(group, engine, name)
     assert engine.out.terminals(name)[0].finish_reason == MOVED
-    return {"remote": engine.reference(name), "known": [Known(tokens)]}
+    return {"remote": engine.reference(name), "known": [ResumedChoice(tokens)]}
 
 
 def went_on(
@@ -155,6 +155,6 @@ def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
                             windowed_output(prompt, noise(3), groups, at)
                             for at in range(num)
                         )
-                        asked["known"] = [*map(Known, said)]
+                        asked["known"] = [*map(ResumedChoice, said)]
             name = went_on(group, b, prompt, asked)
             assert kind == "hint" or b.kv(name)[1] <= 1

@@ -21,7 +21,7 @@ from kvcache.transfer.pulls.pull_state import Action, PullState
 from protocol.handshake import (
     AbortLease,
     Complete,
-    Gone,
+    LeaseEnded,
     LeaseRequest,
     Ok,
     Progress,
@@ -79,7 +79,7 @@ class Message:
 
     pulling: Pulling
     request: LeaseRequest | Subscribe
-    reply: Ok | Gone | Progress | None = None
+    reply: Ok | LeaseEnded | Progress | None = None
 
 
 class FenceMachine(RuleBasedStateMachine):
@@ -267,7 +267,7 @@ class FenceMachine(RuleBasedStateMachine):
     def arrive(self, message: Message) -> None:
         request, engine = message.request, self.engine
         ok = request.incarnation == engine.incarnation
-        reply: Ok | Gone
+        reply: Ok | LeaseEnded
         match request:
             case Subscribe() if ok:
                 reply = engine.offers.subscribe(request, message.pulling, self.p_now)
@@ -281,7 +281,7 @@ class FenceMachine(RuleBasedStateMachine):
                 )
             case AbortLease():
                 ok = ok and engine.table.abort(request.lease_id, self.p_now)
-        reply = Ok(nonce=request.nonce) if ok else Gone(nonce=request.nonce)
+        reply = Ok(nonce=request.nonce) if ok else LeaseEnded(nonce=request.nonce)
         self.answers.append(Message(message.pulling, request, reply))
 
     @precondition(lambda self: self.pullings)

@@ -22,7 +22,7 @@ from protocol.handshake import (
     AbortLease,
     Complete,
     GetMetadata,
-    Gone,
+    LeaseEnded,
     Metadata,
     Ok,
     Refused,
@@ -128,7 +128,7 @@ def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server):
     lease = server.grant("r", [3, 4], 30.0)
     assert isinstance(server.ask(complete(lease)), Ok)
     assert isinstance(server.ask(complete(lease)), Ok)
-    assert isinstance(server.ask(complete(lease, "b")), Gone)
+    assert isinstance(server.ask(complete(lease, "b")), LeaseEnded)
     assert server.outcomes() == [LeaseState.COMPLETED]
     counters = server.counters()
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
@@ -137,9 +137,9 @@ def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server):
 def test_unknown_leases_and_other_incarnations_are_gone(server):
     lease = server.grant("r", [3], 30.0)
     restarted = server.ask(complete(lease, incarnation="older"))
-    assert isinstance(restarted, Gone) and "restarted" in restarted.reason
-    assert isinstance(server.ask(renew(lease, incarnation="older")), Gone)
-    assert isinstance(server.ask(complete(new_id())), Gone)
+    assert isinstance(restarted, LeaseEnded) and "restarted" in restarted.reason
+    assert isinstance(server.ask(renew(lease, incarnation="older")), LeaseEnded)
+    assert isinstance(server.ask(complete(new_id())), LeaseEnded)
     assert server.counters()["gone"] == 3
 
 
@@ -155,9 +155,9 @@ def test_leases_end_without_a_fence(server, clock, how):
     else:
         request = AbortLease(nonce="n", incarnation="i", lease_id=lease)
         assert isinstance(server.ask(request), Ok)
-        assert isinstance(server.ask(request), Gone)
+        assert isinstance(server.ask(request), LeaseEnded)
     assert server.outcomes() == [LeaseState(how.split()[0])]
-    assert isinstance(server.ask(complete(lease)), Gone)
+    assert isinstance(server.ask(complete(lease)), LeaseEnded)
 
 
 @pytest.mark.parametrize("comes_first", [False, True])

@@ -38,7 +38,15 @@ from protocol.errors import (
     PullCircuitOpen,
     PullTimeout,
 )
-from protocol.handshake import AbortLease, AskDigest, Complete, Digest, Gone, Ok, Renew
+from protocol.handshake import (
+    AbortLease,
+    Complete,
+    Digest,
+    GetDigest,
+    LeaseEnded,
+    Ok,
+    Renew,
+)
 from protocol.messages import ErrorInfo, RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
@@ -58,7 +66,7 @@ DRAINED, STUCK = PullDrained("a"), PullStuck("a")
 FAILING = RankFailing("a", 0, ERROR)
 FENCED, RENEWED = Ok(nonce=COMPLETE.nonce), Ok(nonce=RENEW.nonce)
 FENCE_GONE, RENEW_GONE = (
-    Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
+    LeaseEnded(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
 )
 
 
@@ -221,7 +229,7 @@ class PullMachine(RuleBasedStateMachine):
     )
     def begin(self, ranks: int, begun: bool, verified: str) -> None:
         self.verified, self.held = verified, set[bytes]()  # the digests of ranks
-        self.asked: AskDigest | None = None
+        self.asked: GetDigest | None = None
         self.theirs: bytes | None = None
         self.now = 0.0
         self.pull = state(ranks)
@@ -238,7 +246,7 @@ class PullMachine(RuleBasedStateMachine):
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
             match action:
-                case AskDigest():
+                case GetDigest():
                     assert not self.fence_asked
                     self.asked = action
                 case Pull():
@@ -296,7 +304,9 @@ class PullMachine(RuleBasedStateMachine):
 
     def lender_tells(self, sums: bytes | None) -> None:
         nonce = self.asked.nonce
-        reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        reply = (
+            LeaseEnded(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        )
         if not self.fence_asked:
             self.theirs = sums
         self.perform(self.pull.on_reply(reply, self.now))

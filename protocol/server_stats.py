@@ -31,7 +31,7 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
         return {name: round(at - start_s, 6) for name, at in times if at is not None}
 
 
-class Served(msgspec.Struct, frozen=True):
+class FinishedRequest(msgspec.Struct, frozen=True):
     """A request that this server has finished.
 
     Attributes:
@@ -56,7 +56,7 @@ class Served(msgspec.Struct, frozen=True):
     kv: dict[str, int]
 
 
-class Numbers(msgspec.Struct, frozen=True):
+class ServerStats(msgspec.Struct, frozen=True):
     """The response to GET /stats.
 
     Attributes:
@@ -68,5 +68,5 @@ class Numbers(msgspec.Struct, frozen=True):
 
     server: dict[str, Any]
     values: dict[str, float]
-    served: list[Served]
+    served: list[FinishedRequest]
     next: int

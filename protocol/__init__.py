@@ -1,1 +1,3 @@
-"""Everything that crosses a process boundary: HTTP bodies, engine messages, handshake, errors."""
+"""Everything that crosses a process boundary: HTTP bodies, engine messages, handshake,
+errors.
+"""

@@ -21,7 +21,8 @@ _LABEL = b"baton cache salt"
 
 
 def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
-    """Returns the salt of a request: SALT_BYTES bytes, or empty for an unsalted request.
+    """Returns the salt of a request: SALT_BYTES bytes, or empty for an unsalted
+    request.
 
     Args:
         cache_salt: The request's field, if it has one.

@@ -66,7 +66,9 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError, code="context_length_exceeded"):
-    """The prompt and the output do not fit the context. The message has both lengths."""
+    """The prompt and the output do not fit the context. The message has both
+    lengths.
+    """
 
 
 class GrammarFailed(RequestError, phase="engine", code="grammar_failed"):
@@ -150,7 +152,9 @@ class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable")
 class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
 ):
-    """The peer's KV means something else here. The message has the field and both values."""
+    """The peer's KV means something else here. The message has the field and both
+    values.
+    """
 
 
 class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"):
@@ -220,8 +224,8 @@ class InternalError(
     """A bug of Baton."""
 
 
-# Longest `Retry-After` of a full queue, in seconds. Longer waits are extrapolated from a
-# rate that may change by then, and one retry per minute costs a server nothing.
+# Longest `Retry-After` of a full queue, in seconds. Longer waits are extrapolated from
+# a rate that may change by then, and one retry per minute costs a server nothing.
 MAX_RETRY_AFTER_S = 60
 
 

@@ -22,7 +22,9 @@ class ExactFloat(float):
 
 
 def _float_of(text: str) -> float:
-    """Returns the number in a JSON text, as an ExactFloat where float64 is not exact."""
+    """Returns the number in a JSON text, as an ExactFloat where float64 is not
+    exact.
+    """
     value = float(text)
     if len(text) <= _ALWAYS_EXACT_CHARS and "e" not in text and "E" not in text:
         return value

@@ -51,7 +51,9 @@ def check_order(order: str) -> str:
 
 
 class LayoutRecord(msgspec.Struct, frozen=True):
-    """A kvcache.layout.KVLayout as a message: six axes in `order`, sizes in elements."""
+    """A kvcache.layout.KVLayout as a message: six axes in `order`, sizes in
+    elements.
+    """
 
     order: str  # permutation of AXES ending in D, outermost axis first
     num_blocks: int  # B, including the null block
@@ -141,12 +143,15 @@ def check_compatible(
             ours = ours[at]
             theirs = theirs[at]
         if field == "model_fingerprint" and "longrope" in local.rope != remote.rope:
-            fix = ", and both with the same --max-model-len, which selects longrope's factors"
+            fix = (
+                ", and both with the same --max-model-len, which selects longrope's "
+                "factors"
+            )
         if field in _CONVERTIBLE:
             fix = ", or let the decode server convert with --kv-convert"
         raise PeerIncompatible(
-            f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on the "
-            "prefill server. "
+            f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on "
+            "the prefill server. "
             f"Start both with the same model, revision, KV dtype and KV scales{fix}.",
             param=field,
         )

@@ -1,7 +1,7 @@
 """Offers and hints: signed members of `kv_transfer_params` that only proxies create.
 
-An offer names a prefill server that is computing a prompt now, so that the decode server
-can subscribe to its KV. A hint names a server that may hold the KV of a prompt's
+An offer names a prefill server that is computing a prompt now, so that the decode
+server can subscribe to its KV. A hint names a server that may hold the KV of a prompt's
 beginning. Both name a host to connect to, so both must be signed.
 """
 
@@ -21,7 +21,8 @@ _OFFER_S = 3.0  # provisional lease time, until the subscription reports the lea
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A prompt that a prefill server is computing now, and where to subscribe to its KV.
+    """A prompt that a prefill server is computing now, and where to subscribe to its
+    KV.
 
     Only proxies create offers, because an offer names a host to connect to.
 

@@ -1,11 +1,13 @@
-"""`kv_transfer_params`: the reference to a prompt's KV, sent by P through the proxy to D.
+"""`kv_transfer_params`: the reference to a prompt's KV, sent by P through the proxy to
+D.
 
 The names and the flow are the convention of the field. Therefore any proxy that relays
-the object unchanged can drive these servers. Proxies in other languages decode and encode
-JSON with other number formats and limited precision. Therefore the object contains no
+the object unchanged can drive these servers. Proxies in other languages decode and
+encode JSON with other number formats and limited precision. Therefore the object
+contains no
 fractions: logprobs are float32 bit patterns, and integers above 2**53 are strings. `30`
-and `30.0` mean the same, and so do an absent member and `null`. Members that this version
-does not know are ignored and not signed.
+and `30.0` mean the same, and so do an absent member and `null`. Members that this
+version does not know are ignored and not signed.
 """
 
 import contextlib
@@ -83,7 +85,8 @@ class FirstTokenBits(Struct, frozen=True):
 
 
 class KVTransferParams(Struct, frozen=True, kw_only=True):
-    """One prompt's KV on a prefill server: where it is, until when, and for what prompt.
+    """One prompt's KV on a prefill server: where it is, until when, and for what
+    prompt.
 
     Attributes:
         remote_block_ids: Exactly the blocks that hold `remote_num_tokens`.
@@ -136,7 +139,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         )
 
     def verify(self, secret: bytes) -> None:
-        """Raises KVParamsRejected unless a holder of the cluster secret signed these values."""
+        """Raises KVParamsRejected unless a holder of the cluster secret signed these
+        values.
+        """
         try:
             texts = self._signed_texts()
         except UnicodeEncodeError:  # an unpaired surrogate, which no server signs
@@ -313,7 +318,9 @@ def parse(obj: object) -> KVTransferParams:
 
 
 def convert(value: object, kind: type[_T]) -> _T:
-    """Returns `value` as `kind`. Raises KVParamsRejected with the member and its value."""
+    """Returns `value` as `kind`. Raises KVParamsRejected with the member and its
+    value.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -365,12 +372,13 @@ def sampling_digest(
     """Returns the SHA-256 digest of the parameters that the first token depends on.
 
     The prompt's logits and the seed are not included; the seed is sent separately.
-    tests/engine/test_first_token.py checks that nothing else is missing. Numbers count as
-    float32.
+    tests/engine/test_first_token.py checks that nothing else is missing. Numbers count
+    as float32.
 
     Greedy sampling ignores the parameters of the distribution. Presence and frequency
-    penalties begin with the second token. Stop tokens, including end-of-sequence tokens,
-    matter while they are banned. They also matter to a grammar, which allows no others.
+    penalties begin with the second token. Stop tokens, including end-of-sequence
+    tokens, matter while they are banned. They also matter to a grammar, which allows no
+    others.
     """
     is_greedy = sampling.temperature <= 0
     distribution = (sampling.temperature, sampling.top_p, sampling.min_p)
@@ -393,7 +401,9 @@ def sampling_digest(
 
 
 def float_bits(values: Sequence[float]) -> tuple[int, ...]:
-    """Returns float32 bit patterns. -0.0 becomes 0.0, because some languages write that."""
+    """Returns float32 bit patterns. -0.0 becomes 0.0, because some languages write
+    that.
+    """
     packed = struct.pack(f"<{len(values)}f", *[value + 0.0 for value in values])
     return struct.unpack(f"<{len(values)}I", packed)
 

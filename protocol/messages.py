@@ -1,9 +1,9 @@
 """Messages between a server's HTTP process and rank 0 of its engine.
 
-The messages are msgpack over a socket. The HTTP process validates and tokenizes requests,
-verifies `kv_transfer_params` and detokenizes; the engine handles token ids only. The
-engine answers every AddRequest by TokenDeltas. The last one carries `finish_reason` or
-`error`; it is the one terminal event of the request.
+The messages are msgpack over a socket. The HTTP process validates and tokenizes
+requests, verifies `kv_transfer_params` and detokenizes; the engine handles token ids
+only. The engine answers every AddRequest by TokenDeltas. The last one carries
+`finish_reason` or `error`; it is the one terminal event of the request.
 """
 
 from typing import Annotated, Any, Literal
@@ -138,7 +138,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of one choice that another server generated and the client received."""
+    """The tokens of one choice that another server generated and the client
+    received.
+    """
 
     token_ids: list[int] = []
     has_ended: bool = False

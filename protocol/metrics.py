@@ -25,8 +25,9 @@ from prometheus_client.registry import Collector
 from protocol.process.output import num_dropped_lines
 from protocol.version import VERSION
 
-# Members of GET /ready that count an engine's work since its start: steps, their tokens,
-# prompt tokens and seconds; then the same of mixed steps, which compute prompt tokens.
+# Members of GET /ready that count an engine's work since its start: steps, their
+# tokens, prompt tokens and seconds; then the same of mixed steps, which compute prompt
+# tokens.
 ENGINE_TOTALS = (
     "engine_steps",
     "engine_step_tokens",
@@ -41,10 +42,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of histogram buckets, in seconds.
 # fmt: off
 _FAST = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0,
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0,
+    5.0,
 )
 _PULL = (
-    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0,
+    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0,
+    30.0,
 )
 # fmt: on
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
@@ -67,25 +70,31 @@ TABLE = (
     Spec("baton_build_info", "gauge", "any",
          "Always 1; the label is the version of Baton.", ("version",)),
     Spec("baton_key_requests", "counter", "any",
-         "Requests by the name of their API key (-: no known key) and outcome: accepted, "
+         "Requests by the name of their API key (-: no known key) and outcome: "
+         "accepted, "
          "limited (429), forbidden (403), unknown (401).", ("key", "outcome")),
     Spec("baton_log_lines_dropped", "counter", "any",
-         "Output lines of this process that were dropped because nothing read or stored "
+         "Output lines of this process that were dropped because nothing read or "
+         "stored "
          "them in time."),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests by outcome: stop, length, tool_calls, abort (the client "
-         "disconnected), rejected (4xx), error (5xx), moved (migrated to another server).",
+         "disconnected), rejected (4xx), error (5xx), moved (migrated to another "
+         "server).",
          ("endpoint", "outcome")),
     Spec("baton_requests_in_progress", "gauge", "server",
          "Accepted requests whose response is not complete."),
-    Spec("baton_queue_tokens", "gauge", "server", "Prompt tokens in the waiting queue."),
+    Spec("baton_queue_tokens", "gauge", "server",
+         "Prompt tokens in the waiting queue."),
     Spec("baton_queue_seconds", "gauge", "server",
-         "Predicted queue time of a request that arrives now; the server refuses requests "
+         "Predicted queue time of a request that arrives now; the server refuses "
+         "requests "
          "while it is above --max-queue-s."),
     Spec("baton_grammar_trials_waiting", "gauge", "server",
          "Requests with a new schema or grammar that wait for its trial compilation."),
-    Spec("baton_prompt_tokens", "counter", "server", "Prompt tokens of accepted requests."),
+    Spec("baton_prompt_tokens", "counter", "server",
+         "Prompt tokens of accepted requests."),
     Spec("baton_generation_tokens", "counter", "server",
          "Generated tokens of all requests."),
     Spec("baton_cached_prompt_tokens", "counter", "server",
@@ -100,7 +109,8 @@ TABLE = (
     Spec("baton_request_seconds", "histogram", "server",
          "Time from receiving a request to its last token."),
     # Engine: scheduling and memory.
-    Spec("baton_requests_running", "gauge", "engine", "Sequences in the running batch."),
+    Spec("baton_requests_running", "gauge", "engine",
+         "Sequences in the running batch."),
     Spec("baton_requests_waiting", "gauge", "engine",
          "Sequences that wait for admission to the batch."),
     Spec("baton_requests_receiving", "gauge", "engine",
@@ -121,7 +131,8 @@ TABLE = (
          "Tokens computed in forward steps."),
     Spec("baton_engine_step_prompt_tokens", "counter", "engine",
          "Prompt tokens computed in forward steps."),
-    Spec("baton_engine_step_seconds", "counter", "engine", "Duration of forward steps."),
+    Spec("baton_engine_step_seconds", "counter", "engine",
+         "Duration of forward steps."),
     Spec("baton_engine_mixed_steps", "counter", "engine",
          "Mixed steps: forward steps that compute prompt tokens."),
     Spec("baton_engine_mixed_step_tokens", "counter", "engine",
@@ -149,7 +160,8 @@ TABLE = (
     Spec("baton_kv_verified_tokens", "counter", "engine",
          "Pulled tokens whose digests were compared with the lender's (--kv-verify)."),
     Spec("baton_kv_unverified_tokens", "counter", "engine",
-         "Pulled tokens that could not be verified, because the KV was converted or the "
+         "Pulled tokens that could not be verified, because the KV was converted or "
+         "the "
          "peer does not compute digests.", ("reason",)),
     Spec("baton_kv_verify_failures", "counter", "engine",
          "KV pulls whose bytes differ from the lender's; should stay 0."),
@@ -159,10 +171,12 @@ TABLE = (
          "First tokens of the prefill server that were sampled again, because it had "
          "used other sampling parameters."),
     Spec("baton_requests_locked_out", "counter", "engine",
-         "Requests refused because hung reads had quarantined the KV blocks they needed."),
+         "Requests refused because hung reads had quarantined the KV blocks they "
+         "needed."),
     Spec("baton_kv_recoveries", "counter", "engine",
          "Requests that continued after a failed KV pull, by policy.", ("policy",)),
-    Spec("baton_handshakes", "counter", "engine", "Handshakes by outcome.", ("outcome",)),
+    Spec("baton_handshakes", "counter", "engine",
+         "Handshakes by outcome.", ("outcome",)),
     Spec("baton_kv_lookups", "counter", "engine",
          "Prefix hints by outcome: found, none, late (no reply in time), computed "
          "(computing was faster than pulling).", ("outcome",)),
@@ -174,16 +188,19 @@ TABLE = (
     Spec("baton_leases_held", "gauge", "engine", "Leases that are active now."),
     Spec("baton_lease_renewals", "counter", "engine", "Renewals of active leases."),
     Spec("baton_lease_gone", "counter", "engine",
-         "Fences and renewals that were refused because the lease had ended or was never "
+         "Fences and renewals that were refused because the lease had ended or was "
+         "never "
          "known."),
     # Proxy.
     Spec("baton_proxy_requests", "counter", "proxy",
-         "Requests by path and reason. Paths: pd (disaggregated), decode_only (the decode "
-         "server computed the prompt; reason placed: placement chose that), prefill (the "
-         "prefill server's response went to the client, such as a score or an error).",
+         "Requests by path and reason. Paths: pd (disaggregated), decode_only (the "
+         "decode server computed the prompt; reason placed: placement chose that), "
+         "prefill (the prefill server's response went to the client, such as a score "
+         "or an error).",
          ("path", "reason")),
     Spec("baton_proxy_responses", "counter", "proxy",
-         "Responses by HTTP status; broken: a stream that ended in an error.", ("status",)),
+         "Responses by HTTP status; broken: a stream that ended in an error.",
+         ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy",
          "Requests whose response is not complete."),
     Spec("baton_proxy_retries", "counter", "proxy",
@@ -201,7 +218,8 @@ TABLE = (
     Spec("baton_proxy_upstream_ready", "gauge", "proxy",
          "1 while the server is ready.", ("role", "server")),
     Spec("baton_proxy_upstream_circuit", "gauge", "proxy",
-         "Circuit breaker of the server: 0 closed, 1 half open (one request probes it), 2 "
+         "Circuit breaker of the server: 0 closed, 1 half open (one request probes "
+         "it), 2 "
          "open (the server is used last).", ("role", "server")),
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to the server.", ("role", "server")),

@@ -13,7 +13,9 @@ def suggestion(wrong: str, known_names: Iterable[str]) -> str:
 
 
 def near_names(wrong: str, known_names: Iterable[str]) -> list[str]:
-    """Returns `wrong` itself if it is known, else up to three similar names, best first."""
+    """Returns `wrong` itself if it is known, else up to three similar names, best
+    first.
+    """
     names = list(known_names)
     if wrong in names:
         return [wrong]

@@ -11,9 +11,9 @@ them. When it loses the server, it sends the request again with the texts, signe
 `baton_resume`. A response that is not a stream becomes a frame without events when it
 moves.
 
-The first text describes what else the response depends on (`Origin`). A text that begins
-with `!` precedes an error event after which another server may continue. `!moved` is
-such a text; it carries the location of the KV of all tokens so far.
+The first text describes what else the response depends on (`Origin`). A text that
+begins with `!` precedes an error event after which another server may continue.
+`!moved` is such a text; it carries the location of the KV of all tokens so far.
 """
 
 import hashlib
@@ -64,7 +64,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice, as the engine produced them; one entry of a frame's text."""
+    """Tokens of one choice, as the engine produced them; one entry of a frame's
+    text.
+    """
 
     index: int  # of the choice in the response
     token_ids: list[int]

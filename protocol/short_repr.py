@@ -18,7 +18,9 @@ def short_repr(value: Any, limit: int = 80) -> str:
 
 
 def _begin(value: Any, limit: int, ensure_ascii: bool) -> str:
-    """Returns the JSON text of `value`, at least until it exceeds `limit` characters."""
+    """Returns the JSON text of `value`, at least until it exceeds `limit`
+    characters.
+    """
     text = ""
     value = value[: limit + 1] if isinstance(value, str) else value
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, default=str, skipkeys=True)

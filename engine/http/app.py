@@ -155,7 +155,7 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
-        """ServerStats and the times of the last requests, for the proxy's page."""
+        """Numbers and the times of the last requests, for the proxy's page."""
         since, values = request.query_params.get("since", "0"), self._api.client.stats
         told = self._api.metrics.numbers(since, self._about(), values)
         return Response(msgspec.json.encode(told), media_type="application/json")

@@ -1,4 +1,5 @@
-"""Access control by the head of a request. Without API keys every client has all rights.
+"""Access control by the head of a request. Without API keys every client has all
+rights.
 
 With keys, only `open_paths` answer clients without a key, and ADMIN_PATHS answer only
 admin keys. The handler of a path calls `grant_of` to learn what it may reveal.
@@ -93,7 +94,9 @@ class Key:
         return {}
 
     def settle(self, tokens: int) -> None:
-        """Corrects the charge by `tokens`, which may be negative, after the response."""
+        """Corrects the charge by `tokens`, which may be negative, after the
+        response.
+        """
 
     def end(self) -> None:
         """Counts the end of a request."""
@@ -129,7 +132,9 @@ class AccessGrant:
             self._num_charged = tokens
 
     def settle(self, tokens: int) -> None:
-        """Charges the actual number of tokens of the response instead of the estimate."""
+        """Charges the actual number of tokens of the response instead of the
+        estimate.
+        """
         if self.charged_key is not None and self._num_charged:
             self.charged_key.settle(tokens - self._num_charged)
             self._num_charged = tokens
@@ -172,8 +177,8 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     """Raises Forbidden unless the client may operate this process.
 
     A client with a key may, as `Access.admit` has checked the key. Without keys, the
-    client must be on this machine. It must not be a browser page of another site, even if
-    the site's name resolves to this machine. It must not be behind a proxy that adds
+    client must be on this machine. It must not be a browser page of another site, even
+    if the site's name resolves to this machine. It must not be behind a proxy that adds
     headers.
     """
     if grant_of(scope).has_key:
@@ -210,7 +215,9 @@ def option_keys(options: AccessOptions) -> dict[bytes, Key]:
 
 
 class Access:
-    """The API keys and the TLS certificate of a process. Raises ValueError like `check`."""
+    """The API keys and the TLS certificate of a process. Raises ValueError like
+    `check`.
+    """
 
     def __init__(
         self,
@@ -251,8 +258,8 @@ class Access:
 
         Raises:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
-            UnsupportedMediaType: A browser page of another site sent the request without
-                a preflight request.
+            UnsupportedMediaType: A browser page of another site sent the request
+                without a preflight request.
         """
         check_content_type(scope)
         if not (self._keys or self._salts_by_key):

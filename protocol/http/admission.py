@@ -6,7 +6,8 @@ receives the request at the same moment. A request with a grammar enters the que
 the engine has compiled the grammar. Therefore only the engine determines how long a
 request waits here.
 
-While prompts wait, the server measures the rate at which they get their first tokens. It
+While prompts wait, the server measures the rate at which they get their first tokens.
+It
 includes every cause of delay: earlier prompts, and streams that occupy KV blocks. The
 wait of a new request is extrapolated from this rate, without a model of the engine.
 """
@@ -138,16 +139,16 @@ class Admission:
             prompt.num_shared = 0
         if waiting and waiting + added > limit:
             raise QueueFull(
-                f"{waiting} tokens of prompts wait here and this request has {added} more, "
-                f"the limit is {limit} (--max-queued-tokens); try again later",
+                f"{waiting} tokens of prompts wait here and this request has {added} "
+                f"more, the limit is {limit} (--max-queued-tokens); try again later",
                 self.wait_s() / 2,
             )
         added = _num_counted(place.compiling)
         if self._compiling and self._compiling + added > limit:
             raise GrammarQueueFull(
                 f"{self._compiling} tokens of prompts wait for their grammars and this "
-                f"request has {added} more, the limit is {limit} (--max-queued-tokens); "
-                "try again later"
+                f"request has {added} more, the limit is {limit} "
+                "(--max-queued-tokens); try again later"
             )
         self._compiling += added
 
@@ -223,10 +224,12 @@ class Admission:
         self._was_empty = False
 
     def _token_s_now(self) -> float:
-        """Returns the measured seconds per token, or more if the oldest prompt is slower.
+        """Returns the measured seconds per token, or more if the oldest prompt is
+        slower.
 
-        The engine has had the oldest prompt since it entered, so its age is a lower bound
-        of the engine's time. All its tokens count, because shared tokens are an estimate.
+        The engine has had the oldest prompt since it entered, so its age is a lower
+        bound of the engine's time. All its tokens count, because shared tokens are an
+        estimate.
         """
         oldest = next(iter(self._places), None)
         if oldest is None or self._token_s is None or self._window_s() < _WINDOW_S:
@@ -245,8 +248,8 @@ class Place:
     """The prompts of one call in the queue.
 
     Args:
-        compiling: Prompts by engine request id whose grammar is not compiled. The engine
-            computes nothing for them, and they delay no other prompt.
+        compiling: Prompts by engine request id whose grammar is not compiled. The
+            engine computes nothing for them, and they delay no other prompt.
         tells_rate: Their waiting time says something about the rate of this server.
 
     Attributes:

@@ -107,7 +107,8 @@ class Bodies:
         self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}
 
     def add(self, connection: Connection, num_bytes: int) -> None:
-        """Counts received bytes. Beyond the bound, the body that began first is refused.
+        """Counts received bytes. Beyond the bound, the body that began first is
+        refused.
 
         A client that sends as fast as it can finishes before clients that send slowly.
         """

@@ -256,8 +256,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         connection_state(self.scope)["refusal"] = fault or self._check_headers()
         # A client that is answered before its body is complete still sends the rest. It
-        # would not see the response if the connection was closed. A client that waits for
-        # 100 Continue sends nothing.
+        # would not see the response if the connection was closed. A client that waits
+        # for 100 Continue sends nothing.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
@@ -295,8 +295,8 @@ class _BoundedHttp(HttpToolsProtocol):
         if not match or not {b".", b".."}.isdisjoint(re.split(rb"[/\\]", path)):
             # A server behind this one could resolve dots to a path that is not public.
             return errors.InvalidRequest(
-                f"the target is {target[:80]!r}; send a path, without `.` or `..`, and no "
-                "fragment"
+                f"the target is {target[:80]!r}; send a path, without `.` or `..`, and "
+                "no fragment"
             )
         self.url = match[1] if match[1].startswith(b"/") else b"/" + match[1]
         return None
@@ -477,7 +477,9 @@ class _BoundedHttp(HttpToolsProtocol):
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
-    """Returns `app` with responses that end with the connection, whatever their length."""
+    """Returns `app` with responses that end with the connection, whatever their
+    length.
+    """
     # uvicorn then writes no chunks, and reads no length if it is told of each part.
     cycle.chunked_encoding = False
 
@@ -495,7 +497,7 @@ def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Appli
 def _bad_request(message: str, request_id: str) -> bytes:
     body = msgspec.json.encode(errors.InvalidRequest(message).to_openai())
     head = (
-        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: "
+        f"close\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
     )
     return head.encode() + body

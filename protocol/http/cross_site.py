@@ -3,9 +3,9 @@
 A page may send certain POST requests to any server without a preflight request: those
 whose Content-Type is one of a form's, `text/plain`, or absent. The page cannot read the
 response, but the server has processed the request. For `application/json` the browser
-first sends a preflight request, which is refused unless `--cors-origin` names the page's
-origin. Therefore a body of any other type is refused if the browser reports, in headers
-that no page can set, that the page belongs to another site.
+first sends a preflight request, which is refused unless `--cors-origin` names the
+page's origin. Therefore a body of any other type is refused if the browser reports, in
+headers that no page can set, that the page belongs to another site.
 """
 
 from collections.abc import Mapping

@@ -92,8 +92,8 @@ def deadline_of(
         if not 0 < timeout_s <= MAX_S:
             shown = short_repr(b", ".join(values).decode("latin-1"), 100)
             raise InvalidRequest(
-                f"the header {HEADER} is {shown}; send one number of seconds above 0 and "
-                f"at most {MAX_S}, such as 2.5",
+                f"the header {HEADER} is {shown}; send one number of seconds above 0 "
+                f"and at most {MAX_S}, such as 2.5",
                 param=HEADER,
             )
     if timeout_s is None:

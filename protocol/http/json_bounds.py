@@ -1,9 +1,9 @@
 """Bounds on the memory that a decoded JSON body takes, checked before decoding.
 
-The length of a body does not limit its memory: `{}` has 2 bytes and becomes an object of
-64 bytes, and a small member becomes hundreds of bytes. The check scans the structure
-piece by piece, in linear time and little memory. It does not check that the body is JSON;
-the decoder does.
+The length of a body does not limit its memory: `{}` has 2 bytes and becomes an object
+of 64 bytes, and a small member becomes hundreds of bytes. The check scans the structure
+piece by piece, in linear time and little memory. It does not check that the body is
+JSON; the decoder does.
 """
 
 import asyncio
@@ -49,26 +49,26 @@ def check_bounds(body: bytes) -> None:
     found = structure_of(body)
     if found.num_values > MAX_MEMBERS:
         raise PayloadTooLarge(
-            f"the body has {found.num_values} JSON members, arrays and objects, the limit is "
-            f"{MAX_MEMBERS}; send less at once"
+            f"the body has {found.num_values} JSON members, arrays and objects, the "
+            f"limit is {MAX_MEMBERS}; send less at once"
         )
     if found.num_top_members > MAX_TOP_MEMBERS:
         raise PayloadTooLarge(
-            f"the body has {found.num_top_members} members, the limit is {MAX_TOP_MEMBERS}; "
-            "send only the fields of this endpoint"
+            f"the body has {found.num_top_members} members, the limit is "
+            f"{MAX_TOP_MEMBERS}; send only the fields of this endpoint"
         )
     if found.depth > MAX_DEPTH:
         raise InvalidRequest(
-            f"the body is nested {found.depth} levels deep, which is too deeply: the limit is "
-            f"{MAX_DEPTH}; send a flatter one"
+            f"the body is nested {found.depth} levels deep, which is too deeply: the "
+            f"limit is {MAX_DEPTH}; send a flatter one"
         )
 
 
 def structure_of(body: bytes) -> Structure:
     """Returns the structure of a JSON text, without the content of strings.
 
-    The depth and the top members take longer to count. They are 0 if there are more than
-    MAX_MEMBERS values in all.
+    The depth and the top members take longer to count. They are 0 if there are more
+    than MAX_MEMBERS values in all.
     """
     marks = _marks_of(body)
     num_values = marks.count(b":") + marks.count(b"{") + marks.count(b"[")

@@ -1,18 +1,19 @@
-"""Estimates which tokens of waiting prompts are computed once for several prompts; no I/O.
+"""Estimates which tokens of waiting prompts are computed once for several prompts; no
+I/O.
 
 A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before
-it, so two prompts with the same key have the same beginning. The tokens between two marks
-are a span:
+it, so two prompts with the same key have the same beginning. The tokens between two
+marks are a span:
 
     marks      64     128    192           the first prompt pays for three spans,
     prompt 1   |------|------|---          the second one only for its last span,
     prompt 2   |------|------|===          because only that differs from the first
 
-Among the waiting prompts that contain a span, one pays for it: it is expected to compute
-the span, and the others to find it in the prefix cache. No prompt pays for a span that
-was computed recently, because the prefix cache should still hold it. This process cannot
-see the cache, so all of this is an estimate. A wrong estimate changes the permitted
-length of the queue, but never a response.
+Among the waiting prompts that contain a span, one pays for it: it is expected to
+compute the span, and the others to find it in the prefix cache. No prompt pays for a
+span that was computed recently, because the prefix cache should still hold it. This
+process cannot see the cache, so all of this is an estimate. A wrong estimate changes
+the permitted length of the queue, but never a response.
 """
 
 from array import array
@@ -22,8 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # between marks in the first 4,096 tokens of a prompt
-# The length of spans doubles after this many times their length, which bounds the number
-# of marks.
+# The length of spans doubles after this many times their length, which bounds the
+# number of marks.
 _SPANS_PER_SIZE = 64
 
 
@@ -69,7 +70,8 @@ class WaitingPrompt:
         num_tokens: Tokens that this server computes or pulls for it without sharing.
         min_tokens: Minimum number of tokens that it counts as.
         is_shareable: False if it is always computed completely.
-        num_shared: Its tokens that other prompts pay for, or that were computed recently.
+        num_shared: Its tokens that other prompts pay for, or that were computed
+            recently.
     """
 
     priority: int

@@ -9,7 +9,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: bytes) -> bytes:
-    """Returns an event with `data`, which must not have a newline; JSON never has one."""
+    """Returns an event with `data`, which must not have a newline; JSON never has
+    one.
+    """
     return b"data: " + data + b"\n\n"
 
 

@@ -88,8 +88,8 @@ def _load(cert: str, key: str) -> ssl.SSLContext:
 def trusted(ca_file: str | None) -> ssl.SSLContext:
     """Returns the context for connections to servers.
 
-    It trusts the authorities in `ca_file`, in the versions of all calls so far, or those
-    of the system.
+    It trusts the authorities in `ca_file`, in the versions of all calls so far, or
+    those of the system.
 
     Raises:
         ValueError: The file cannot be used.

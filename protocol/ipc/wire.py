@@ -30,8 +30,9 @@ class Wire:
     Args:
         max_bytes: Maximum size of a received message. The owner may raise it later.
         read_bytes: Maximum size of one `receive`, for a peer that is not trusted.
-        unsent: Messages to send first. The caller shares the queue and may pass it on to
-            the next connection. A message stays in it until the kernel has all of it.
+        unsent: Messages to send first. The caller shares the queue and may pass it on
+            to the next connection. A message stays in it until the kernel has all of
+            it.
     """
 
     def __init__(
@@ -216,7 +217,9 @@ def nap_if_short(timeout_s: float) -> float:
 
 
 def allow_short_naps() -> None:
-    """Lets sleeps of the calling thread end 1 us late at most, instead of Linux's 50 us."""
+    """Lets sleeps of the calling thread end 1 us late at most, instead of Linux's 50
+    us.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
@@ -273,7 +276,8 @@ class CannotListen(OSError):
 
 
 def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
-    """Returns a socket bound to a TCP port of a name or an address; port 0: a free port.
+    """Returns a socket bound to a TCP port of a name or an address; port 0: a free
+    port.
 
     Raises:
         CannotListen: The name is unknown, or the address is not local or in use.

@@ -142,14 +142,18 @@ class Message(Strict):
 
     @property
     def reasoning_text(self) -> str:
-        """The reasoning in an assistant's message, in any of the forms that clients use."""
+        """The reasoning in an assistant's message, in any of the forms that clients
+        use.
+        """
         parts = self.thinking_blocks or self.content_ or ""
         blocks = "" if isinstance(parts, str) else join_texts(parts, Thought)
         return self.reasoning or self.reasoning_content or blocks
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The message for a chat template; `content` is included if the client sent it."""
+        """The message for a chat template; `content` is included if the client sent
+        it.
+        """
         message = self.model_dump(exclude_none=True)
         if "content_" in self.model_fields_set:
             message = {"content": self.content, **message}

@@ -51,8 +51,8 @@ class CompletionRequest(GenerationRequest):
         Any,
         BeforeValidator(_check_prompt),
         Field(
-            description="a string, a list of strings, a list of token ids or a list of lists of "
-            f"token ids, not empty, with at most {MAX_PROMPTS} prompts"
+            description="a string, a list of strings, a list of token ids or a list of "
+            f"lists of token ids, not empty, with at most {MAX_PROMPTS} prompts"
         ),
         WithJsonSchema({"anyOf": [msgspec.json.schema(kind) for kind in _PROMPTS]}),
     ]
@@ -93,8 +93,8 @@ class CompletionRequest(GenerationRequest):
         if self.stream and self.num_candidates > self.n:
             refuse(
                 "best_of",
-                f"is {self.best_of} with `n` {self.n}, but a ranking cannot be streamed; "
-                "set `stream` to false or `best_of` to `n`",
+                f"is {self.best_of} with `n` {self.n}, but a ranking cannot be "
+                "streamed; set `stream` to false or `best_of` to `n`",
             )
 
     @property

@@ -68,7 +68,9 @@ def document() -> Schema:
 
 
 def _operation(summary: str, body: type[Strict] | None = None) -> Schema:
-    """Returns an operation with its request and response. docs/api.md lists the errors."""
+    """Returns an operation with its request and response. docs/api.md lists the
+    errors.
+    """
     kinds: Schema = {"application/json": {}}
     operation: Schema = {
         "summary": summary,
@@ -125,5 +127,5 @@ def _table(schema: Schema) -> str:
 _HEAD = """<!doctype html><meta charset="utf-8"><title>Baton</title>
 <style>body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
 td{padding:.2em .8em .2em 0;vertical-align:top;border-top:1px solid #ddd}</style>
-<h1>Baton</h1><p>What is accepted, and nothing else. A member that is null counts as not given.
-The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>"""
+<h1>Baton</h1><p>What is accepted, and nothing else. A member that is null counts as not
+given. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>"""

@@ -196,8 +196,8 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
     """Returns the fields of `model` that change nothing, by their names in requests.
 
-    These are the fields that its dumps exclude. Their values are not kept, and in a large
-    body they are not decoded.
+    These are the fields that its dumps exclude. Their values are not kept, and in a
+    large body they are not decoded.
     """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 
@@ -212,8 +212,9 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
     Raises:
         InvalidRequest: The body is not a JSON object.
     """
-    # Python's garbage collector would traverse millions of new lists repeatedly. Decoding
-    # 10 MB of them would take four times as long, and it blocks the event loop.
+    # Python's garbage collector would traverse millions of new lists repeatedly.
+    # Decoding 10 MB of them would take four times as long, and it blocks the event
+    # loop.
     pauses_gc = len(raw) >= _LARGE_BYTES and gc.isenabled()
     if pauses_gc:
         gc.disable()
@@ -274,7 +275,8 @@ def validate(model: type[Model], body: Any) -> Model:
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
-        # A value may fail for each of several types. The deepest error is most specific.
+        # A value may fail for each of several types. The deepest error is most
+        # specific.
         deepest = max(
             error.errors(include_url=False), key=lambda item: len(item["loc"])
         )
@@ -344,7 +346,9 @@ def fault(name: str, problem: str) -> PydanticCustomError:
 
 
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
-    """Returns the error for a value of `field`, a name or path such as tools[0].type."""
+    """Returns the error for a value of `field`, a name or path such as
+    tools[0].type.
+    """
     is_missing = value is None and not field.endswith("]")
     given = "missing" if is_missing else short_repr(value)
     return InvalidRequest(f"`{field}` is {given}; it must be {must_be}.", param=field)

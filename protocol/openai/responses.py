@@ -125,7 +125,9 @@ def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
 
 
 def kv_header(usage: Usage, leg: str = "") -> str:
-    """Returns the value of the response header `x-baton-kv`, or of `x-baton-kv-prefill`."""
+    """Returns the value of the response header `x-baton-kv`, or of
+    `x-baton-kv-prefill`.
+    """
     return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv(leg).items())
 
 
@@ -305,7 +307,8 @@ class ChatWriter(ResponseWriter):
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
         """Splits a piece into reasoning, text, each tool call, and the end.
 
-        OpenAI sends them separately, and some clients expect only one of them in a chunk.
+        OpenAI sends them separately, and some clients expect only one of them in a
+        chunk.
         """
         has_reasoning_and_text = bool(piece.reasoning and piece.text)
         if not (piece.tool_calls or piece.finish_reason or has_reasoning_and_text):
@@ -351,7 +354,9 @@ class ChatWriter(ResponseWriter):
 
 
 def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
-    """Returns the `logprobs` of a completion: parallel lists with one entry per token."""
+    """Returns the `logprobs` of a completion: parallel lists with one entry per
+    token.
+    """
     return {
         "tokens": [report.token.text for report in reports],
         "token_logprobs": [report.logprob for report in reports],
@@ -361,7 +366,9 @@ def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
 
 
 def _by_text(report: TokenReport) -> dict[str, float] | None:
-    """Returns the top logprobs by text. OpenAI's API always includes the token itself."""
+    """Returns the top logprobs by text. OpenAI's API always includes the token
+    itself.
+    """
     if report.logprob is None:
         return None
     logprobs = {report.token.text: report.logprob}
@@ -389,7 +396,8 @@ def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, 
     """Returns an entry of /v1/models.
 
     Args:
-        max_model_len: Length of the context in tokens; None until the engine reports it.
+        max_model_len: Length of the context in tokens; None until the engine reports
+            it.
     """
     about = {"object": "model", "created": created, "owned_by": "baton"}
     origin = {"root": name, "parent": None}  # there are no adapters

@@ -119,8 +119,8 @@ class TextFormat(SchemaMembers):
 class TextOptions(Strict):
     format: Annotated[dict[str, Any] | None, Read(TextFormat)] = Field(
         None,
-        description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-        '"name": "...", "schema": {...}}',
+        description='{"type": "text"}, {"type": "json_object"} or '
+        '{"type": "json_schema", "name": "...", "schema": {...}}',
     )
     verbosity: Verbosity = None
 
@@ -128,8 +128,8 @@ class TextOptions(Strict):
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
     """Converts the input to messages of a chat.
 
-    Consecutive reasoning, text and calls of the assistant become one message. The content
-    of a message without text is null, as in the chat API.
+    Consecutive reasoning, text and calls of the assistant become one message. The
+    content of a message without text is null, as in the chat API.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -165,8 +165,8 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             and turn
             and ("tool_calls" in turn or not turn["content"])
         ):
-            # Some clients send the calls before the text. No message may stand between a
-            # call and its output.
+            # Some clients send the calls before the text. No message may stand between
+            # a call and its output.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
@@ -214,7 +214,8 @@ class ResponsesRequest(ShapingFields, CommonFields):
     summary = "Answers a text or a conversation."
 
     input: Annotated[list[dict[str, Any]], Read(str | _Items, _as_messages)] = Field(
-        description="a string, or a list of messages with `role` and `content`, not empty"
+        description="a string, or a list of messages with `role` and `content`, not "
+        "empty"
     )
     instructions: Text = None
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)

@@ -65,7 +65,9 @@ class _Item:
             self._event_logprobs.append(_encode(_without_bytes(entry)))
 
     def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
-        """Returns the logprobs for an event of a message, beginning at token `begin`."""
+        """Returns the logprobs for an event of a message, beginning at token
+        `begin`.
+        """
         if self.kind != _MESSAGE:
             return {}
         return {"logprobs": _array(self._event_logprobs[begin:])}
@@ -145,7 +147,9 @@ class ResponsesWriter(ResponseWriter):
     def last_chunk(
         self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the events of the last piece. The last event has the whole response."""
+        """Returns the events of the last piece. The last event has the whole
+        response.
+        """
         before = self.chunk(piece)
         status = _status(piece)
         before += b"".join(self._end(piece))
@@ -153,7 +157,9 @@ class ResponsesWriter(ResponseWriter):
         return before + self._event(status, response=whole)
 
     def error(self, error: BatonError) -> bytes:
-        """Returns an `error` event and a `failed` event; clients expect either of them."""
+        """Returns an `error` event and a `failed` event; clients expect either of
+        them.
+        """
         event = sse.error_event(error, self._num_events)
         self._num_events += 1
         why = {"code": "server_error", "message": error.message}
@@ -213,7 +219,8 @@ class ResponsesWriter(ResponseWriter):
             )
 
     def _forget_before(self, text: str) -> None:
-        """Drops the pending tokens before those that spell `text`, the item's beginning.
+        """Drops the pending tokens before those that spell `text`, the item's
+        beginning.
 
         They spell blanks, or the end of a call.
         """

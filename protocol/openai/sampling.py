@@ -1,8 +1,9 @@
 """The fields that /v1/completions and /v1/chat/completions share.
 
-They set limits, sampling, stop conditions and streaming. The smaller one of `max_tokens`
-and `max_completion_tokens` counts. Every 64-bit seed, positive or negative, identifies a
-reproducible sequence of samples. Without a seed the server chooses one at random.
+They set limits, sampling, stop conditions and streaming. The smaller one of
+`max_tokens` and `max_completion_tokens` counts. Every 64-bit seed, positive or
+negative, identifies a reproducible sequence of samples. Without a seed the server
+chooses one at random.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -115,8 +116,8 @@ Biases = Annotated[
         lambda biases: {int(token): bias for token, bias in biases.items()},
     ),
     Field(
-        description=f"an object of at most {MAX_BIASES} members, each a token id (as text) "
-        "with a number from -100 to 100"
+        description=f"an object of at most {MAX_BIASES} members, each a token id (as "
+        "text) with a number from -100 to 100"
     ),
 ]
 
@@ -168,7 +169,9 @@ class ShapingFields(SamplingFields):
 
 
 class GenerationConfig(SamplingFields):
-    """The values of generation_config.json; `model_fields_set` has those in the file."""
+    """The values of generation_config.json; `model_fields_set` has those in the
+    file.
+    """
 
     max_new_tokens: int | None = integer(None, 1, MAX_INT31)
 
@@ -187,7 +190,8 @@ class CommonFields(Strict):
         Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None
     ) = Field(
         None,
-        description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the context",
+        description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the "
+        "context",
     )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
@@ -204,7 +208,9 @@ class CommonFields(Strict):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether this is a prefill leg, in which the client's own limits are unknown."""
+        """Whether this is a prefill leg, in which the client's own limits are
+        unknown.
+        """
         params = self.kv_transfer_params
         return isinstance(params, dict) and params.get("do_remote_decode") is True
 

@@ -165,8 +165,8 @@ class StructuredFields(Strict):
     format_paths: ClassVar = ("response_format", "response_format.json_schema")
     response_format: ResponseFormat | None = Field(
         None,
-        description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-        '"json_schema": {"name": "...", "schema": {...}}}',
+        description='{"type": "text"}, {"type": "json_object"} or '
+        '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}',
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,
@@ -204,7 +204,7 @@ def only_one(grammars: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None
     if len(present) > 1:
         refuse(
             present[1].field,
-            f"and `{present[0].field}` both say what the output must match; send one of "
-            "them",
+            f"and `{present[0].field}` both say what the output must match; send one "
+            "of them",
         )
     return present[0] if present else None

@@ -41,7 +41,8 @@ class TokenMeter:
 
     Attributes:
         num_prompt_tokens: The number that the server has reported, or None.
-        has_begun: Whether enough of the response has arrived to know that it uses tokens.
+        has_begun: Whether enough of the response has arrived to know that it uses
+            tokens.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,9 @@ class TokenMeter:
         return self._num_framed or self._num_events
 
     def restart(self) -> None:
-        """Resets the counts, as another server starts the response from the beginning."""
+        """Resets the counts, as another server starts the response from the
+        beginning.
+        """
         self.num_prompt_tokens: int | None = None
         self.has_begun = False
         self._num_reported: int | None = (

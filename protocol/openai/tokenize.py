@@ -1,4 +1,6 @@
-"""The request bodies of /tokenize and /detokenize, which vLLM defined; OpenAI has neither."""
+"""The request bodies of /tokenize and /detokenize, which vLLM defined; OpenAI has
+neither.
+"""
 
 from typing import Annotated, Any
 
@@ -23,7 +25,8 @@ class TokenizeRequest(PromptFields):
     messages: Messages | None = Field(
         None, description=ChatRequest.model_fields["messages"].description
     )
-    # The default is true for a text, and false for messages: their template writes them.
+    # The default is true for a text, and false for messages: their template writes
+    # them.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False
 

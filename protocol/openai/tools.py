@@ -1,8 +1,8 @@
 """Tools of a chat request: which ones the model may or must call, and the calls.
 
 A grammar over the whole answer enforces a required call (`tool_choice` "required" or a
-named tool). Under "auto" the model decides, and calls are recognised in the format of the
-chat template (engine/text/tool_parser.py).
+named tool). Under "auto" the model decides, and calls are recognised in the format of
+the chat template (engine/text/tool_parser.py).
 """
 
 import hashlib
@@ -167,7 +167,9 @@ def schema_text(tool: dict[str, Any]) -> str:
 
 
 class ToolCallPiece(msgspec.Struct):
-    """The part of one call that some tokens add. The first piece has the id and name."""
+    """The part of one call that some tokens add. The first piece has the id and
+    name.
+    """
 
     index: int
     arguments: str = ""

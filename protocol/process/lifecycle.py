@@ -40,7 +40,8 @@ TAIL_LINES = 40
 _REPEAT_ALARM_S = 0.01
 # Ends a process of `end_on_alarm`. Only its parent sends this signal.
 ALARM = signal.SIGALRM
-# Maximum time of reporting the end of a thread. The reader of our output may be stopped.
+# Maximum time of reporting the end of a thread. The reader of our output may be
+# stopped.
 _MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
 # Longest wait of a main thread that handles signals. A signal that arrives just before
@@ -231,7 +232,9 @@ def child_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Keeps processes that multiprocessing starts from importing the working directory."""
+    """Keeps processes that multiprocessing starts from importing the working
+    directory.
+    """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -280,7 +283,9 @@ def _watch_child(
 
 
 def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
-    """Delivers an event. An exception of the callback must not end the watching thread."""
+    """Delivers an event. An exception of the callback must not end the watching
+    thread.
+    """
     try:
         on_event(event)
     except Exception:
@@ -310,7 +315,9 @@ def terminate(
 
 
 def _exits(child: Child, deadline: float) -> bool:
-    """Waits until `deadline`, a time.monotonic(). Returns whether the child has ended."""
+    """Waits until `deadline`, a time.monotonic(). Returns whether the child has
+    ended.
+    """
     while not child.exited.wait(
         max(0.0, min(SIGNAL_LOOK_S, deadline - time.monotonic()))
     ):
@@ -321,7 +328,8 @@ def _exits(child: Child, deadline: float) -> bool:
 
 @contextlib.contextmanager
 def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
-    """Calls on_stop(signal number, count of signals so far) for SIGINT, SIGTERM, SIGHUP.
+    """Calls on_stop(signal number, count of signals so far) for SIGINT, SIGTERM,
+    SIGHUP.
 
     The call interrupts the main thread between two bytecodes. It must not take a lock
     that the main thread may hold.
@@ -385,8 +393,8 @@ def _parent() -> int | None:
         is_socket = False
     if not is_socket:  # another file may have this number, and must not be written to
         print(
-            f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an open "
-            "socket: Baton sets it for processes that it starts itself; unset "
+            f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an "
+            "open socket: Baton sets it for processes that it starts itself; unset "
             f"{PARENT_FD}",
             file=sys.stderr,
             flush=True,
@@ -434,8 +442,8 @@ def exit_now(status: int) -> NoReturn:
 def end_on_alarm() -> None:
     """Makes ALARM raise SystemExit and SIGTERM do nothing. Call it in the main thread.
 
-    A service manager sends SIGTERM to all processes of a service at once, but our parent
-    may need this process until the parent itself ends.
+    A service manager sends SIGTERM to all processes of a service at once, but our
+    parent may need this process until the parent itself ends.
     """
     # The handler is a function, because child processes would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -456,7 +464,8 @@ def _raise_exit(_number: int, _frame: object) -> NoReturn:
 
 
 def _on_unraisable(unraisable: Any) -> None:
-    """Repeats an ALARM that arrived during a callback of a weak reference or a finalizer.
+    """Repeats an ALARM that arrived during a callback of a weak reference or a
+    finalizer.
 
     Python drops the exceptions of such callbacks.
     """

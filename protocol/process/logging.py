@@ -145,7 +145,8 @@ def dropped_record(num_lines: int) -> logging.LogRecord:
             "name": f"{_ROOT_LOGGER}.output",
             "levelno": logging.WARNING,
             "levelname": "WARNING",
-            "msg": "%d lines of output were dropped: nothing read or stored them in time",
+            "msg": "%d lines of output were dropped: nothing read or stored them in "
+            "time",
             "args": (num_lines,),
             "request_id": None,
         }

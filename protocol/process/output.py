@@ -30,7 +30,9 @@ Describe = Callable[[int], str]  # returns the line that reports dropped lines
 
 
 class OutputQueue:
-    """A queue of bytes for one file descriptor. Threads and signal handlers may write."""
+    """A queue of bytes for one file descriptor. Threads and signal handlers may
+    write.
+    """
 
     def __init__(
         self, fd: int, describe: Describe, *, max_queued_bytes: int = MAX_QUEUED_BYTES

@@ -67,8 +67,9 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
     # A full disk may have truncated the file, or a user has written it.
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"{path} holds a cluster secret of {len(secret)} characters, but the minimum "
-            f"is {MIN_SECRET_BYTES}: remove the file, and the next start creates another"
+            f"{path} holds a cluster secret of {len(secret)} characters, but the "
+            f"minimum is {MIN_SECRET_BYTES}: remove the file, and the next start "
+            "creates another"
         )
     return secret
 
@@ -95,14 +96,16 @@ def check_is_local(address: str, setting: str) -> None:
     """
     if not is_local(address):
         raise ValueError(
-            f"{setting} accepts connections from other machines, whose servers would have "
-            "other secrets: set BATON_CLUSTER_SECRET to the same text for all of them "
-            "(openssl rand -hex 32)"
+            f"{setting} accepts connections from other machines, whose servers would "
+            "have other secrets: set BATON_CLUSTER_SECRET to the same text for all of "
+            "them (openssl rand -hex 32)"
         )
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret that only this user can read, unless the file exists by then."""
+    """Writes a new secret that only this user can read, unless the file exists by
+    then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.parent) as draft:
         draft.write(secrets.token_hex(32))

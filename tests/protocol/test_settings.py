@@ -93,7 +93,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (
             P,
             "--hf-overrides [1]",
-            r"--hf-overrides: .*\[1\].* is no JSON object; write such as",
+            r"--hf-overrides: .*\[1\].* is no JSON object; write for example",
         ),
         (P, "--kv-scales 0.5", "--kv-scales: .*--kv-cache-dtype float8_e4m3fn"),
         (P, "--port 65536", "--port: must be less than or equal to 65535"),
@@ -278,7 +278,7 @@ def test_a_variable_of_a_group_that_is_no_json_is_refused(
 ) -> None:
     monkeypatch.setenv("BATON_DECODE", "{")
     with pytest.raises(
-        ConfigError, match=r"^BATON_DECODE: not JSON; .* as BATON_DECODE__TP$"
+        ConfigError, match=r"^BATON_DECODE: not JSON; .* by BATON_DECODE__TP$"
     ):
         load(UP, [])
 

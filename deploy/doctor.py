@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pydantic import Field
 
 from kvcache.transports import GPU_FIX, Host, UcxRead, inspect_host, ucx_log
-from protocol.process.lifecycle import safe_path
+from protocol.process.environment import safe_path
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 

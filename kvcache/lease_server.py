@@ -21,16 +21,16 @@ from kvcache.offers import Offers
 from kvcache.transfer.pulls.lease_client import Address, new_id
 from kvcache.verify.scope import OnSums, Scope
 from protocol.handshake import (
-    AskDigest,
     Complete,
     Digest,
     EngineMetadata,
-    Found,
     FrameError,
+    GetDigest,
     GetMetadata,
-    Gone,
+    LeaseEnded,
     LeaseRequest,
     Lookup,
+    LookupResult,
     Metadata,
     Ok,
     Refused,
@@ -44,7 +44,7 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_room,
+    await_writable,
     exchange,
     listen,
     tune,
@@ -175,7 +175,7 @@ class LeaseServer:
                 self._offers.lease_ended(lease.lease_id)
             return ended
 
-    def answer_lookup(self, reader: Wire, reply: Found) -> None:
+    def answer_lookup(self, reader: Wire, reply: LookupResult) -> None:
         """Sends the reply to a lookup."""
         self._call_later(partial(self._push, reader, reply))
 
@@ -255,7 +255,7 @@ class LeaseServer:
         try:
             for message in exchange(self._selector, wire):
                 self._reply(wire, message)
-            await_room(self._selector, wire)
+            await_writable(self._selector, wire)
         except WireClosed as error:
             logger.debug("side channel: %s", error)
             self._drop(wire)
@@ -280,15 +280,15 @@ class LeaseServer:
         if wire in self._wires:
             try:
                 wire.send(seal_reply(reply, self._secret))
-                await_room(self._selector, wire)
+                await_writable(self._selector, wire)
             except WireClosed:
                 self._drop(wire)
 
-    def _start_digest(self, request: AskDigest, wire: Wire) -> Gone | None:
+    def _start_digest(self, request: GetDigest, wire: Wire) -> LeaseEnded | None:
         """Starts a digest; None: `_send_digest` will answer."""
         blocks = self._table.blocks(request.lease_id, self._clock())
         if blocks is None:
-            return Gone(nonce=request.nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=request.nonce, reason="unknown or ended")
         if request.nonce in self._digesting:
             self._digesting[request.nonce] = wire  # the request was repeated
             return None
@@ -309,14 +309,14 @@ class LeaseServer:
         self._digest(scope, blocks, on_sums)
         return None
 
-    def _send_digest(self, request: AskDigest, sums: bytes) -> None:
-        """Answers with the digest if its lease is still held, else with Gone."""
+    def _send_digest(self, request: GetDigest, sums: bytes) -> None:
+        """Answers with the digest if its lease is still held, else with LeaseEnded."""
         reply: Reply
         if self._table.blocks(request.lease_id, self._clock()) is not None:
             reply = Digest(nonce=request.nonce, sums=sums)
         else:
             reason = "it ended while its digest was computed"
-            reply = Gone(nonce=request.nonce, reason=reason)
+            reply = LeaseEnded(nonce=request.nonce, reason=reason)
         self._push(self._digesting.pop(request.nonce), reply)
 
     def _drop(self, wire: Wire) -> None:
@@ -355,19 +355,19 @@ class LeaseServer:
         if request.incarnation != self._metadata.incarnation:
             self._counters["gone"] += 1
             reason = "this prefill server was restarted"
-            return Gone(nonce=request.nonce, reason=reason)
+            return LeaseEnded(nonce=request.nonce, reason=reason)
         if isinstance(request, Subscribe):
             return self._offers.subscribe(request, wire, self._clock())
-        if isinstance(request, AskDigest):
+        if isinstance(request, GetDigest):
             return self._start_digest(request, wire)
         if isinstance(request, Lookup):
             if len(self.lookups) >= _MAX_LOOKUPS:
-                return Found(nonce=request.nonce, remote=None)
+                return LookupResult(nonce=request.nonce, remote=None)
             self.lookups.append((request, wire))
             return None
         if not self._apply(request, self._clock()):
             self._counters["gone"] += 1
-            return Gone(nonce=request.nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=request.nonce, reason="unknown or ended")
         self._counters["renewed"] += isinstance(request, Renew)
         return Ok(nonce=request.nonce)
 

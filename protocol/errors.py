@@ -169,7 +169,7 @@ class KVCorrupt(RemoteKVError, code="kv_corrupt"):
     """The pulled bytes differ from the lender's. The message says where."""
 
 
-class PullWithheld(RemoteKVError, code="pull_withheld"):
+class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
     """The circuit of the peer is open, so no pull was attempted."""
 
 

@@ -263,6 +263,11 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return from_code(self.code, self.message, self.param)
 
 
+# HTTP response headers with a KVUsage: that of this server, and that of the prefill leg.
+KV_HEADER = "x-baton-kv"
+PREFILL_KV_HEADER = "x-baton-kv-prefill"
+
+
 class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens by the source of their KV.
 

@@ -22,8 +22,13 @@ from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError, NoServerAvailable
 from protocol.http import sse
 from protocol.http.bodies import ClientDisconnected, is_closing
-from protocol.http.connections import KV_HEADER, PREFILL_KV_HEADER
-from protocol.messages import MOVED, AddRequest, TokenDelta
+from protocol.messages import (
+    KV_HEADER,
+    MOVED,
+    PREFILL_KV_HEADER,
+    AddRequest,
+    TokenDelta,
+)
 from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger

@@ -18,7 +18,7 @@ from kvcache.groups import without_null_blocks
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
-from protocol.handshake import Found, Lookup
+from protocol.handshake import Lookup, LookupResult
 from protocol.messages import FirstToken, RemotePrefill, call_of
 from protocol.metrics import stat_key
 
@@ -212,7 +212,7 @@ class Lender(KVConnector):
                 return
             asked, reader = self._leases.lookups.popleft()
             self._leases.answer_lookup(
-                reader, Found(nonce=asked.nonce, remote=self._look_up(asked))
+                reader, LookupResult(nonce=asked.nonce, remote=self._look_up(asked))
             )
         self.core.wake()  # for those that are left
 

@@ -27,7 +27,7 @@ from protocol.errors import GrammarQueueFull, InternalError, Overloaded
 from protocol.messages import Grammar
 from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
-from protocol.process.lifecycle import child_environment
+from protocol.process.environment import child_environment
 
 MEMORY_BYTES = 256 * 2**20  # for the compilation of one grammar
 MAX_HELD_BYTES = 4 * 2**30  # of the grammars of all open requests

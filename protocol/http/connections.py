@@ -47,6 +47,7 @@ from protocol.http.bodies import EXTENSION, Bodies, connection_state
 from protocol.http.deadlines import Countdown
 from protocol.http.tls import Certificate
 from protocol.ipc.wire import keep_alive
+from protocol.messages import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
 
@@ -57,10 +58,6 @@ MAX_AHEAD = 200  # pipelined requests; uvicorn reads further ones with each resp
 MAX_TARGET_BYTES = 8192  # of a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # of a body whose request has been answered
-# Response headers: prompt tokens by the source of their KV, for this server and for the
-# prefill leg.
-KV_HEADER = "x-baton-kv"
-PREFILL_KV_HEADER = "x-baton-kv-prefill"
 # Response headers that web pages of other origins may read.
 _EXPOSED = [
     "x-request-id",

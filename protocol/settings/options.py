@@ -545,7 +545,7 @@ class RegisterOptions(ServerOptions):
 
 class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
-    """file of API keys with one JSON object per line (docs/operations.md); it is read
+    """file of API keys with one JSON object per line (docs/deployment.md); it is read
     again when it changes
     """
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"

@@ -70,7 +70,7 @@ def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
 
 def local_tokens(case: Case, side: Side, rank: int) -> np.ndarray:
     """The tokens of the case that a rank stores."""
-    return side.kept(rank, np.arange(case.start, case.stop))
+    return side.stored_tokens(rank, np.arange(case.start, case.stop))
 
 
 def ranks_with_tokens(case: Case, side: Side) -> list[int]:

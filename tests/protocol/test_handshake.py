@@ -27,7 +27,6 @@ from protocol.handshake import (
     Reply,
     Request,
     check_compatible,
-    check_consistent,
     kv_digest,
     may_pair,
     open_reply,
@@ -36,6 +35,7 @@ from protocol.handshake import (
     seal_reply,
     seal_request,
 )
+from protocol.metadata_rules import check_consistent
 
 SECRET = b"cluster secret"
 

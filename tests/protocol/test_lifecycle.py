@@ -170,9 +170,9 @@ def test_a_child_elsewhere_imports_its_parents_baton_and_nothing_of_that_directo
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
     program = """
 import subprocess, sys
-from protocol.process import lifecycle
+from protocol.process import environment
 child = [sys.executable, "-c", "import json, protocol; print(protocol.__file__)"]
-subprocess.run(child, cwd=sys.argv[1], env=lifecycle.child_environment(), check=True)
+subprocess.run(child, cwd=sys.argv[1], env=environment.child_environment(), check=True)
 """
     argv = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(

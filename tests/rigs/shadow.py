@@ -167,7 +167,7 @@ class ShadowExecutor:
         """Of the step that is waited for; by default it runs when its result is asked for."""
         return True
 
-    def blocks_under_way(self) -> set[int]:
+    def blocks_in_flight(self) -> set[int]:
         return {block for step in self.under_way for block in step.blocks}
 
     def execute(self, step: StepInput, masks: Int32s | None) -> StepOutput:
@@ -392,7 +392,7 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
 
     def checked(num_blocks: int) -> list[int]:
         taken = allocate(num_blocks)
-        assert not executor.blocks_under_way().intersection(taken), (
+        assert not executor.blocks_in_flight().intersection(taken), (
             "a step may still write there"
         )
         return taken

@@ -55,9 +55,9 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from protocol.errors import BatonError, InternalError, PullCircuitOpen
 from protocol.handshake import (
     CompatRecord,
-    Found,
     LeaseRequest,
     Lookup,
+    LookupResult,
     Metadata,
     Refused,
     Reply,
@@ -480,7 +480,7 @@ class PullCoordinator:
             self._digests.on_report(report)
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
-        if isinstance(reply, Found):
+        if isinstance(reply, LookupResult):
             self._lookups.on_reply(address, reply, self._clock())
         elif isinstance(reply, Metadata):
             self._handshakes.on_metadata(address, reply)

@@ -6,7 +6,7 @@ pull, and the pull knows which of its messages was answered.
 """
 
 from kvcache.verify.scope import Scope
-from protocol.handshake import AbortLease, AskDigest, Complete, Renew, Subscribe
+from protocol.handshake import AbortLease, Complete, GetDigest, Renew, Subscribe
 from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S = 0.02  # shortest time between two renewals
@@ -78,9 +78,9 @@ def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortL
     )
 
 
-def ask_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> AskDigest:
+def ask_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest:
     """Requests P's digest of the KV in `scope`."""
-    return AskDigest(
+    return GetDigest(
         nonce=nonce,
         incarnation=remote.incarnation,
         lease_id=remote.lease_id,

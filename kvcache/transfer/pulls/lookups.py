@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvcache.transfer.pulls.messages import LookedUp, PullSettings, key_of
 from kvcache.transfer.pulls.peers import PeerRecord, PeerTable
-from protocol.handshake import AbortLease, Found, GetMetadata, Lookup, Request
+from protocol.handshake import AbortLease, GetMetadata, Lookup, LookupResult, Request
 from protocol.messages import KVHint, RemotePrefill
 
 
@@ -89,7 +89,9 @@ class Lookups:
         for nonce in expired_nonces:
             self._end(nonce, "late", now)
 
-    def on_reply(self, address: tuple[str, int], reply: Found, now: float) -> None:
+    def on_reply(
+        self, address: tuple[str, int], reply: LookupResult, now: float
+    ) -> None:
         """The engine has answered. The lease of a late reference is aborted."""
         lookup = self._open.get(reply.nonce)
         remote = reply.remote

@@ -17,14 +17,9 @@ from protocol.errors import (
     PeerUnreachable,
     PullCircuitOpen,
 )
-from protocol.handshake import (
-    DIGESTS,
-    CompatRecord,
-    EngineMetadata,
-    check_compatible,
-    check_consistent,
-)
+from protocol.handshake import DIGESTS, CompatRecord, EngineMetadata, check_compatible
 from protocol.messages import KVHint, RemotePrefill
+from protocol.metadata_rules import check_consistent
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 # Peers that are remembered while idle. The references that name them are signed, so

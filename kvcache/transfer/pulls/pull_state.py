@@ -46,10 +46,10 @@ from protocol.errors import (
 )
 from protocol.handshake import (
     AbortLease,
-    AskDigest,
     Complete,
     Digest,
-    Gone,
+    GetDigest,
+    LeaseEnded,
     Ok,
     Progress,
     Subscribe,
@@ -114,7 +114,7 @@ class PullState:
         # The first renewal is sent at once, because the lease may have ended already.
         self._next_renewal = now
         self._timeout = _NEVER  # of the phase
-        self._next_retry = _NEVER  # of COMPLETE or AskDigest
+        self._next_retry = _NEVER  # of COMPLETE or GetDigest
         # While the prompt grows, P must have answered by this time.
         self._answer_deadline = _NEVER
         if self._grows:
@@ -194,7 +194,7 @@ class PullState:
         return self._continue_when_verified(now)
 
     def on_reply(
-        self, reply: Ok | Gone | Progress | Digest, now: float
+        self, reply: Ok | LeaseEnded | Progress | Digest, now: float
     ) -> list[Action]:
         """P has answered a message of this pull."""
         if self._grows and self._renews:
@@ -215,7 +215,7 @@ class PullState:
         is_renewal = reply.nonce in renewal_nonces and self._renews
         if not (is_fence or is_renewal):
             return []
-        if isinstance(reply, Gone):
+        if isinstance(reply, LeaseEnded):
             lease = f"lease {self.remote.lease_id} on {self.remote.engine_id}"
             return self.fail(LeaseGone(f"{lease} is gone: {reply.reason}"), now)
         return self._end(self._done(now)) if is_fence else []
@@ -362,7 +362,7 @@ class PullState:
         verb = "again" if self._is_repeating_digest else "digest"
         return f"{verb}{self._ordered_stop}-{self.attempt_id}"
 
-    def _ask_digest(self, scope: Scope, now: float) -> AskDigest:
+    def _ask_digest(self, scope: Scope, now: float) -> GetDigest:
         self._next_retry = now + self._settings.fence_retry_s
         return lease_messages.ask_digest(self.remote, self._digest_nonce, scope)
 

@@ -1,0 +1,134 @@
+"""Checks that the metadata of a peer does not contradict itself."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from protocol.errors import PeerIncompatible
+from protocol.handshake import (
+    AXES,
+    FP8,
+    ITEMSIZE,
+    MAX_BYTES,
+    MAX_GROUPS,
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    RankMetadata,
+)
+from protocol.short_repr import short_repr
+
+
+def check_consistent(metadata: EngineMetadata) -> None:
+    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself.
+
+    After this check, every KV block of a rank lies inside the region that the peer
+    registered. `check_compatible` and the transfer plan compare it with this engine.
+    """
+    for rule in _rules(metadata):
+        if not rule.is_satisfied:
+            raise PeerIncompatible(
+                f"{rule.field} is {short_repr(rule.value)} in the peer's metadata; "
+                f"it must {rule.requirement}.",
+                param=rule.field,
+            )
+
+
+class _Rule(NamedTuple):
+    field: str
+    value: object
+    is_satisfied: bool
+    requirement: str  # continues "it must"
+
+
+def _within(field: str, value: int, low: int, high: int) -> _Rule:
+    return _Rule(field, value, low <= value <= high, f"be {low} to {high}")
+
+
+def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
+    return _Rule(field, value, value in allowed, f"be one of {sorted(allowed)}")
+
+
+def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
+    """Yields the rules in an order in which each may rely on the earlier ones."""
+    yield _Rule(
+        "protocol_version",
+        metadata.protocol_version,
+        metadata.protocol_version == PROTOCOL_VERSION,
+        f"be {PROTOCOL_VERSION}",
+    )
+    yield from _scale_rules(metadata.compat)
+    yield from _rank_number_rules(metadata)
+    num_groups = len(metadata.compat.kv_windows)
+    yield _within("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
+    scales = metadata.compat.kv_scales
+    yield _Rule(
+        "compat.kv_scales",
+        scales,
+        num_groups < 2 or set(scales) <= {1.0},
+        "be 1 where there are several KV groups",
+    )
+    for rank in metadata.ranks:
+        yield from _allocation_rules(rank)
+        yield from _layout_rules(rank, metadata.compat.kv_dtype)
+
+
+def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
+    yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
+    scales = compat.kv_scales
+    count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
+    yield _Rule(
+        "compat.kv_scales' length",
+        len(scales),
+        len(scales) == count,
+        f"be {count} of {compat.kv_dtype}",
+    )
+    yield _Rule(
+        "compat.kv_scales",
+        scales,
+        all(math.isfinite(scale) and scale > 0 for scale in scales),
+        "be finite numbers above 0",
+    )
+
+
+def _rank_number_rules(metadata: EngineMetadata) -> Iterator[_Rule]:
+    tp_size = metadata.tp_size
+    dcp_size = metadata.dcp_size
+    yield _Rule(
+        "dcp_size",
+        dcp_size,
+        0 < dcp_size and tp_size % dcp_size == 0,
+        f"divide tp_size {tp_size}",
+    )
+    numbers = [rank.rank for rank in metadata.ranks]
+    is_complete = numbers == list(range(len(numbers))) and 0 < len(numbers) == tp_size
+    yield _Rule(
+        "ranks", numbers[:64], is_complete, f"be all of tp_size {tp_size} in order"
+    )
+
+
+def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:
+    where = f"ranks[{rank.rank}]"
+    max_address = (1 << 64) - rank.nbytes
+    yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
+    yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
+    yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
+    yield _within(f"{where}.base_address", rank.base_address, 1, max_address)
+
+
+def _layout_rules(rank: RankMetadata, kv_dtype: str) -> Iterator[_Rule]:
+    layout = rank.layout
+    where = f"ranks[{rank.rank}].layout"
+    yield _Rule(
+        f"{where}.order",
+        layout.order,
+        sorted(layout.order) == sorted(AXES) and layout.order.endswith("D"),
+        f"have each of {AXES} once, D last",
+    )
+    yield _one_of(f"{where}.dtype", layout.dtype, (kv_dtype,))
+    sizes = ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim")
+    for name in sizes:
+        yield _within(f"{where}.{name}", getattr(layout, name), 1, 1 << 32)
+    yield _within(f"{where}.block_size", layout.block_size, 1, 256)
+    fits = layout.nbytes <= rank.nbytes
+    yield _Rule(where, layout.nbytes, fits, f"fit in nbytes {rank.nbytes}")

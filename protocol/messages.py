@@ -263,7 +263,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return from_code(self.code, self.message, self.param)
 
 
-# HTTP response headers with a KVUsage: that of this server, and that of the prefill leg.
+# HTTP response headers with a KVUsage: that of this server, that of the prefill leg.
 KV_HEADER = "x-baton-kv"
 PREFILL_KV_HEADER = "x-baton-kv-prefill"
 

@@ -4,7 +4,7 @@
     expect ---------------> the engine has the prompt
     grow, ..., finish ----> one lease that grows; readers get each part and, at the end,
                             the reference
-    withdraw -------------> readers get Gone, as at the end of the lease
+    withdraw -------------> readers get LeaseEnded, as at the end of the lease
 
 This module is pure: the clock is an argument, and a reader is any object of the caller.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvcache.lease import LeaseTable
-from protocol.handshake import Gone, Ok, Progress, Subscribe
+from protocol.handshake import LeaseEnded, Ok, Progress, Subscribe
 
 # How long a subscription waits for its prompt, because a request body may take long to
 # arrive; and how long an ended prompt is remembered, because a subscription may be
@@ -198,18 +198,18 @@ class Offers(Generic[R]):
 
     # -- calls for readers
 
-    def subscribe(self, request: Subscribe, reader: R, now: float) -> Ok | Gone:
+    def subscribe(self, request: Subscribe, reader: R, now: float) -> Ok | LeaseEnded:
         """Adds or renews a subscription; `take_messages` returns its messages."""
         nonce = request.nonce
         offer = self._offers.get(request.transfer_id)
         if offer is None:
             if len(self._remembered_until) >= _MAX_REMEMBERED:
-                return Gone(nonce=nonce, reason="too many prompts are waited for")
+                return LeaseEnded(nonce=nonce, reason="too many prompts are waited for")
             offer = self._offers[request.transfer_id] = _Offer()
             self._remembered_until[request.transfer_id] = now + REMEMBERED_S
         is_new = nonce not in offer.subscriptions
         if is_new and len(offer.subscriptions) >= _MAX_READERS:
-            return Gone(nonce=nonce, reason="it has too many readers")
+            return LeaseEnded(nonce=nonce, reason="it has too many readers")
         if offer.lease_id:
             self._table.renew(offer.lease_id, now)
         offer.is_given_up = False
@@ -249,12 +249,12 @@ class Offers(Generic[R]):
 
     def take_messages(
         self, now: float, is_slow: Callable[[R], bool]
-    ) -> list[tuple[R, Progress | Gone]]:
+    ) -> list[tuple[R, Progress | LeaseEnded]]:
         """The messages to send to readers now.
 
         A slow reader gets its messages later, combined into one.
         """
-        messages: list[tuple[R, Progress | Gone]] = []
+        messages: list[tuple[R, Progress | LeaseEnded]] = []
         changed = self._changed
         self._changed = set()
         for transfer_id in changed:
@@ -277,9 +277,9 @@ class Offers(Generic[R]):
                 self._remembered_until.setdefault(transfer_id, now + REMEMBERED_S)
         return messages + self._remove_expired(now)
 
-    def _remove_expired(self, now: float) -> list[tuple[R, Progress | Gone]]:
+    def _remove_expired(self, now: float) -> list[tuple[R, Progress | LeaseEnded]]:
         """Removes prompts after REMEMBERED_S, and the oldest beyond _MAX_REMEMBERED."""
-        messages: list[tuple[R, Progress | Gone]] = []
+        messages: list[tuple[R, Progress | LeaseEnded]] = []
         while self._remembered_until:
             transfer_id, until = next(iter(self._remembered_until.items()))
             if until > now and len(self._remembered_until) <= _MAX_REMEMBERED:
@@ -287,23 +287,23 @@ class Offers(Generic[R]):
             del self._remembered_until[transfer_id]
             offer = self._offers.pop(transfer_id)
             for nonce, subscription in offer.subscriptions.items():
-                message = Gone(nonce=nonce, reason="unknown")
+                message = LeaseEnded(nonce=nonce, reason="unknown")
                 messages.append((subscription.reader, message))
         return messages
 
     def _message_for(
         self, offer: _Offer[R], nonce: str, subscription: _Subscription[R]
-    ) -> Progress | Gone | None:
+    ) -> Progress | LeaseEnded | None:
         """The next message of a subscription, which ends with its last message."""
         is_other_prompt = (
             offer.request_id and subscription.prompt_digest != offer.prompt_digest
         )
         if is_other_prompt:
             del offer.subscriptions[nonce]
-            return Gone(nonce=nonce, reason="it is of another prompt")
+            return LeaseEnded(nonce=nonce, reason="it is of another prompt")
         if offer.has_ended:
             del offer.subscriptions[nonce]
-            return Gone(nonce=nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=nonce, reason="unknown or ended")
         first = subscription.num_announced
         if not offer.reference and len(offer.block_ids) <= first:
             return None

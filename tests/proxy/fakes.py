@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from tests.rigs.brief_naps import take_brief_naps
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients
@@ -22,7 +23,6 @@ from protocol.server_stats import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
-from tests.rigs.brief_naps import take_brief_naps
 from tests.rigs.metric import metric
 
 take_brief_naps()

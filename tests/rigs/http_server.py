@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from msgspec.structs import replace
+from tests.rigs.brief_naps import take_brief_naps
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
@@ -20,7 +21,6 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import DecodeSettings, PrefillSettings
-from tests.rigs.brief_naps import take_brief_naps
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 

@@ -269,7 +269,7 @@ class AttentionBackend(ABC):
         return False
 
     def require_lse(self) -> None:
-        """Announces that all forwards pass `lse`; some kernels need it when planned."""
+        """Announces that all forwards will pass `lse`; some plans depend on it."""
         return None
 
     def forward(

@@ -21,8 +21,8 @@ _BLOCKS_PER_SM: Final = 3
 def num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     """Number of pieces that a step may have.
 
-    They are enough to fill the GPU, with some spare ones for contexts that are longer
-    than others.
+    This is enough to fill the GPU. SPARE_PIECES allow for contexts that are longer than
+    others.
     """
     return max(num_seqs + SPARE_PIECES, _BLOCKS_PER_SM * num_sms // num_kv_heads)
 

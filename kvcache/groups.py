@@ -29,7 +29,7 @@ _MAX_PADDING_SHARE = 0.05
 
 
 def without_null_blocks(blocks: Iterable[int]) -> list[int]:
-    """The blocks of a table, without null blocks."""
+    """The blocks of a table that are not the null block."""
     return [block for block in blocks if block != NULL_BLOCK]
 
 

@@ -205,7 +205,7 @@ class Digester:
             first_layer: Number of the group's first layer, over all groups.
 
         Returns:
-            The rows, and the digest's chunk that is their first chunk.
+            The rows, and the index of their first chunk in the digest.
         """
         layout = self._layout
         strides = {

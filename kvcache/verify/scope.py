@@ -55,7 +55,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
         return range(first, -(-self.stop // self.chunk_tokens))
 
     def layers(self, count: int) -> IntArray:
-        """i64 [chunks, layers]: the layers, of `count`, that each chunk covers."""
+        """i64 [chunks, layers]: which of `count` layers are digested, by chunk."""
         all_layers = np.arange(count)
         if not self.samples:
             return np.broadcast_to(all_layers, (len(self.chunks), count))

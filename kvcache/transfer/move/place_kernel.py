@@ -151,9 +151,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     source_base = tl.multiple_of(source_address.to(tl.pointer_type(SOURCE)), 16)
     target_base = tl.multiple_of(target_address.to(tl.pointer_type(TARGET)), 16)
     row_units = _divisor(p)
-    size_0, size_1, size_2 = _divisor(p + 3), _divisor(p + 9), _divisor(p + 15)
-    axis_0, axis_1, axis_2 = _axis(p + 6), _axis(p + 12), _axis(p + 18)
-    size_3, axis_3 = _divisor(p + 21), _axis(p + 24)
+    size_0 = _divisor(p + 3)
+    axis_0 = _axis(p + 6)
+    size_1 = _divisor(p + 9)
+    axis_1 = _axis(p + 12)
+    size_2 = _divisor(p + 15)
+    axis_2 = _axis(p + 18)
+    size_3 = _divisor(p + 21)
+    axis_3 = _axis(p + 24)
     lanes = tl.arange(0, WIDTH)[None, :]
     for start in tl.range(
         tl.program_id(0) * TILE, num_units, tl.num_programs(0) * TILE, num_stages=1

@@ -89,7 +89,8 @@ class RankLinks:
         selector: BaseSelector,
         on_report: Callable[[Report], None],
     ) -> None:
-        self._selector, self._on_report = selector, on_report
+        self._selector = selector
+        self._on_report = on_report
         self._wires = [Wire(end, _MAX_BYTES) for end in ends]
         for wire in self._wires:
             selector.register(wire, EVENT_READ, partial(self._receive, wire))

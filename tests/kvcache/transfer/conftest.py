@@ -11,7 +11,10 @@ from tests.rigs.memory_agent import MemoryAgent
 
 @pytest.fixture
 def rig() -> Iterator[Callable[..., Any]]:
-    """Makes prefill and decode sides that are closed after the test, over memory unless told."""
+    """Makes prefill and decode sides that are closed after the test.
+
+    They use MemoryAgent unless the test passes another agent.
+    """
     made: list[Any] = []
 
     def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -25,6 +28,6 @@ def rig() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where a prefill side may end and another one come."""
+    """A port at which one prefill side may end and another one start."""
     with reserved_ports(1) as (port,):
         yield port

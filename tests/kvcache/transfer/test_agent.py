@@ -1,4 +1,7 @@
-"""One contract for every TransferAgent: over NIXL between processes, within one, and in memory."""
+"""The contract of every TransferAgent.
+
+It is tested over NIXL between processes, over NIXL in one process, and in memory.
+"""
 
 import threading
 import time
@@ -34,21 +37,20 @@ class LocalPeer:
 
 
 class Reader:
-    """An agent with a destination, and the peer it reads from."""
+    """An agent with target memory, and the peer that it reads from."""
 
     def __init__(self, agent: TransferAgent, peer: Any) -> None:
-        self.agent, self.peer = agent, peer
+        self.agent = agent
+        self.peer = peer
         self.into = np.zeros(NBYTES, dtype=np.uint8)
         agent.register(self.into.ctypes.data, self.into.nbytes)
         self.name = agent.add_peer(peer.metadata)
 
     def post(self, runs: list[tuple[int, int, int]]) -> ReadHandle:
-        """READ of (local offset, remote offset, length) triples."""
+        """Posts a READ of (local offset, remote offset, length) triples."""
         rows = np.array(runs, dtype=np.int64)
-        local, remote = (
-            rows[:, 0] + self.into.ctypes.data,
-            rows[:, 1] + self.peer.address,
-        )
+        local = rows[:, 0] + self.into.ctypes.data
+        remote = rows[:, 1] + self.peer.address
         return self.agent.read(self.name, local, remote, rows[:, 2])
 
     def finish(self, handle: ReadHandle) -> ReadState:
@@ -71,7 +73,10 @@ def nixl_agent(**options: Any) -> TransferAgent:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[MemoryPeer]]:
-    """The process that serves this module's tests; a test that kills it gets the next a new one."""
+    """The process that serves the tests of this module.
+
+    After a test has killed it, the next test gets a new one.
+    """
     started: list[MemoryPeer] = []
     yield started
     for peer in started:
@@ -85,20 +90,23 @@ def reader(
     agent: TransferAgent
     peer: Any
     if request.param == "memory":
-        agent, peer = MemoryAgent(), LocalPeer(MemoryAgent())
+        agent = MemoryAgent()
+        peer = LocalPeer(MemoryAgent())
     elif request.param == "nixl":
-        agent, peer = nixl_agent(), LocalPeer(nixl_agent())
+        agent = nixl_agent()
+        peer = LocalPeer(nixl_agent())
     else:
         if not processes or not processes[-1].process.is_alive():
             processes.append(MemoryPeer(NBYTES))
-        agent, peer = nixl_agent(), processes[-1]
+        agent = nixl_agent()
+        peer = processes[-1]
     yield Reader(agent, peer)
     agent.close()
     if not request.param.endswith("processes"):
         peer.close()
 
 
-def test_reads_exactly_the_runs_asked_for(reader):
+def test_reads_move_exactly_the_requested_runs(reader):
     runs = [(0, 4096, 100), (200, 0, 50), (NBYTES - 64, NBYTES - 64, 64), (300, 7, 1)]
     handle = reader.post(runs)
     assert reader.finish(handle) is ReadState.DONE and handle.ended
@@ -150,7 +158,7 @@ def test_a_peer_can_be_added_twice(reader):
     assert np.array_equal(reader.into[:64], reader.peer.memory[:64])
 
 
-def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader):
+def test_read_from_a_dead_peer_fails_and_other_peers_stay_readable(reader):
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
     reader.peer.kill()
 
@@ -164,7 +172,8 @@ def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader):
     second = LocalPeer(reader.agent.another())
     assert second.agent.name != reader.agent.name
     try:
-        reader.peer, reader.name = second, reader.agent.add_peer(second.metadata)
+        reader.peer = second
+        reader.name = reader.agent.add_peer(second.metadata)
         assert reader.finish(reader.post([(8, 8, 8)])) is ReadState.DONE
     finally:
         second.close()
@@ -184,12 +193,12 @@ def test_an_agent_can_be_handed_to_another_thread(reader):
     assert np.array_equal(reader.into, reader.peer.memory)
 
 
-def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable():
+def test_error_of_an_invalid_transport_names_the_variable():
     program = "from kvcache.transfer.nixl_agent import CannotStart, NixlAgent\n" + (
         "try: NixlAgent()\nexcept CannotStart as error: print(error)"
     )
-    told = run_program(program, UCX_TLS="nonsense")
-    assert "NIXL cannot start UCX (" in told and "UCX_TLS=nonsense" in told
+    message = run_program(program, UCX_TLS="nonsense")
+    assert "NIXL cannot start UCX (" in message and "UCX_TLS=nonsense" in message
 
 
 def test_nixl_binds_its_device_on_every_thread_that_uses_it(monkeypatch):
@@ -244,16 +253,17 @@ reader.peer.close()
 """
 
 
-def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends():
-    """Over TCP, where the peer takes part in a READ."""
+def test_read_from_a_stopped_peer_stays_active_until_it_ends():
+    """TCP is used, because there the peer takes part in a READ."""
     assert "ReadState.ERROR\n" in run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 
-def test_idle_nixl_agents_use_no_processor():
-    peer, agent = LocalPeer(nixl_agent()), nixl_agent()
+def test_idle_nixl_agents_use_no_cpu_time():
+    peer = LocalPeer(nixl_agent())
+    agent = nixl_agent()
     agent.add_peer(peer.metadata)
     before = time.process_time()
-    threading.Event().wait(0.5)  # the span being measured, not a wait for a state
+    threading.Event().wait(0.5)  # the measured time, not a wait for a state
     used_s = time.process_time() - before
     agent.close()
     peer.close()

@@ -1,4 +1,4 @@
-"""The coordinator by itself, round by round; the test plays the rank."""
+"""The coordinator without a worker, round by round. The test acts as the rank."""
 
 import os
 from collections.abc import Iterator
@@ -23,30 +23,31 @@ from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):
-    """With one rank; it reads nothing, and ends when the test says so."""
+    """A coordinator with one rank, which reads nothing. The test reports its end."""
 
     def __init__(self) -> None:
-        self.clock, self.told = Clock(), list[int]()
+        self.clock = Clock()
+        self.notifications = list[int]()
         super().__init__([], compat(), SECRET, clock=self.clock)
-        self.on_event = lambda: self.told.append(1)
+        self.on_event = lambda: self.notifications.append(1)
         self.commands: list[Command] = []
 
     def next_events(self) -> list[Any]:
         while not (events := self.drain()):
-            self.go_on()
+            self.run_round()
         return events
 
-    def go_on(self) -> None:
+    def run_round(self) -> None:
         self.commands += self.receive(DEADLINE_S)
 
     def read(self, prefill: Prefill, *pull_ids: str) -> None:
-        """Orders pulls, of which no report comes."""
+        """Orders pulls, and returns when their READs are ordered."""
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
         while not all(
             (state := self._pulls.get(each)) and state.is_reading for each in pull_ids
         ):
-            self.go_on()
+            self.run_round()
         self.commands.clear()
 
 
@@ -61,10 +62,8 @@ def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=0, complete=complete)
 
 
-def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(
-    rig, coordinator, monkeypatch
-):
-    """Else blocks would be quarantined for ever: no rank says its end twice."""
+def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monkeypatch):
+    """Otherwise blocks would stay quarantined: no rank reports its end twice."""
     reported = PullState.on_report
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
@@ -94,7 +93,9 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(
     assert coordinator.counters()["pulls_open"] == 0
 
 
-def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(rig, coordinator):
+def test_successful_pull_does_not_close_the_circuit_while_another_hangs(
+    rig, coordinator
+):
     prefill = rig(Prefill)
     coordinator.read(prefill, "hangs", "fine")
     coordinator.report(RankFailing("hangs", 0, ErrorInfo("transfer_failed", "broken")))
@@ -105,10 +106,8 @@ def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(rig, coordinator
     (done,) = coordinator.next_events()
     assert isinstance(done, PullDone)
     coordinator.pull("later", prefill.lease([4], 8), 0, 8, [2])
-    (withheld,) = coordinator.next_events()
-    assert isinstance(withheld, PullFailed) and isinstance(
-        withheld.error, PullCircuitOpen
-    )
+    (failed,) = coordinator.next_events()
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, PullCircuitOpen)
     coordinator.report(ended("hangs", complete=False))
     assert coordinator.next_events() == [PullDrained("hangs")]
     coordinator.read(prefill, "again")
@@ -116,18 +115,20 @@ def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(rig, coordinator
     assert isinstance(coordinator.next_events()[0], PullDone)
 
 
-def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(coordinator):
+def test_call_that_raises_stops_no_other_call_and_events_are_notified_once(coordinator):
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")
     assert coordinator.next_events() == [PullDrained("a"), PullDrained("b")]
-    assert coordinator.counters()["internal_errors"] == 1 and coordinator.told == [1]
+    assert coordinator.counters()[
+        "internal_errors"
+    ] == 1 and coordinator.notifications == [1]
     assert coordinator.drain() == []
 
 
-def test_a_coordinator_leaves_no_descriptor_open():
+def test_closed_coordinator_leaves_no_file_descriptor_open():
     before = len(os.listdir("/proc/self/fd"))
     coordinator = PullCoordinator([], compat(), SECRET)
     coordinator.close()
-    coordinator.cancel("a")  # is nobody's any more
+    coordinator.cancel("a")  # nothing carries this call out any more
     assert len(os.listdir("/proc/self/fd")) == before

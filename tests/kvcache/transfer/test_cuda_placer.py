@@ -1,4 +1,4 @@
-"""Mapped copies by torch, by the kernel's arithmetic and by copy engines, all on the CPU."""
+"""Mapped copies by torch, the kernel's arithmetic and copy engines, all on the CPU."""
 
 import dataclasses
 from typing import Any
@@ -31,47 +31,51 @@ PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
 def place_runs(
     copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
 ) -> None:
-    """As copy engines do what is theirs."""
+    """Copies runs as copy engines do, and all other copies as the kernel does."""
     if not run_bytes_of(copy, factors):
         place_units(copy, source, pool, factors)
         return
-    into = pool.view(-1).view(torch.uint8)
+    target = pool.view(-1).view(torch.uint8)
     for read, write in zip(copy.sources, copy.targets, strict=True):
-        into[write : write + copy.piece_bytes] = source[read : read + copy.piece_bytes]
+        target[write : write + copy.piece_bytes] = source[
+            read : read + copy.piece_bytes
+        ]
 
 
 def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
-    """What D holds after all launches."""
-    into, transfer = garbage(case, case.d, d_rank), case.transfer(d_rank)
-    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
+    """The content of D's pool after all launches."""
+    target = garbage(case, case.d, d_rank)
+    transfer = case.transfer(d_rank)
+    pool = torch.from_numpy(target).view(case.layout(case.d, d_rank).shape)
     memories = [
         memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)
     ]
     for copy in launches(transfer.copies(), chunk_bytes):
         by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.factors)
-    return into
+    return target
 
 
-def scaled(case: Case, has_own_scales: bool) -> tuple[Case, np.ndarray]:
-    """With scales on one or both sides, and the factors by layer and component."""
+def scaled(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
+    """A case with scales on one or both sides, and its factors by layer and component."""
     numbers = np.arange(case.layers * case.components)
-    theirs = 2.0**numbers  # exact in float32
-    ours = 4.0**-numbers if has_own_scales else np.ones(len(numbers))
-    p = dataclasses.replace(case.p, scales=tuple(theirs.tolist()))
+    p_scales = 2.0**numbers  # exact in float32
+    d_scales = 4.0**-numbers if d_has_scales else np.ones(len(numbers))
+    p = dataclasses.replace(case.p, scales=tuple(p_scales.tolist()))
     d = dataclasses.replace(
-        case.d, scales=tuple(ours.tolist()) if has_own_scales else ()
+        case.d, scales=tuple(d_scales.tolist()) if d_has_scales else ()
     )
-    factors = (theirs / ours).reshape(case.layers, case.components)
+    factors = (p_scales / d_scales).reshape(case.layers, case.components)
     return dataclasses.replace(case, p=p, d=d), factors
 
 
-RANKS, CHUNKS = st.integers(0, 7), st.integers(1, 10_000)
+RANKS = st.integers(0, 7)
+CHUNKS = st.integers(1, 10_000)
 BY = st.sampled_from([place, place_units, place_runs])
 
 
 @PROPERTY
 @given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
-def test_all_elements_arrive_and_nothing_else(
+def test_placing_writes_exactly_the_requested_elements(
     case, d_rank, dtypes, chunk_bytes, widen, by, alike
 ):
     case = with_dtypes(
@@ -82,32 +86,30 @@ def test_all_elements_arrive_and_nothing_else(
             case, d=dataclasses.replace(case.d, order=case.p.order)
         )
     d_rank %= case.d.tp
-    wanted = memory_of(case, case.d, d_rank, case.start)
-    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
+    expected = memory_of(case, case.d, d_rank, case.start)
+    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), expected)
 
 
 @PROPERTY
 @given(cases(), RANKS, CHUNKS, BY, st.booleans())
 def test_elements_are_multiplied_by_layer_factors(
-    case, d_rank, chunk_bytes, by, has_own_scales
+    case, d_rank, chunk_bytes, by, d_has_scales
 ):
     d_rank %= case.d.tp
-    plain, layout = (
-        memory_of(case, case.d, d_rank, case.start),
-        case.layout(case.d, d_rank),
-    )
-    case, factors = scaled(case, has_own_scales)
+    plain = memory_of(case, case.d, d_rank, case.start)
+    layout = case.layout(case.d, d_rank)
+    case, factors = scaled(case, d_has_scales)
     factors = (
         factors.T if layout.order.index("C") < layout.order.index("L") else factors
     )
     lying = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
-    wanted = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
-    wanted = np.where(plain == GARBAGE, GARBAGE, wanted).astype(np.float32)
-    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
+    expected = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
+    expected = np.where(plain == GARBAGE, GARBAGE, expected).astype(np.float32)
+    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), expected)
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
-def test_a_division_by_a_constant_is_a_multiplication(size, number):
+def test_divisor_replaces_a_division_by_a_multiplication(size, number):
     by, magic, shift = divisor(size)
     assert by == size and 0 < magic <= 2**32
     at_borders = number // size * size, number // size * size - 1
@@ -147,7 +149,7 @@ def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
     ("p", "d", "start", "runs"),  # of the pieces, in floats
     [
         (side(), side(), 0, [24 * 8 * 8]),  # rows x tokens x elements
-        (side(), side(), 3, [0, 24 * 8 * 8]),  # a part of the first block is many
+        (side(), side(), 3, [0, 24 * 8 * 8]),  # a part of the first block is many runs
         (side(), side(tp=2), 0, [12 * 8 * 8]),
         (side(tp=4), side(tp=2), 0, [6 * 8 * 8] * 2),
         (side("BLCNHD"), side("BLCNHD"), 0, [6 * 8 * 4 * 8]),
@@ -167,14 +169,14 @@ def test_launches_cover_all_pieces_and_are_bounded():
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
     half, whole = case.transfer(0).copies()
     assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
-    found = list(launches([half, whole], 3 * whole.piece_bytes + 1))
-    assert [(part.tokens, len(part.sources)) for part in found] == [
+    parts = list(launches([half, whole], 3 * whole.piece_bytes + 1))
+    assert [(part.tokens, len(part.sources)) for part in parts] == [
         (2, 1),
         (4, 3),
         (4, 3),
         (4, 3),
     ]
     assert np.array_equal(
-        np.concatenate([part.targets for part in found[1:]]), whole.targets
+        np.concatenate([part.targets for part in parts[1:]]), whole.targets
     )
     assert len(list(launches([whole], 1))) == 9

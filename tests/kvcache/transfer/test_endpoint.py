@@ -71,6 +71,6 @@ HERE = endpoints(1, 4)[0]
         ),
     ],
 )
-def test_what_no_plan_bridges_is_refused(local, peer, message):
+def test_incompatible_endpoints_are_refused(local, peer, message):
     with pytest.raises(PlanError, match=message):
         check_endpoints(local, peer, 4)

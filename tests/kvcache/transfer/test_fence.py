@@ -1,4 +1,4 @@
-"""The fence where every byte has come: it is P's word that counts, given after that."""
+"""The fence: after the last byte, P's answer decides whether a pull is complete."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ from tests.rigs.process_pair import Child
 
 
 class GatedMapper(Placer):
-    """Its launches are not seen to end before the gate opens."""
+    """A placer whose launches do not appear to end before the gate opens."""
 
     gate: threading.Event
     launched: threading.Event
@@ -32,18 +32,20 @@ class GatedMapper(Placer):
 
 
 class Gate:
-    """Decode sides of the mapped path whose last byte is seen when the test says so."""
+    """Makes placers whose launches appear to end when the test opens the gate."""
 
     def __init__(self) -> None:
-        self.opened, self.launched = threading.Event(), threading.Event()
+        self.opened = threading.Event()
+        self.launched = threading.Event()
 
     def placer(self, pool: KVPool) -> GatedMapper:
         mapper = GatedMapper(pool)
-        mapper.gate, mapper.launched = self.opened, self.launched
+        mapper.gate = self.opened
+        mapper.launched = self.launched
         return mapper
 
     def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
-        """A lease all of whose bytes have come, which nobody has seen."""
+        """Pulls a lease until all its bytes are there. The launch appears active."""
         remote: RemotePrefill = prefill.lease([5], 8)
         decode.coordinator.pull("a", remote, 0, 8, [3])
         assert self.launched.wait(DEADLINE_S)
@@ -51,7 +53,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("how", ["expired", "aborted"])
-def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
+def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, how):
     gate = Gate()
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
@@ -67,8 +69,9 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
 
 
 def test_bytes_of_a_killed_peer_are_not_used(rig):
-    """Its pool is mapped here: every byte comes."""
-    gate, prefill = Gate(), rig(Child, "prefill")
+    """The pool of the peer is mapped, so all of its bytes arrive even after its death."""
+    gate = Gate()
+    prefill = rig(Child, "prefill")
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
     gate.read(prefill, decode)
@@ -77,8 +80,9 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
     assert isinstance(decode.failed(), PeerUnreachable)
 
 
-def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig):
-    gate, prefill = Gate(), rig(Child, "prefill")
+def test_fence_waits_until_a_stopped_peer_continues(rig):
+    gate = Gate()
+    prefill = rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
     remote = gate.read(prefill, decode)

@@ -1,11 +1,11 @@
-"""Whatever P, the network and D's ranks do in whatever order: a pull that is done has read the
-bytes of its lease.
+"""Property: a pull that is done has read the bytes of its lease, whatever else happens.
 
-P's real lease table and offers, D's real pulls, several of them of one lease, which may grow while
-they read; between them messages
-that are late, lost, repeated and overtaken, and memory whose blocks get new content as soon as P
-has them back. P may end or be killed; who then comes at its address has other content everywhere,
-and what still goes to the dead may by chance reach the successor's memory.
+The test uses P's real lease table and offers, and D's real pulls. Several pulls may read
+one lease, which may grow while they read. Messages between them are delayed, lost,
+repeated and reordered. Blocks get new content as soon as P has them back.
+
+P may end or be killed. Its successor at the same address has other content everywhere,
+and a READ from the dead engine may by chance read the memory of the successor.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +32,10 @@ from protocol.messages import RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
-BLOCKS, RANKS = 6, 2
-FOREIGN = "somebody else's"
-SELDOM = st.sampled_from([False, False, False, True])
+BLOCKS = 6
+RANKS = 2
+FOREIGN = "content of another lease"
+RARELY = st.sampled_from([False, False, False, True])
 
 
 class Engine:
@@ -52,7 +53,7 @@ class Engine:
         self.is_alive = True
 
     def collect(self) -> None:
-        """The engine gets blocks back, and uses them at once."""
+        """Takes the blocks of ended leases back, and overwrites them at once."""
         for ended in self.table.drain_ended():
             self.offers.lease_ended(ended.lease_id)
             for block in ended.block_ids:
@@ -69,13 +70,13 @@ class Pulling:
     unread: dict[int, list[int]] = field(
         default_factory=dict
     )  # blocks, by rank that has not ended
-    found: list[str] = field(default_factory=list)
+    read_content: list[str] = field(default_factory=list)
     is_done: bool = False
 
 
 @dataclass(eq=False)
 class Message:
-    """A question on its way, or its answer."""
+    """A request that was sent, or the reply to it."""
 
     pulling: Pulling
     request: LeaseRequest | Subscribe
@@ -89,10 +90,10 @@ class FenceMachine(RuleBasedStateMachine):
         self.engine = Engine(0)
         self.leases: list[tuple[Engine, RemotePrefill]] = []
         self.pullings: list[Pulling] = []
-        self.asked: list[Message] = []
+        self.requests: list[Message] = []
         self.answers: list[Message] = []
         self.lease(2)
-        for _ in range(2):  # readers of one lease
+        for _ in range(2):  # two readers of one lease
             self.begin_pull(*self.leases[0])
 
     # -- P
@@ -113,7 +114,7 @@ class FenceMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))
     def name(self, digest: str) -> None:
-        """A proxy names a prompt to P and to D, which subscribes, perhaps twice."""
+        """A proxy offers a prompt of P to D. D subscribes, perhaps twice."""
         name = f"prompt {len(self.leases)}"
         members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
         remote = replace(
@@ -127,16 +128,16 @@ class FenceMachine(RuleBasedStateMachine):
                 self.begin_pull(*self.leases[-1])
                 state = self.pullings[-1].state
                 self.perform(self.pullings[-1], state.tick(self.d_now))
-                self.arrive(self.asked.pop())
+                self.arrive(self.requests.pop())
 
     @precondition(lambda self: self.engine.growing and self.engine.free)
     @rule(
         data=st.data(),
-        fate=st.sampled_from(["goes on"] * 6 + ["is aborted"]),
-        is_heard=st.booleans(),
+        fate=st.sampled_from(["continues"] * 6 + ["is aborted"]),
+        is_delivered=st.booleans(),
     )
-    def compute(self, data: st.DataObject, fate: str, is_heard: bool) -> None:
-        """A chunk of a block is computed; with the second one the prompt is."""
+    def compute(self, data: st.DataObject, fate: str, is_delivered: bool) -> None:
+        """P computes a chunk of one block. The second chunk completes the prompt."""
         engine = self.engine
         name = data.draw(st.sampled_from(sorted(engine.growing)))
         if fate == "is aborted":
@@ -145,7 +146,8 @@ class FenceMachine(RuleBasedStateMachine):
             return
         if engine.offers.num_leased_blocks(name) is None:
             return
-        block, seals = engine.free.pop(0), bool(engine.growing[name])
+        block = engine.free.pop(0)
+        seals = bool(engine.growing[name])
         engine.content[block] = name
         lease_id = f"{len(engine.growing[name])} of {name}"
         if not engine.offers.grow(name, lease_id, [block], self.p_now, seals=seals):
@@ -157,10 +159,8 @@ class FenceMachine(RuleBasedStateMachine):
             engine.offers.finish(
                 name, f"0 of {name}", engine.growing.pop(name), b"{}", self.p_now
             )
-        if is_heard:
-            for pulling, reply in engine.offers.take_messages(
-                self.p_now, lambda reader: False
-            ):
+        if is_delivered:
+            for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
                 self.perform(pulling, pulling.state.on_reply(reply, self.d_now))
 
     @rule(sweeps=st.booleans())
@@ -205,7 +205,7 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
     @rule(data=st.data(), count=st.integers(1, 4), goes_astray=st.booleans())
     def read(self, data: st.DataObject, count: int, goes_astray: bool) -> None:
-        """A rank reads some blocks, or ends: with everything, unless it was stopped before."""
+        """A rank reads some blocks, and ends after the last one."""
         pulling = data.draw(st.sampled_from([p for p in self.pullings if p.unread]))
         rank = data.draw(st.sampled_from(sorted(pulling.unread)))
         is_wrong = goes_astray and not pulling.source.is_alive
@@ -216,7 +216,9 @@ class FenceMachine(RuleBasedStateMachine):
     ) -> None:
         blocks = pulling.unread[rank]
         for block in blocks[:count]:
-            pulling.found.append(FOREIGN if is_wrong else pulling.source.content[block])
+            pulling.read_content.append(
+                FOREIGN if is_wrong else pulling.source.content[block]
+            )
         del blocks[:count]
         if not blocks:
             del pulling.unread[rank]
@@ -243,29 +245,32 @@ class FenceMachine(RuleBasedStateMachine):
                     blocks = action.remote_block_ids[cut]
                     pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
                 case LeaseRequest() | Subscribe():
-                    self.asked.append(Message(pulling, action))
+                    self.requests.append(Message(pulling, action))
                 case PullDone():
                     assert not pulling.is_done and not pulling.unread
                     remote = pulling.state.remote
-                    whose = remote.transfer_id or remote.lease_id
-                    assert pulling.found == [whose] * len(pulling.found)
-                    assert len(pulling.found) == RANKS * remote.num_tokens // 16
+                    lease_name = remote.transfer_id or remote.lease_id
+                    assert pulling.read_content == [lease_name] * len(
+                        pulling.read_content
+                    )
+                    assert len(pulling.read_content) == RANKS * remote.num_tokens // 16
                     pulling.is_done = True
 
     # -- between them
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), is_lost=SELDOM, comes_again=SELDOM)
-    def question(self, data: st.DataObject, is_lost: bool, comes_again: bool) -> None:
-        message = data.draw(st.sampled_from(self.asked))
-        if not comes_again:
-            self.asked.remove(message)
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), is_lost=RARELY, is_repeated=RARELY)
+    def question(self, data: st.DataObject, is_lost: bool, is_repeated: bool) -> None:
+        message = data.draw(st.sampled_from(self.requests))
+        if not is_repeated:
+            self.requests.remove(message)
         if is_lost:
             return
         self.arrive(message)
 
     def arrive(self, message: Message) -> None:
-        request, engine = message.request, self.engine
+        request = message.request
+        engine = self.engine
         ok = request.incarnation == engine.incarnation
         reply: Ok | LeaseEnded
         match request:
@@ -287,11 +292,11 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pullings)
     @rule(data=st.data())
     def go_well(self, data: st.DataObject) -> None:
-        """A pull gets on for a while as if nothing ever went wrong."""
+        """A pull proceeds for a while without any fault."""
         pulling = data.draw(st.sampled_from(self.pullings))
         for _ in range(3):
-            for message in [m for m in self.asked if m.pulling is pulling]:
-                self.asked.remove(message)
+            for message in [m for m in self.requests if m.pulling is pulling]:
+                self.requests.remove(message)
                 self.arrive(message)
             for message in [m for m in self.answers if m.pulling is pulling]:
                 self.answers.remove(message)
@@ -300,20 +305,18 @@ class FenceMachine(RuleBasedStateMachine):
             for rank in sorted(pulling.unread):
                 self.read_some(pulling, rank, 4, is_wrong=not pulling.source.is_alive)
 
-    @rule(is_lost=SELDOM)
+    @rule(is_lost=RARELY)
     def tell(self, is_lost: bool) -> None:
-        """P tells its readers."""
-        for pulling, reply in self.engine.offers.take_messages(
-            self.p_now, lambda reader: False
-        ):
+        """P sends progress to the readers of its prompts."""
+        for pulling, reply in self.engine.offers.take(self.p_now, lambda reader: False):
             if not is_lost:
                 self.answers.append(Message(pulling, pulling.state.abort(), reply))
 
     @precondition(lambda self: self.answers)
-    @rule(data=st.data(), comes_again=SELDOM)
-    def answer(self, data: st.DataObject, comes_again: bool) -> None:
+    @rule(data=st.data(), is_repeated=RARELY)
+    def answer(self, data: st.DataObject, is_repeated: bool) -> None:
         message = data.draw(st.sampled_from(self.answers))
-        if not comes_again:
+        if not is_repeated:
             self.answers.remove(message)
         assert message.reply is not None
         self.perform(

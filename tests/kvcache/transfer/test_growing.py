@@ -1,5 +1,7 @@
-"""Pulls of prompts that are computed meanwhile: real sockets, real workers, bytes that are garbage
-until their chunk is done."""
+"""Pulls of prompts that are still being computed.
+
+Sockets and workers are real. Bytes are garbage until their chunk is computed.
+"""
 
 import random
 import socket
@@ -27,12 +29,13 @@ NUM_TOKENS = 61
 
 
 class Prompt:
-    """One that P computes; block n of it is block 3n + 1 of the pool."""
+    """A prompt that P computes. Its block n is block 3n + 1 of the pool, modulo 31."""
 
     def __init__(
-        self, prefill: Prefill, name: str = "t", *, comes: bool = True
+        self, prefill: Prefill, name: str = "t", *, is_expected: bool = True
     ) -> None:
-        self.prefill, self.name = prefill, name
+        self.prefill = prefill
+        self.name = name
         size = prefill.layouts[0].block_size
         self.blocks = [3 * n % 31 + 1 for n in range(-(-NUM_TOKENS // size))]
         self.num_done = 0
@@ -45,16 +48,16 @@ class Prompt:
         )  # fmt: skip
         for pool in prefill.pools:
             pool.canonical.fill_(-1.0)
-        if comes:
-            self.come()
+        if is_expected:
+            self.expect()
 
-    def come(self) -> None:
+    def expect(self) -> None:
         size = self.prefill.layouts[0].block_size
         with self.prefill.server.offers() as (offers, now):
             offers.expect(self.name, "r", "d", 60.0, size, now)
 
     @property
-    def is_wanted(self) -> bool:
+    def has_readers(self) -> bool:
         with self.prefill.server.offers() as (offers, _):
             return offers.num_leased_blocks(self.name) is not None
 
@@ -63,11 +66,15 @@ class Prompt:
         return self.num_done == len(self.blocks)
 
     @property
-    def num_told_tokens(self) -> int:
+    def num_computed_tokens(self) -> int:
         return self.num_done * self.prefill.layouts[0].block_size
 
     def compute(self, num_tokens: int) -> bool:
-        """A chunk; with the last one the prompt ends. Whether somebody heard of it."""
+        """Computes a chunk; the last one completes the prompt.
+
+        Returns:
+            True if a reader was informed.
+        """
         count = max(1, num_tokens // self.prefill.layouts[0].block_size)
         stop = min(self.num_done + count, len(self.blocks))
         for rank, pool in enumerate(self.prefill.pools):
@@ -75,8 +82,9 @@ class Prompt:
             fill(pool, rank, self.prefill.tp, self.prefill.heads)
             for block in set(range(32)).difference(self.blocks[:stop]):
                 pool.canonical[block] = before[block]
-        self.num_done, ends = stop, stop == len(self.blocks)
-        if not (self.is_wanted or ends):
+        self.num_done = stop
+        ends = stop == len(self.blocks)
+        if not (self.has_readers or ends):
             return False
         with self.prefill.server.offers() as (offers, now):
             first = len(offers.leased_blocks(self.name))
@@ -88,21 +96,21 @@ class Prompt:
         return bool(lease_id)
 
     @property
-    def whole(self) -> RemotePrefill:
+    def final_remote(self) -> RemotePrefill:
         size = self.prefill.layouts[0].block_size
         return replace(self.remote, block_ids=self.blocks, block_size=size)
 
 
 def until_read(decode: Decode, prompt: Prompt, start: int, stop: int) -> None:
-    blocks, wanted = (
-        local_blocks(decode),
-        expected(prompt.whole, start, stop, decode.heads),
+    blocks = local_blocks(decode)
+    expected_tokens = expected(prompt.final_remote, start, stop, decode.heads)
+    decode.until(
+        lambda: np.array_equal(decode.tokens(blocks, start, stop), expected_tokens)
     )
-    decode.until(lambda: np.array_equal(decode.tokens(blocks, start, stop), wanted))
 
 
 def drop_connections(prefill: Prefill) -> None:
-    """As a network does that resets them."""
+    """Closes all connections, like a network that resets them."""
     for wire in list(prefill.server._wires):
         wire._socket.shutdown(socket.SHUT_RDWR)
 
@@ -125,47 +133,48 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)]
 )
 @pytest.mark.parametrize("at", range(len(GEOMETRIES)))
-def test_what_is_there_is_read_while_the_rest_is_computed(
+def test_computed_blocks_are_read_while_the_rest_is_computed(
     rig, at, subscribes_at, pulls_at
 ):
-    ours, theirs = GEOMETRIES[at]
-    heads = {"heads": theirs["heads"]} if "heads" in theirs else {}
+    prefill_options, decode_options = GEOMETRIES[at]
+    heads = {"heads": decode_options["heads"]} if "heads" in decode_options else {}
     verify = ("off", "sample", "all")[(at + pulls_at) % 3]
-    prefill = rig(Prefill, digests=True, **ours, **heads)
-    decode = rig(Decode, verify=verify, **theirs)
-    prompt, blocks = Prompt(prefill, comes=subscribes_at > 0), local_blocks(decode)
+    prefill = rig(Prefill, digests=True, **prefill_options, **heads)
+    decode = rig(Decode, verify=verify, **decode_options)
+    prompt = Prompt(prefill, is_expected=subscribes_at > 0)
+    blocks = local_blocks(decode)
     per_block = decode.layouts[0].block_size * decode.dcp
     start = per_block * (at % 2)
     for chunk in range(10):
         if chunk == subscribes_at:
             decode.coordinator.hold("a", prompt.remote)
             if not chunk:
-                prompt.come()
+                prompt.expect()
         if chunk == pulls_at:
             decode.coordinator.pull("a", prompt.remote, start, NUM_TOKENS, blocks)
         if subscribes_at <= chunk and not prompt.is_computed:
-            decode.until(lambda: prompt.is_wanted)
+            decode.until(lambda: prompt.has_readers)
         if not prompt.is_computed:
             prompt.compute(random.Random(chunk).randint(1, 3) * 8)
-        there = prompt.num_told_tokens // per_block * per_block
-        if pulls_at <= chunk and start < there < NUM_TOKENS:
-            until_read(decode, prompt, start, there)
+        num_available = prompt.num_computed_tokens // per_block * per_block
+        if pulls_at <= chunk and start < num_available < NUM_TOKENS:
+            until_read(decode, prompt, start, num_available)
     assert decode.wait(PullSealed).reference == b"reference"
     done = decode.done("a")
     assert done.nbytes > 0 and done.verified == verify
-    assert_pulled(decode, prompt.whole, blocks, start, NUM_TOKENS)
+    assert_pulled(decode, prompt.final_remote, blocks, start, NUM_TOKENS)
     assert prefill.outcomes() == ["completed"] and decode.wait(PullBegun)
 
 
 def subscribed(
     rig: Any, verify: str = "off", **settings: float
 ) -> tuple[Prefill, Decode, Prompt]:
-    """With one chunk of 16 tokens read."""
+    """A pull that has read one chunk of 16 tokens."""
     prefill = rig(Prefill, digests=verify != "off")
     decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})
     prompt = Prompt(prefill)
     decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
-    decode.until(lambda: prompt.is_wanted)
+    decode.until(lambda: prompt.has_readers)
     assert prompt.compute(16)
     until_read(decode, prompt, 0, 16)
     return prefill, decode, prompt
@@ -179,15 +188,15 @@ def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
     assert isinstance(error, KVCorrupt) and "tokens 16 to 23" in error.message
 
 
-def test_a_lender_that_computes_no_more_fails_its_pull(rig):
-    """Though its side channel says that it lives; what was leased of the prompt comes home."""
+def test_pull_fails_when_the_lender_computes_no_more(rig):
+    """The side channel of the lender still answers. The leased blocks are returned."""
     prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
     assert isinstance(decode.failed("a"), PullTimeout)
     decode.until(lambda: prefill.server.counters()["held"] == 0)
 
 
-def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig):
-    """As of any lease: to the other it is gone, whenever the first one fences or leaves."""
+def test_only_one_of_two_borrowers_gets_a_growing_lease(rig):
+    """For the other borrower the lease has ended, as soon as the first one fences."""
     prefill, decode, prompt = subscribed(rig)
     other = rig(Decode)
     other.coordinator.pull("b", prompt.remote, 0, NUM_TOKENS, local_blocks(other))
@@ -196,14 +205,14 @@ def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig):
     ends = [decode.wait(PullDone, PullFailed), other.wait(PullDone, PullFailed)]
     (done,) = [end for end in ends if isinstance(end, PullDone)]
     reader = decode if done.pull_id == "a" else other
-    assert_pulled(reader, prompt.whole, local_blocks(decode), 0, NUM_TOKENS)
+    assert_pulled(reader, prompt.final_remote, local_blocks(decode), 0, NUM_TOKENS)
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig):
+def test_borrower_receives_missed_progress_after_a_lost_connection(rig):
     prefill, decode, prompt = subscribed(rig, renew_interval_s=0.05)
     drop_connections(prefill)
-    decode.until(lambda: prompt.is_wanted)
+    decode.until(lambda: prompt.has_readers)
     prompt.compute(99)
     decode.done("a")
-    assert_pulled(decode, prompt.whole, local_blocks(decode), 0, NUM_TOKENS)
+    assert_pulled(decode, prompt.final_remote, local_blocks(decode), 0, NUM_TOKENS)

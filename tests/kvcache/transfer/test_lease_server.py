@@ -37,20 +37,23 @@ from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 from tests.rigs.memory_pair import DEADLINE_S, REMOTE, Clock
 
-SECRET, MAC = b"cluster secret", 32  # bytes
+# bytes
+SECRET = b"cluster secret"
+MAC = 32
 
 
 class Client(LeaseClient):
-    """With a thread to wait in."""
+    """A client that the test drives round by round."""
 
     def __init__(
         self, secret: bytes = SECRET, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.selector, self.replies = DefaultSelector(), list[Reply]()
+        self.selector = DefaultSelector()
+        self.replies = list[Reply]()
         take = self.replies.append
         super().__init__(secret, self.selector, lambda _, reply: take(reply), clock)
 
-    def go_on(self, timeout_s: float = 0.05) -> None:
+    def run_round(self, timeout_s: float = 0.05) -> None:
         for key, _ in self.selector.select(timeout_s):
             key.data()
         self.tick()
@@ -60,11 +63,11 @@ class Client(LeaseClient):
         while not self.replies:
             if time.monotonic() > until:
                 raise TimeoutError("no reply")
-            self.go_on()
+            self.run_round()
         return self.replies.pop(0)
 
 
-def ask(address: Address, request: Request, secret: bytes = SECRET) -> Reply:
+def send_request(address: Address, request: Request, secret: bytes = SECRET) -> Reply:
     client = Client(secret)
     try:
         client.post(address, request)
@@ -83,8 +86,8 @@ class Server(LeaseServer):
         )
         self.start()
 
-    def ask(self, request: Request, secret: bytes = SECRET) -> Reply:
-        return ask(self.address, request, secret)
+    def send_request(self, request: Request, secret: bytes = SECRET) -> Reply:
+        return send_request(self.address, request, secret)
 
     def outcomes(self) -> list[LeaseState]:
         assert self.ended.wait(DEADLINE_S)
@@ -119,53 +122,55 @@ def renew(lease_id: str, incarnation: str = "i") -> Renew:
 
 
 def test_metadata_of_all_ranks_is_served(server):
-    reply = server.ask(GetMetadata(nonce="n"))
+    reply = server.send_request(GetMetadata(nonce="n"))
     assert isinstance(reply, Metadata)
     assert msgspec.to_builtins(reply.engine) == msgspec.to_builtins(metadata())
 
 
-def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server):
+def test_fence_succeeds_once_and_repeats_ok_only_to_the_same_attempt(server):
     lease = server.grant("r", [3, 4], 30.0)
-    assert isinstance(server.ask(complete(lease)), Ok)
-    assert isinstance(server.ask(complete(lease)), Ok)
-    assert isinstance(server.ask(complete(lease, "b")), LeaseEnded)
+    assert isinstance(server.send_request(complete(lease)), Ok)
+    assert isinstance(server.send_request(complete(lease)), Ok)
+    assert isinstance(server.send_request(complete(lease, "b")), Gone)
     assert server.outcomes() == [LeaseState.COMPLETED]
     counters = server.counters()
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
 
 
-def test_unknown_leases_and_other_incarnations_are_gone(server):
+def test_unknown_leases_and_other_incarnations_are_refused_as_gone(server):
     lease = server.grant("r", [3], 30.0)
-    restarted = server.ask(complete(lease, incarnation="older"))
-    assert isinstance(restarted, LeaseEnded) and "restarted" in restarted.reason
-    assert isinstance(server.ask(renew(lease, incarnation="older")), LeaseEnded)
-    assert isinstance(server.ask(complete(new_id())), LeaseEnded)
+    restarted = server.send_request(complete(lease, incarnation="older"))
+    assert isinstance(restarted, Gone) and "restarted" in restarted.reason
+    assert isinstance(server.send_request(renew(lease, incarnation="older")), Gone)
+    assert isinstance(server.send_request(complete(new_id())), Gone)
     assert server.counters()["gone"] == 3
 
 
 @pytest.mark.parametrize(
-    "how", ["expired", "aborted by its reader", "aborted by the engine"]
+    "ending", ["expired", "aborted by its reader", "aborted by the engine"]
 )
-def test_leases_end_without_a_fence(server, clock, how):
+def test_leases_end_without_a_fence(server, clock, ending):
     lease = server.grant("r", [3], 30.0)
-    if how == "expired":
+    if ending == "expired":
         clock.skip(31.0)
-    elif how == "aborted by the engine":
+    elif ending == "aborted by the engine":
         assert server.abort(lease) and not server.abort(lease)
     else:
         request = AbortLease(nonce="n", incarnation="i", lease_id=lease)
-        assert isinstance(server.ask(request), Ok)
-        assert isinstance(server.ask(request), LeaseEnded)
-    assert server.outcomes() == [LeaseState(how.split()[0])]
-    assert isinstance(server.ask(complete(lease)), LeaseEnded)
+        assert isinstance(server.send_request(request), Ok)
+        assert isinstance(server.send_request(request), Gone)
+    assert server.outcomes() == [LeaseState(ending.split()[0])]
+    assert isinstance(server.send_request(complete(lease)), Gone)
 
 
-@pytest.mark.parametrize("comes_first", [False, True])
-def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(
-    server, comes_first
+@pytest.mark.parametrize("offer_first", [False, True])
+def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
+    server, offer_first
 ):
-    """P has told of all there is, and counts it among the readers no more; or hears of it, and that
-    nobody wants it, before the prompt comes."""
+    """The reader cancels its subscription before it has received the lease.
+
+    P has either sent the end of the prompt before, or computes the prompt later.
+    """
     about = {"transfer_id": "x-0", "prompt_digest": "d"}
     remote = replace(REMOTE, lease_id="", block_ids=[], **about)
     reader = PullState("p", remote, 1, PullSettings(), "a", 0.0)
@@ -176,12 +181,12 @@ def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(
             offers.expect("x-0", "r", "d", 30.0, 16, now)
             offers.finish("x-0", lease, [3], b"{}", now)
 
-    if comes_first:
+    if offer_first:
         compute()
-    for told in reader.cancel(0.0):
-        if not isinstance(told, PullDrained):
-            server.ask(told)
-    if not comes_first:
+    for action in reader.cancel(0.0):
+        if not isinstance(action, PullDrained):
+            server.send_request(action)
+    if not offer_first:
         compute()
     assert server.outcomes() == [LeaseState.ABORTED]
 
@@ -192,25 +197,25 @@ def test_another_secret_is_refused_counted_and_changes_nothing(server):
         complete(lease),
         AbortLease(nonce="n", incarnation="i", lease_id=lease),
     ):
-        reply = server.ask(request, secret=b"other")
+        reply = server.send_request(request, secret=b"other")
         assert isinstance(reply, Refused) and "secret" in reply.reason
     assert server.counters()["refused"] == 2
-    assert isinstance(server.ask(complete(lease)), Ok)
+    assert isinstance(server.send_request(complete(lease)), Ok)
 
 
 def raw_exchange(server: Server, *messages: bytes) -> Any:
-    """The answer to the last of these."""
+    """Sends messages, and returns the answer to the last one."""
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         wire = Wire(raw, 1 << 20)
         for message in messages:
             wire.send(message)
-        while not (found := wire.receive()):
+        while not (frames := wire.receive()):
             select.select([wire], [], [], DEADLINE_S)
-        return msgspec.msgpack.decode(found[-1][MAC:])
+        return msgspec.msgpack.decode(frames[-1][MAC:])
 
 
 def signed(payload: bytes) -> bytes:
-    """Any payload with a right MAC: what a newer or broken, but trusted, peer may send."""
+    """Any payload with a valid MAC, as a newer or faulty but trusted peer may send it."""
     from protocol import handshake
 
     return handshake._mac(b"baton side channel request", payload, SECRET) + payload
@@ -236,16 +241,18 @@ def test_garbage_is_answered_and_counted(server, message):
     assert (
         server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
     )
-    assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
+    assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
 
 
-def test_our_own_bug_costs_a_connection_and_no_lease(server, monkeypatch):
+def test_bug_in_the_server_closes_a_connection_and_ends_no_lease(server, monkeypatch):
     lease_id = server.grant("r", [1], 30.0)
     usual = Wire.receive
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         name = raw.getsockname()
 
-        def broken(wire: Wire) -> list[bytes]:  # and what has come stays where it is
+        def broken(
+            wire: Wire,
+        ) -> list[bytes]:  # leaves the received bytes in the socket
             if wire._socket.getpeername() == name:
                 raise RuntimeError("it is broken")
             return usual(wire)
@@ -254,11 +261,11 @@ def test_our_own_bug_costs_a_connection_and_no_lease(server, monkeypatch):
         raw.sendall(b"x")
         with suppress(ConnectionResetError):
             assert raw.recv(1) == b""
-    assert isinstance(server.ask(renew(lease_id)), Ok)
+    assert isinstance(server.send_request(renew(lease_id)), Ok)
     assert server.counters()["internal_errors"] == 1
 
 
-def test_a_server_whose_leases_cannot_be_ended_any_more_ends(server, monkeypatch):
+def test_server_ends_when_it_cannot_expire_leases(server, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(LeaseTable, "expire", lambda *args: 1 / 0)
@@ -266,7 +273,7 @@ def test_a_server_whose_leases_cannot_be_ended_any_more_ends(server, monkeypatch
     assert [type(args.thread) for args in ended] == [VitalThread]
 
 
-def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(server):
+def test_invalid_bytes_and_too_long_messages_close_the_connection(server):
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000),
         framed(bytes(1 << 20)),
@@ -274,10 +281,10 @@ def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(serv
         with socket.create_connection(server.address, DEADLINE_S) as raw:
             with suppress(
                 ConnectionResetError, BrokenPipeError
-            ):  # what it did not read any more
+            ):  # the server does not read all of it
                 raw.sendall(garbage)
                 assert raw.recv(1) == b""
-    assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
+    assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
 
 
 def test_a_message_may_come_in_pieces_and_several_at_once(server):
@@ -286,37 +293,38 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server):
         for byte in message:
             raw.sendall(bytes([byte]))
         raw.sendall(message + message)
-        wire, found = Wire(raw, 1 << 20), 0
-        while found < 3:
+        wire = Wire(raw, 1 << 20)
+        num_replies = 0
+        while num_replies < 3:
             select.select([wire], [], [], DEADLINE_S)
-            found += len(wire.receive())
+            num_replies += len(wire.receive())
     assert server.counters()["metadata_sent"] == 3
 
 
-def test_strangers_who_say_nothing_do_not_keep_others_out(server, monkeypatch):
-    monkeypatch.setattr("kvcache.lease_server._MAX_UNAUTHENTICATED", 3)
+def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):
+    monkeypatch.setattr("kvcache.lease_server._MAX_STRANGERS", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
-        known = stack.enter_context(
+        authentic = stack.enter_context(
             socket.create_connection(server.address, DEADLINE_S)
         )
-        known.sendall(request)
-        assert known.recv(1)
+        authentic.sendall(request)
+        assert authentic.recv(1)
         strangers = [
             stack.enter_context(socket.create_connection(server.address, DEADLINE_S))
             for _ in range(5)
         ]
-        for gone in strangers[:2]:
-            assert gone.recv(1) == b"", "the oldest make room"
-        assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
-        known.sendall(request)
+        for stranger in strangers[:2]:
+            assert stranger.recv(1) == b"", "the oldest make room"
+        assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
+        authentic.sendall(request)
         strangers[4].sendall(request)
-        assert known.recv(1) and strangers[4].recv(1)
+        assert authentic.recv(1) and strangers[4].recv(1)
 
 
-def _flood(address: tuple[str, int], data: bytes, over: threading.Event) -> None:
-    """Sends this over one connection after the other."""
-    while not over.is_set():
+def _flood(address: tuple[str, int], data: bytes, is_over: threading.Event) -> None:
+    """Sends the data over one connection after another, until `is_over`."""
+    while not is_over.is_set():
         with suppress(OSError), socket.create_connection(address, DEADLINE_S) as raw:
             raw.sendall(data)
 
@@ -324,76 +332,78 @@ def _flood(address: tuple[str, int], data: bytes, over: threading.Event) -> None
 @pytest.mark.parametrize(
     "data", [bytes(1_600_000), framed(b"x" * 100) * 10_000, framed(bytes(4000))[:-1]]
 )
-def test_fences_are_answered_while_strangers_send_what_they_like(server, data):
-    over = threading.Event()
+def test_fences_are_answered_while_strangers_flood_the_server(server, data):
+    is_over = threading.Event()
     strangers = [
-        threading.Thread(target=_flood, args=(server.address, data, over))
+        threading.Thread(target=_flood, args=(server.address, data, is_over))
         for _ in range(2)
     ]
-    known = Client()
+    authentic = Client()
     try:
         for stranger in strangers:
             stranger.start()
         while data == bytes(len(data)) and not server.counters()["refused"]:
-            over.wait(0.001)
+            is_over.wait(0.001)
         for block in range(10):
             assert isinstance(
-                server.ask(complete(server.grant("r", [block], 60.0))), Ok
+                server.send_request(complete(server.grant("r", [block], 60.0))), Ok
             )
-            known.post(server.address, complete(server.grant("r", [block], 60.0)))
-            assert isinstance(known.reply(), Ok)
+            authentic.post(server.address, complete(server.grant("r", [block], 60.0)))
+            assert isinstance(authentic.reply(), Ok)
     finally:
-        over.set()
+        is_over.set()
         for stranger in strangers:
             stranger.join()
-        known.close()
+        authentic.close()
     assert server.counters()["completed"] == 20
 
 
-def test_the_first_bad_message_ends_the_connection(server):
-    """Of a peer that was authentic as well: one refusal is all that it is told."""
+def test_first_invalid_message_closes_the_connection(server):
+    """One refusal closes the connection, also if the peer was authentic before."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)
-        wire, found = Wire(raw, 1 << 20), []
+        wire = Wire(raw, 1 << 20)
+        frames = []
         with pytest.raises(WireClosed):
-            while len(found) < 5:
+            while len(frames) < 5:
                 select.select([wire], [], [], DEADLINE_S)
-                found += wire.receive()
-    kinds = [msgspec.msgpack.decode(message[MAC:])["type"] for message in found]
+                frames += wire.receive()
+    kinds = [msgspec.msgpack.decode(message[MAC:])["type"] for message in frames]
     assert kinds == ["metadata", "refused"]
     assert server.counters()["refused"] == 1
 
 
-def test_what_was_said_before_the_connection_broke_is_heard(server):
-    """A socket closed with an answer unread breaks at once, and with it what P would answer."""
+def test_messages_sent_before_the_connection_broke_are_processed(server):
+    """A socket that is closed with unread data breaks at once, and P cannot answer."""
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
     for lease_id in leases:
         abort = AbortLease(nonce=new_id(), incarnation="i", lease_id=lease_id)
         frames.append(seal_request(abort, SECRET))
-    asking, *aborting = [framed(frame) for frame in frames]
-    with socket.create_connection(server.address) as asker:
-        asker.sendall(asking)
-        select.select([asker], [], [], DEADLINE_S)
-        with server._lock:  # its thread cannot answer before all is said
-            asker.sendall(asking + b"".join(aborting))
-            asker.close()
+    renewal, *aborts = [framed(frame) for frame in frames]
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(renewal)
+        select.select([connection], [], [], DEADLINE_S)
+        with server._lock:  # the server cannot answer before all messages are sent
+            connection.sendall(renewal + b"".join(aborts))
+            connection.close()
     ended: list[LeaseState] = []
     while len(ended) < 2:
         ended += server.outcomes()
     assert ended == [LeaseState.ABORTED] * 2
 
 
-def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed(clock):
-    server, client = Server(clock), Client(clock=clock)
+def test_client_reports_lost_connections_and_since_when(clock):
+    server = Server(clock)
+    client = Client(clock=clock)
     client.post(server.address, GetMetadata(nonce="n"))
     assert isinstance(client.reply(), Metadata)
     assert client.unconnected() == {}
     clock.skip(234.0)
     server.close()
     while not client.unconnected():
-        client.go_on()
+        client.run_round()
     assert client.unconnected() == {server.address: clock()}
     clock.skip(6.0)
     since = {server.address: clock()}
@@ -407,24 +417,23 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
 
 
 @pytest.mark.parametrize("lack", ["descriptors", "threads"])
-def test_a_client_without_what_a_connection_takes_connects_later(
-    server, monkeypatch, lack
-):
+def test_client_that_lacks_resources_connects_later(server, monkeypatch, lack):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    client, limits = Client(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = Client()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with monkeypatch.context() as patch:
         if lack == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (3, limits[1])
-            )  # which are in use
+            )  # those three are in use
         try:
             client.post(server.address, GetMetadata(nonce="n"))
             while not client.unconnected():
-                client.go_on()
+                client.run_round()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert isinstance(client.reply(), Metadata)
@@ -432,16 +441,16 @@ def test_a_client_without_what_a_connection_takes_connects_later(
 
 
 def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int]:
-    """Answers one request as it likes: an attacker at a known address."""
+    """A server that sends any answer to one request, like an attacker would."""
     listener = listen("127.0.0.1", 0)
 
     def serve() -> None:
         select.select([listener], [], [], DEADLINE_S)
         with listener, listener.accept()[0] as sock:
             wire = Wire(sock, 1 << 20)
-            while not (found := wire.receive()):
+            while not (frames := wire.receive()):
                 select.select([wire], [], [], DEADLINE_S)
-            wire.send(answer(found[0]))
+            wire.send(answer(frames[0]))
             with suppress(WireClosed):
                 while True:  # until the client has gone
                     select.select([wire], [], [], DEADLINE_S)
@@ -452,24 +461,22 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
     return thread, int(listener.getsockname()[1])
 
 
-def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection():
+def test_unauthentic_replies_are_dropped_and_close_the_connection():
     request = complete(new_id())
-    forged, reflected = (
-        seal_reply(Ok(nonce="n"), b"other"),
-        seal_request(request, SECRET),
-    )
+    forged = seal_reply(Ok(nonce="n"), b"other")
+    reflected = seal_request(request, SECRET)
     for answer in (forged, reflected, b"", b"x" * 40):
         thread, port = fake_server(lambda _, answer=answer: answer)
         client = Client()
         client.post(("127.0.0.1", port), request)
         while not (client.unconnected() or client.replies):
-            client.go_on()
+            client.run_round()
         assert not client.replies
         client.close()
         thread.join()
 
 
-def test_an_address_in_use_is_named(server):
+def test_error_names_the_port_in_use(server):
     with pytest.raises(OSError, match=str(server.address[1])):
         LeaseServer("127.0.0.1", server.address[1], metadata(), SECRET)
 
@@ -483,5 +490,7 @@ def test_names_and_ipv6_addresses_can_be_bound(clock):
             continue
         server.start()
         assert server.address[0] == host
-        assert isinstance(ask(server.address, GetMetadata(nonce="n")), Metadata)
+        assert isinstance(
+            send_request(server.address, GetMetadata(nonce="n")), Metadata
+        )
         server.close()

@@ -1,4 +1,7 @@
-"""Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
+"""Pulls over the mapped path without a GPU.
+
+P's pools are in this process, and numpy copies.
+"""
 
 import itertools
 import re
@@ -34,7 +37,7 @@ PULLS = itertools.count()
 
 
 class Mappers:
-    """Makes a placer for each rank and keeps it."""
+    """Makes a placer for each rank, and remembers it."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -46,7 +49,11 @@ class Mappers:
 
 
 def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
-    """A pull's ending, once the bytes are checked; path None: it is to fail."""
+    """Pulls, checks all bytes, and returns the pull's last event.
+
+    Args:
+        path: the expected path; None: the pull has to fail.
+    """
     remote = prefill.lease([5, 2, 9], 24)
     name = f"pull-{next(PULLS)}"
     if path is None:
@@ -58,9 +65,10 @@ def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
 
 
 def sides(rig: Any, **options: Any) -> tuple[Prefill, Decode, MemoryPlacer]:
-    """And what D maps with."""
+    """Both sides, and the placer of D."""
     mappers = Mappers()
-    prefill, decode = rig(Prefill), rig(Decode, make_placer=mappers, **options)
+    prefill = rig(Prefill)
+    decode = rig(Decode, make_placer=mappers, **options)
     return prefill, decode, mappers.made[0]
 
 
@@ -75,7 +83,8 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
 def test_any_geometry_is_mapped(rig, p, d):
     mappers = Mappers(launch_bytes=1)  # a launch for every block
-    prefill, decode = rig(Prefill, **p), rig(Decode, make_placer=mappers, **d)
+    prefill = rig(Prefill, **p)
+    decode = rig(Decode, make_placer=mappers, **d)
     remote = prefill.lease(
         [5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p.get("block_size", 8))], 37
     )
@@ -87,23 +96,24 @@ def test_any_geometry_is_mapped(rig, p, d):
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_pull_goes_on_when_there_is_room_again(rig):
+def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    assert mapper.rooms == [0]  # one block, then the rest
+    assert mapper.rooms == [0]  # one block, and the rest later
 
 
-def test_blocks_larger_than_the_room_are_launched_one_by_one(rig, monkeypatch):
-    """No launch is of nothing, which a GPU would refuse."""
+def test_blocks_larger_than_the_launch_limit_are_launched_one_by_one(rig, monkeypatch):
+    """No launch is empty, because a GPU would refuse it."""
     prefill, decode, mapper = sides(rig)
-    launch, counts = mapper.launch, []
+    launch = mapper.launch
+    counts = []
 
-    def noted(copy: Any, *args: Any) -> Any:
+    def record(copy: Any, *args: Any) -> Any:
         counts.append(len(copy.sources))
         return launch(copy, *args)
 
-    monkeypatch.setattr(mapper, "launch", noted)
+    monkeypatch.setattr(mapper, "launch", record)
     mapper.rooms = [1] * 9
     pull(decode, prefill)
     assert set(counts) == {1}
@@ -124,21 +134,21 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
         ({"token": b"\1" * 16}, "another engine's"),
     ],
 )
-def test_why_a_peer_cannot_be_mapped(rig, changes, reason):
+def test_error_says_why_a_peer_cannot_be_mapped(rig, changes, reason):
     prefill = rig(Prefill)
     rank = prefill.metadata.ranks[0]
-    told = (
+    log_text = (
         {**rank.extra[EXTRA_KEY], **changes} if isinstance(changes, dict) else changes
     )
-    rank = msgspec.structs.replace(rank, extra={EXTRA_KEY: told} if told else {})
+    rank = msgspec.structs.replace(
+        rank, extra={EXTRA_KEY: log_text} if log_text else {}
+    )
     with pytest.raises(NotMappable, match=reason):
         Placer(prefill.pools[0]).open(rank)
 
 
-def test_a_process_with_our_id_in_another_container_is_not_taken_for_us(
-    rig, monkeypatch
-):
-    """Where its KV is, our own may be."""
+def test_equal_pid_in_another_container_is_not_the_same_process(rig, monkeypatch):
+    """The addresses of its KV may be valid in this process too."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     rank = rig(Prefill).metadata.ranks[0]
     extra = {EXTRA_KEY: {**rank.extra[EXTRA_KEY], "handle": bytes(64)}}
@@ -147,7 +157,7 @@ def test_a_process_with_our_id_in_another_container_is_not_taken_for_us(
         open_on_gpu(rank, torch.device("cuda:0"))
 
 
-def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
+def test_failed_launch_fails_the_pull_and_the_next_pull_maps_again(rig):
     prefill, decode, mapper = sides(rig, settings=PATIENT)
     pull(decode, prefill)
     mapper.num_failing = 1
@@ -156,18 +166,18 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
     pull(decode, prefill)
 
 
-def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
-    rig, monkeypatch
-):
+def test_blocks_and_mapping_are_kept_until_a_launch_has_ended(rig, monkeypatch):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode, mapper = sides(rig, settings=settings)
-    mapper.stalled, launch, launched = True, mapper.launch, threading.Event()
+    mapper.stalled = True
+    launch = mapper.launch
+    launched = threading.Event()
 
-    def noted(*args: Any) -> Any:
+    def record(*args: Any) -> Any:
         launched.set()
         return launch(*args)
 
-    monkeypatch.setattr(mapper, "launch", noted)
+    monkeypatch.setattr(mapper, "launch", record)
     decode.coordinator.pull("a", prefill.lease([5, 2], 16), 0, 16, [3, 1])
     assert launched.wait(DEADLINE_S)
     decode.skip(100.0)
@@ -181,7 +191,8 @@ def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
 
 def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
     mappers = Mappers()
-    first, decode = rig(Prefill, port=port), rig(Decode, make_placer=mappers)
+    first = rig(Prefill, port=port)
+    decode = rig(Decode, make_placer=mappers)
     stale = first.lease([5, 2], 16)
     decode.pull("a", stale, 0, 16, [3, 1])
     (mapper,) = mappers.made
@@ -195,7 +206,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
 
 
 def test_a_peer_that_dies_idle_is_unmapped(rig):
-    """Or its memory would stay taken, and its successor find the device full."""
+    """Otherwise its memory would not be freed, and its successor would lack memory."""
     prefill, decode, mapper = sides(rig, settings={"connection_timeout_s": 0.2})
     pull(decode, prefill)
     prefill.server.close()
@@ -204,7 +215,7 @@ def test_a_peer_that_dies_idle_is_unmapped(rig):
 
 
 def without_compiler(pool: KVPool) -> CudaPlacer:
-    """As on a GPU of a host without a working Triton: this one has neither."""
+    """A placer as on a host without a working Triton; this host has no GPU either."""
     placer = CudaPlacer(pool)
     placer.compile(convert=False)
     return placer
@@ -216,7 +227,7 @@ class Broken(MemoryPlacer):
 
 
 @pytest.mark.parametrize(
-    ("of_p", "make_placer", "told", "refusal"),
+    ("prefill_options", "make_placer", "log_text", "refusal"),
     [
         ({"edit": without_offer}, MemoryPlacer, "not mapped: the peer offers no memory",
          "offers no memory to map.*--transfer auto"),
@@ -225,13 +236,14 @@ class Broken(MemoryPlacer):
         ({}, Broken, "not mapped: a bug", "a bug"),
     ],
 )  # fmt: skip
-def test_who_cannot_be_mapped_is_read_by_the_agent_or_refused_if_the_path_is_pinned(
-    rig, of_p, make_placer, told, refusal, caplog
+def test_unmappable_peer_is_read_by_the_agent_or_refused_if_only_mapping_is_allowed(
+    rig, prefill_options, make_placer, log_text, refusal, caplog
 ):
     caplog.set_level("INFO")
-    prefill, decode = rig(Prefill, **of_p), rig(Decode, make_placer=make_placer)
+    prefill = rig(Prefill, **prefill_options)
+    decode = rig(Decode, make_placer=make_placer)
     assert pull(decode, prefill, "direct").descriptors > 0
-    assert told in caplog.text
+    assert log_text in caplog.text
     error = pull(rig(Decode, make_placer=make_placer, maps_only=True), prefill, None)
     assert re.search(refusal, str(error)), error
     assert isinstance(error, PeerIncompatible) or make_placer is Broken

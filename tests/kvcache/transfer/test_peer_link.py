@@ -1,4 +1,4 @@
-"""A link to a peer: what fails or hangs on it ends with it, and no other peer waits for that."""
+"""A link to a peer ends its failed and hanging READs, and delays no other peer."""
 
 import threading
 
@@ -18,12 +18,13 @@ def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
     return all(bool((pool.canonical[blocks] == number).all()) for pool in decode.pools)
 
 
-def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(
-    rig,
-):
-    """UCX reports the first failure of several runs while earlier ones go on; the blocks may be
-    computed in again as soon as the pull has drained."""
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_failed_read_writes_nothing_after_its_pull_has_drained(rig):
+    """UCX reports the first failed run while earlier runs are still active.
+
+    The blocks may be reused as soon as the pull has drained.
+    """
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     pulled(decode, prefill, "first", BLOCKS)
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCKS)
@@ -38,11 +39,10 @@ def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_ne
     assert is_filled(decode, BLOCKS, -1.0)
 
 
-def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
-    rig, monkeypatch
-):
+def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkeypatch):
     monkeypatch.setattr(pull_worker, "_TEAR_DOWN_S", 0.05)
-    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+    hung = rig(Prefill, engine_id="hung")
+    other = rig(Prefill)
     decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("a", hung.lease([6, 4, 8], 24), 0, 24, BLOCKS)
@@ -58,7 +58,7 @@ def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
 
 
 class _Dropped(MemoryAgent):
-    """Cannot connect to one peer: packets are dropped on the way, until `passes`."""
+    """Cannot connect to one peer: its packets are dropped until `passes` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,25 +71,26 @@ class _Dropped(MemoryAgent):
         return super().add_peer(metadata)
 
 
-def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(rig):
-    gone, other = rig(Prefill, engine_id="gone"), rig(Prefill)
+def test_unreachable_peer_delays_no_other_peer_and_holds_no_blocks(rig):
+    unreachable = rig(Prefill, engine_id="gone")
+    other = rig(Prefill)
     agent = _Dropped()
     decode = rig(Decode, lambda: agent, connect_timeout_s=DEADLINE_S)
-    agent.unreachable += [gone.agents[0].metadata()]
-    remote = gone.lease([5, 2, 9], 24)
+    agent.unreachable += [unreachable.agents[0].metadata()]
+    remote = unreachable.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
     decode.until(lambda: any(job.waits_for_link for job in worker._jobs.values()))
     pulled(decode, other, "b", [2, 4, 6])
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits_for_link)
-    peer.link.deadline = 0.0  # it has taken too long
+    peer.link.deadline = 0.0  # the timeout has expired
     worker._link.wake()
     error = decode.failed("a")
     assert isinstance(error, PeerUnreachable)
     for name in ("--connect-timeout-s", "UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES"):
         assert name in error.message
     pulled(decode, other, "c", [2, 4, 6])
-    agent.passes.set()  # the system has given up, or not
+    agent.passes.set()  # the system's call returns
     decode.until(lambda: peer.link is None)
     assert agent.active == 0
 
@@ -102,7 +103,8 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig):
         placers[0].stalled = True
         return placers[0]
 
-    prefill, decode = rig(Prefill), rig(Decode, make_placer=stalled)
+    prefill = rig(Prefill)
+    decode = rig(Decode, make_placer=stalled)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
@@ -163,7 +165,7 @@ os._exit(0)  # the system tries to connect for two minutes
 """
 
 
-def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other():
+def test_prefill_server_with_a_silent_ucx_port_delays_no_other():
     assert "PeerUnreachable(" in run_program(UNREACHABLE, UCX_TLS="tcp,self")
 
 
@@ -196,7 +198,7 @@ def late_bytes(closes):
 
 
 def serves_another(peer):
-    '''What it still had to send is sent then; or UCX has ended it, as the reader is gone.'''
+    '''Lets the peer send the rest, unless UCX has ended it after its reader.'''
     try:
         other = t.Reader(t.nixl_agent(), peer)
         other.finish(other.post([(0, 0, t.NBYTES)]))
@@ -213,6 +215,6 @@ os._exit(0)
 """
 
 
-def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on():
-    """As it does after its READs were released and its memory was deregistered."""
+def test_closed_agent_writes_nothing_when_its_stopped_peer_continues():
+    """Releasing READs and deregistering memory is not enough: then late bytes arrive."""
     assert "late: 0\n" in run_program(STOPPED, UCX_TLS="tcp,self")

@@ -29,11 +29,11 @@ def table() -> PeerTable:
     return PeerTable(COMPAT, SETTINGS, False, Stripe(0, 1, 8))
 
 
-def test_a_silent_peer_is_handshaking_again_and_given_up():
+def test_silent_peer_gets_repeated_requests_until_the_timeout():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
-    asked = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
-    assert asked == [0.0, 1.0, 2.0, 3.0]
+    request_times = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
+    assert request_times == [0.0, 1.0, 2.0, 3.0]
     assert peers.deadline() == 4.0
     assert peers.due(4.0) == ([], [peer])
     assert isinstance(peer.error, PeerUnreachable)
@@ -42,8 +42,10 @@ def test_a_silent_peer_is_handshaking_again_and_given_up():
     )
 
 
-def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
-    peers, now, waits = table(), 0.0, []
+def test_handshake_backoff_doubles_up_to_a_bound():
+    peers = table()
+    now = 0.0
+    waits = []
     for _ in range(9):
         peer = peers.connect(REMOTE, now)
         assert peer.is_handshaking
@@ -58,11 +60,11 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
     peers.fail(peers.connect(REMOTE, now), PeerUnreachable("x"), now)
     assert (
         peers.connect(REMOTE, now).deadline == now + 1.0
-    )  # success forgets the failures
+    )  # a success resets the backoff
     assert +peers.outcomes == {"ok": 1, "peer_unreachable": 10}
 
 
-def test_a_suspected_peer_is_handshaking_anew_but_a_failed_one_keeps_its_back_off():
+def test_failed_pull_repeats_the_handshake_but_keeps_a_backoff():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.on_metadata(peer, metadata(), 0.0)
@@ -74,7 +76,7 @@ def test_a_suspected_peer_is_handshaking_anew_but_a_failed_one_keeps_its_back_of
     assert peers.connect(REMOTE, 1.5).error
 
 
-def test_remembered_failures_are_bounded():
+def test_number_of_remembered_peers_is_bounded():
     peers = table()
     for index in range(3000):
         remote = msgspec.structs.replace(REMOTE, incarnation=str(index))
@@ -82,14 +84,16 @@ def test_remembered_failures_are_bounded():
     assert len(peers._peers) < 1100
 
 
-def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound():
-    peer, now, waits = table().of(REMOTE), 0.0, []
+def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
+    peer = table().of(REMOTE)
+    now = 0.0
+    waits = []
     assert not peer.record_pull_failure(now) and peer.circuit.allows_pull(
         now, busy=True
     )
-    assert peer.record_pull_failure(now), "which is told"
+    assert peer.record_pull_failure(now), "the failure that opens the circuit"
     for _ in range(9):
-        assert not peer.record_pull_failure(now), "it had begun before"
+        assert not peer.record_pull_failure(now), "the failed pull had begun before"
         waits.append(
             next(
                 s for s in (1, 2, 4, 8, 16, 32, 60) if peer.circuit.allows_pull(now + s)
@@ -97,6 +101,8 @@ def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a
         )
         assert not peer.circuit.allows_pull(now + waits[-1] - 0.01)
         now += waits[-1]
-        assert not peer.circuit.allows_pull(now, busy=True), "one at a time"
-        assert not peer.record_pull_failure(now), "which was told before"
+        assert not peer.circuit.allows_pull(now, busy=True), (
+            "half-open: one pull at a time"
+        )
+        assert not peer.record_pull_failure(now), "the circuit was open before"
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]

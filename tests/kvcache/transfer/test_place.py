@@ -1,4 +1,4 @@
-"""Placing KV with torch: conversions, and how many views it takes."""
+"""Placing KV with torch: conversions, and the number of views."""
 
 from itertools import product
 
@@ -27,7 +27,7 @@ def endpoint(
 def transfer_of(
     p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], convert: bool = False
 ) -> Transfer:
-    """Out of all blocks of P."""
+    """A transfer of tokens from all blocks of P."""
     planner = Planner(d, [p], 2, convert=convert)
     return planner.make_transfer((0, tokens), d_blocks, range(p.layout.num_blocks))
 
@@ -49,17 +49,20 @@ def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
 def assert_placed(
     p: Endpoint, d: Endpoint, values: torch.Tensor, lead: int = 0, convert: bool = False
 ) -> None:
-    """Four blocks of 4 tokens of P, which start `lead` bytes into their storage, become blocks 2
-    and 0, of 8 tokens, of D."""
+    """Places four blocks of P (4 tokens each) into blocks 2 and 0 of D (8 tokens each).
+
+    Args:
+        lead: bytes from the start of P's storage to its blocks.
+    """
     source = torch.zeros(p.layout.nbytes + lead, dtype=torch.uint8)[lead:]
     source.copy_(filled(p).view(-1).view(torch.uint8))
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
     transfer = transfer_of(p, d, 16, [2, 0], convert)
     for copy in transfer.copies():
         place(copy, source, pool, transfer.factors)
-    wanted = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
+    expected = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
     assert torch.equal(
-        canonical(pool, d)[[2, 0]].view(torch.uint8), wanted.view(torch.uint8)
+        canonical(pool, d)[[2, 0]].view(torch.uint8), expected.view(torch.uint8)
     )
 
 
@@ -69,31 +72,35 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 @pytest.mark.parametrize(
     "p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1]
 )
-def test_conversion_is_that_of_torch(p_dtype, d_dtype):
-    p, d = endpoint("LBCNHD", 4, 4, p_dtype), endpoint("BHLCND", 8, 3, d_dtype)
+def test_conversion_equals_that_of_torch(p_dtype, d_dtype):
+    p = endpoint("LBCNHD", 4, 4, p_dtype)
+    d = endpoint("BHLCND", 8, 3, d_dtype)
     assert_placed(p, d, canonical(filled(p), p), convert=True)
 
 
 FP8 = "float8_e4m3fn"
-THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is cut off
+# the third saturates
+P_SCALES = (0.5, 1.0, 300.0, 0.25)
+D_SCALES = (2.0, 1.0, 0.001, 0.1)
 
 
 @pytest.mark.parametrize(
     ("p", "d", "factors"),
     [
-        ((FP8, THEIRS), ("float32", ()), THEIRS),
-        (("float32", ()), (FP8, OURS), [1 / ours for ours in OURS]),
+        ((FP8, P_SCALES), ("float32", ()), P_SCALES),
+        (("float32", ()), (FP8, D_SCALES), [1 / ours for ours in D_SCALES]),
         (("bfloat16", ()), (FP8, (1.0,) * 4), (1.0,) * 4),
         (
-            (FP8, THEIRS),
-            (FP8, OURS),
-            [a / b for a, b in zip(THEIRS, OURS, strict=True)],
+            (FP8, P_SCALES),
+            (FP8, D_SCALES),
+            [a / b for a, b in zip(P_SCALES, D_SCALES, strict=True)],
         ),
     ],
     ids=["from fp8", "to fp8", "to fp8, unscaled", "other scales"],
 )
 def test_elements_change_their_scale_by_layer_and_component(p, d, factors):
-    source, target = endpoint("LBCNHD", 4, 4, *p), endpoint("BHLCND", 8, 3, *d)
+    source = endpoint("LBCNHD", 4, 4, *p)
+    target = endpoint("BHLCND", 8, 3, *d)
     values = canonical(filled(source), source).float()  # [block, N, H, L, C, D]
     scaled = values * torch.tensor(factors).view(2, 2, 1)
     if d[0] == FP8:
@@ -101,17 +108,19 @@ def test_elements_change_their_scale_by_layer_and_component(p, d, factors):
     assert_placed(source, target, scaled, convert=True)
 
 
-def test_equal_scales_move_the_bytes_as_they_are_and_others_only_if_told_to_convert():
-    p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
+def test_equal_scales_keep_the_bytes_and_other_scales_need_convert():
+    p = endpoint("LBCNHD", 4, 4, FP8, D_SCALES)
+    d = endpoint("BHLCND", 8, 3, FP8, D_SCALES)
     assert transfer_of(p, d, 16, [2, 0]).factors is None
     assert_placed(p, d, canonical(filled(p), p))
     with pytest.raises(PlanError, match=r"KV scales is.*0.001.*300.0.*--kv-convert"):
-        transfer_of(endpoint("LBCNHD", 4, 4, FP8, THEIRS), d, 16, [2, 0])
+        transfer_of(endpoint("LBCNHD", 4, 4, FP8, P_SCALES), d, 16, [2, 0])
 
 
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])
-def test_a_source_may_start_anywhere_that_suits_its_elements(lead):
-    p, d = endpoint("LBCNHD", 4, 4, "bfloat16"), endpoint("BHLCND", 8, 3, "bfloat16")
+def test_source_may_start_at_any_multiple_of_its_elements(lead):
+    p = endpoint("LBCNHD", 4, 4, "bfloat16")
+    d = endpoint("BHLCND", 8, 3, "bfloat16")
     assert_placed(p, d, canonical(filled(p), p), lead)
 
 
@@ -124,7 +133,7 @@ def test_a_source_may_start_anywhere_that_suits_its_elements(lead):
             64,
             [1, 3],
             2,
-        ),  # one a block of D
+        ),  # one for each block of D
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),

@@ -1,4 +1,4 @@
-"""Plans, executed by the in-memory agent over memory in which every element names itself."""
+"""Plans, executed in memory where every element has a unique value."""
 
 import dataclasses
 import math
@@ -57,12 +57,16 @@ def check_direct(case: Case, d_rank: int) -> None:
         ),  # Gemma 3 27B
     ],
 )
-def test_of_long_prompts_local_layers_move_their_window(
+def test_local_layers_move_only_their_window_of_long_prompts(
     windows, max_len, heads, head_dim, window
 ):
-    """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""
-    groups, dealt = make_groups(windows, max_len + 1)
-    size, stop = max(map(len, dealt)), max_len
+    """Of 131,072 tokens, the bytes moved do not depend on the block sizes.
+
+    P has freed the blocks that the windows have passed.
+    """
+    groups, dealt = deal(windows, max_len + 1)
+    size = max(map(len, dealt))
+    stop = max_len
     moved = []
     for p_size, d_size in ((16, 16), (64, 16), (16, 128)):
         sizes = heads, size, 2
@@ -81,16 +85,20 @@ def test_of_long_prompts_local_layers_move_their_window(
             groups.prefix_table(range(1, stop // n * groups.count + 1), stop, n)
             for n in (p_size, d_size)
         ]
-        planner, found = Planner(ends[1], ends[:1], heads), 0
-        for group, span in enumerate(groups.token_ranges(0, stop, stop)):
-            ours, theirs = (
-                groups.group_table(table, group) for table in reversed(tables)
+        planner = Planner(ends[1], ends[:1], heads)
+        num_bytes = 0
+        for group, span in enumerate(groups.spans(0, stop, stop)):
+            local_table, remote_table = (
+                groups.of_group(table, group) for table in reversed(tables)
             )
             plan = planner.plan(
-                planner.make_transfer((span.start, span.stop), ours, theirs), COSTS
+                planner.make_transfer(
+                    (span.start, span.stop), local_table, remote_table
+                ),
+                COSTS,
             )
-            found += sum(read.nbytes for read in plan.reads)
-        moved.append(found)
+            num_bytes += sum(read.nbytes for read in plan.reads)
+        moved.append(num_bytes)
     of_layer = stop * heads * head_dim * 2 * 2
     local = sum(w is not None for w in groups.windows) * size
     whole = (groups.count * size - local) * of_layer
@@ -100,10 +108,10 @@ def test_of_long_prompts_local_layers_move_their_window(
 
 @st.composite
 def pulls(draw: st.DrawFn) -> list[Case]:
-    """Pulls between one pair of engines, of any tokens in any blocks."""
+    """Pulls of any tokens in any blocks, between one pair of engines."""
     first = draw(cases())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    found = [first]
+    cases_of_pair = [first]
     for _ in range(draw(st.integers(0, 4))):
         stop = draw(st.integers(1, first.stop))
         start = draw(st.integers(0, stop))
@@ -116,8 +124,8 @@ def pulls(draw: st.DrawFn) -> list[Case]:
             for side in (first.p, first.d)
         )
         span = {"start": start, "stop": stop, "lease_hash": draw(st.integers(0, 9))}
-        found.append(dataclasses.replace(first, p=p, d=d, **span))
-    return found
+        cases_of_pair.append(dataclasses.replace(first, p=p, d=d, **span))
+    return cases_of_pair
 
 
 def _elsewhere(
@@ -133,7 +141,7 @@ def _elsewhere(
     return dataclasses.replace(side, blocks=tuple(ids.tolist()))
 
 
-# Between CPUs, where descriptors hurt, where copies do, and between GPUs, whose chunks taper.
+# Between CPUs; with expensive descriptors; with expensive copies; between GPUs; slow.
 _COSTS = [
     COSTS,
     STAGE_ALL,
@@ -143,7 +151,7 @@ _COSTS = [
 ]
 
 
-def check_kept(
+def check_remembered_plans(
     pulls: list[Case],
     d_rank: int,
     staging_blocks: int,
@@ -151,35 +159,41 @@ def check_kept(
     costs: list,
     by: Any,
 ) -> None:
-    """One planner for many pulls: what it remembers of one must not leak into another's plan."""
+    """One planner plans many pulls. A remembered decision changes no other plan."""
     pulls, d_rank = (
         [with_dtypes(case, *dtypes) for case in pulls],
         d_rank % pulls[0].d.tp,
     )
     staging = staging_for(pulls[0], staging_blocks)
     planner = pulls[0].planner(d_rank, staging_bytes=staging, convert=True)
-    plans = [planner.plan(case.pull(planner), each) for case, each in zip(pulls, costs)]  # noqa: B905
-    for case, plan in zip(pulls, plans):  # noqa: B905 - later pulls change nothing in earlier ones
+    plans = [
+        planner.plan(case.pull(planner), each)
+        for case, each in zip(pulls, costs, strict=False)
+    ]
+    # Checked afterwards, because later pulls must not change earlier plans.
+    for case, plan in zip(pulls, plans, strict=True):
         assert plan.slot_bytes <= staging // 2
         check_plan(case, d_rank, plan, by)
         assert plan.path == "staged" or dtypes[0] == dtypes[1] or not plan.useful_bytes
 
 
-RANKS, STAGING_BLOCKS = st.integers(0, 7), st.integers(1, 6)
+RANKS = st.integers(0, 7)
+STAGING_BLOCKS = st.integers(1, 6)
 COST_LISTS = st.lists(st.sampled_from(_COSTS), min_size=5, max_size=5)
 DIRECT = partial(given(cases(), RANKS), check_direct)
 BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arithmetic
-KEPT = partial(
-    given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept
+REMEMBERED = partial(
+    given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY),
+    check_remembered_plans,
 )
 
 
-LAWS = [(DIRECT, 500), (KEPT, 150)]
+LAWS = [(DIRECT, 500), (REMEMBERED, 150)]
 LAWS += [pytest.param(law, 10_000, marks=pytest.mark.slow) for law, _ in LAWS]
 
 
 @pytest.mark.parametrize(("check_law", "count"), LAWS)
-def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(check_law, count):
+def test_plans_move_exactly_the_tokens_and_direct_plans_are_minimal(check_law, count):
     examples(count, suppress_health_check=list(HealthCheck))(check_law())()
 
 
@@ -198,13 +212,13 @@ def simple(p: Side, d: Side, **changes) -> Case:
 def side(
     tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128
 ) -> Side:
-    """Blocks in descending order."""
+    """A side with its blocks in descending order."""
     count = -(-tokens // block_size)
     return Side(tp, order, block_size, tuple(range(count, 0, -1)), count + 1)
 
 
 def scattered(of: Side) -> Side:
-    """Blocks in steps of two: against descending ones no two neighbours stay together."""
+    """A side with blocks in steps of two: no two of them are neighbours on both sides."""
     count = len(of.blocks)
     return dataclasses.replace(
         of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
@@ -214,9 +228,10 @@ def scattered(of: Side) -> Side:
 @pytest.mark.parametrize(
     ("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"]
 )
-def test_ranks_that_share_tokens_begin_at_different_copies(dcp, tokens):
-    """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""
-    p, d = side(4, tokens=tokens), Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
+def test_ranks_that_share_tokens_start_at_different_copies(dcp, tokens):
+    """Every rank of P has the latent. Each rank of D reads from another one."""
+    p = side(4, tokens=tokens)
+    d = Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
     case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
     reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
@@ -234,7 +249,7 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
     assert not any(a & b for i, a in enumerate(written) for b in written[:i])
 
 
-def test_the_cheaper_path_wins_and_why_names_the_other():
+def test_cheaper_path_wins_and_explanation_names_the_other():
     case = simple(side(1, 16), side(1, 64))
     descriptors_cost = case.plan(
         0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20
@@ -247,7 +262,7 @@ def test_the_cheaper_path_wins_and_why_names_the_other():
     assert neighbours.descriptors == round(neighbours.estimated_s) == 1
 
 
-def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path():
+def test_staging_memory_below_two_peer_blocks_leaves_the_direct_path():
     case = simple(side(1, 16), side(1, 64))
     block = 16 * 8 * 2 * 2 * 4 * 4
     plan = case.plan(0, staging_bytes=2 * block - 1)
@@ -284,7 +299,7 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
         (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
     ],
 )
-def test_what_no_plan_can_do_is_refused(case, options, message):
+def test_impossible_plans_are_refused(case, options, message):
     with pytest.raises(PlanError, match=message):
         case.plan(0, **options)
 

@@ -15,7 +15,7 @@ def read_of(lengths: list[int], rank: int = 0) -> ReadDescriptors:
 
 
 def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
-    """(rank, remote byte, local byte) of every byte moved."""
+    """(rank, remote byte, local byte) of every byte that is moved."""
     return [
         (post.remote_rank, remote + i, local + i)
         for post in posts
@@ -52,7 +52,7 @@ def test_property_posts_move_each_byte_once_and_are_as_large_as_their_limits(
         assert is_full or before.remote_rank != after.remote_rank
 
 
-def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
+def test_reads_are_paced_only_while_a_batch_is_computed():
     busy = False
     throttle = Throttle(ReadWindow(max_bytes=1 << 30), lambda: busy)
     (post,) = throttle.cut([read_of([200 << 20])])
@@ -65,16 +65,15 @@ def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
         64,
         8,
     ]
-    now, moved = 10.0, 0
+    now = 10.0
+    moved = 0
     while now < 11.0:
         if throttle.admits(now):
             throttle.posted(10**8, now)
             moved += 10**8
-        now += 0.0003  # a thread that looks now and then
+        now += 0.0003  # a thread that checks periodically
     assert 0.7 * 110e9 < moved <= 1.001 * 110e9
-    throttle.posted(
-        33 * 10**6, 20.0, staged=True
-    )  # and is placed by a kernel afterwards
+    throttle.posted(33 * 10**6, 20.0, staged=True)  # staged bytes have a lower rate
     assert not throttle.admits(20.0009) and throttle.admits(20.0011)
     busy = False
     throttle.posted(1 << 50, 20.1)

@@ -25,7 +25,7 @@ BLOCKS = [3, 1, 7]
 
 
 def measured(decode: Decode) -> Any:
-    """The costs of the one peer, once its probe has ended; None when that came to nothing."""
+    """The measured costs of the only peer; None without a measurement."""
     (peer,) = decode.workers[0]._peers.values()
     return peer.link.costs if peer.link else None
 
@@ -33,22 +33,23 @@ def measured(decode: Decode) -> Any:
 @pytest.fixture
 def planned_with(monkeypatch: Any) -> list[CostModel]:
     """The costs of each plan, in order."""
-    found: list[CostModel] = []
+    used_costs: list[CostModel] = []
     plan = Planner.plan
 
-    def noted(planner: Planner, transfer: Transfer, costs: CostModel) -> Any:
-        found.append(costs)
+    def record_plan(planner: Planner, transfer: Transfer, costs: CostModel) -> Any:
+        used_costs.append(costs)
         return plan(planner, transfer, costs)
 
-    monkeypatch.setattr(Planner, "plan", noted)
-    return found
+    monkeypatch.setattr(Planner, "plan", record_plan)
+    return used_costs
 
 
 def stalled_probe(
     rig: Any, pull_ids: list[str], **options: Any
 ) -> tuple[Prefill, Decode]:
-    """Pulls that wait for a probe that does not end before the agent's `resume`."""
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, **options)
+    """Pulls that wait for a probe, which does not end before the agent's `resume`."""
+    prefill = rig(Prefill)
+    decode = rig(Decode, staging_bytes=4 << 20, **options)
     decode.agents[0].stall()
     for number, pull_id in enumerate(pull_ids):
         block = 3 * number + 1
@@ -58,7 +59,7 @@ def stalled_probe(
     return prefill, decode
 
 
-def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig):
+def test_pull_that_waits_for_the_probe_can_be_cancelled(rig):
     _, decode = stalled_probe(rig, ["a", "b"], connect_timeout_s=DEADLINE_S)
     decode.coordinator.cancel("a")
     decode.wait(PullDrained, pull_id="a")
@@ -67,28 +68,26 @@ def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig):
     assert decode.settle() == []
 
 
-def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(rig):
+def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
     prefill, decode = stalled_probe(rig, ["a"], connect_timeout_s=0.05)
     failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed) and failed.drained  # nothing of it was posted
+    assert isinstance(failed, PullFailed) and failed.drained  # it had posted nothing
     assert isinstance(failed.error, PeerUnreachable)
     decode.agents[0].resume()
     (peer,) = decode.workers[0]._peers.values()
-    while peer.link is not None:  # it ends
-        decode.has_event.wait(0.001)
+    while peer.link is not None:  # until it is closed
+        decode.woken.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
     pulled(decode, prefill, "b", BLOCKS)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_costs_are_measured_and_logged_once_and_planned_with(
+def test_costs_are_measured_and_logged_once_and_used_for_plans(
     rig, make_agent, planned_with, caplog
 ):
     caplog.set_level(logging.INFO)
-    prefill, decode = (
-        rig(Prefill, make_agent),
-        rig(Decode, make_agent, staging_bytes=4 << 20),
-    )
+    prefill = rig(Prefill, make_agent)
+    decode = rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
     pulled(decode, prefill, "a", BLOCKS)
     assert decode.is_only_written_at(
@@ -104,12 +103,13 @@ def test_costs_are_measured_and_logged_once_and_planned_with(
     assert decode.settle() == []
 
 
-def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
+def test_configured_costs_are_logged_and_used_without_measuring(
     rig, planned_with, caplog
 ):
     caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
+    prefill = rig(Prefill)
+    decode = rig(Decode, staging_bytes=4 << 20, costs=costs)
     pulled(decode, prefill, "a", BLOCKS)
     assert planned_with == [costs] and measured(decode) is None
     assert (
@@ -118,8 +118,9 @@ def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     )
 
 
-def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+def test_failing_probe_fails_only_the_pulls_that_wait_for_it(rig):
+    prefill = rig(Prefill)
+    decode = rig(Decode, staging_bytes=4 << 20)
     decode.agents[0].stall()
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
@@ -135,8 +136,9 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
     "options",
     [{}, {"staging_bytes": 1 << 16}, {"staging_bytes": 4 << 20, "make_placer": Placer}],
 )
-def test_without_room_or_where_it_is_mapped_nothing_is_measured(rig, options):
-    prefill, decode = rig(Prefill), rig(Decode, **options)
+def test_nothing_is_measured_with_little_staging_memory_or_mapped_peers(rig, options):
+    prefill = rig(Prefill)
+    decode = rig(Decode, **options)
     pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None
     assert bool(decode.workers[0]._rank.links) is ("make_placer" not in options)

@@ -1,4 +1,4 @@
-"""Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
+"""Pulls end to end: coordinator, workers, side channel, agent. All bytes are compared."""
 
 import re
 from typing import Any
@@ -39,7 +39,8 @@ from tests.rigs.memory_pair import (
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
-    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent)
+    prefill = rig(Prefill, make_agent)
+    decode = rig(Decode, make_agent)
     remote = prefill.lease([5, 2, 9], 20)
     decode.coordinator.connect(remote)
     assert decode.wait(PeerDecided) == PeerDecided(("P", remote.incarnation))
@@ -52,8 +53,9 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     assert decode.coordinator.counters()["pulls_open"] == 0
 
 
-def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_empty_pull_is_done_at_once_and_completes_the_lease(rig):
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
     decode.coordinator.pull("a", remote, 24, 24, [3, 1, 7])
@@ -83,26 +85,28 @@ def test_many_pulls_at_once_from_two_peers(rig):
         assert set(side.outcomes(12)) == {"completed"}
 
 
-def test_a_table_that_does_not_fit_reads_nothing_and_the_next_one_is_read(rig):
-    """Between alike pulls, whose plan is remembered."""
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_invalid_block_table_reads_nothing_and_the_next_pull_succeeds(rig):
+    """The invalid pulls come between equal pulls, whose plan is remembered."""
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     decode.pull("fits", prefill.lease([5, 2], 16), 0, 16, [3, 1])
     decode.fill(-1.0)
-    for number, (table, told) in enumerate(
+    for number, (table, message) in enumerate(
         (([4, 32], "block 32; the pool"), ([4], "has 1 blocks"))
     ):
         decode.coordinator.pull(f"{number}", prefill.lease([5, 2], 16), 0, 16, table)
         error = decode.failed()
-        assert isinstance(error, PeerIncompatible) and told in error.message
+        assert isinstance(error, PeerIncompatible) and message in error.message
     assert decode.is_only_written_at([], 0, 0)
     decode.pull("fits too", prefill.lease([5, 2], 16), 0, 16, [6, 4])
 
 
-# -- the lease is gone
+# -- the lease has ended
 
 
 def test_renewals_keep_a_lease_past_its_length(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
     for renewals in range(1, 7):  # a third of the lease each
@@ -114,8 +118,9 @@ def test_renewals_keep_a_lease_past_its_length(rig):
     decode.pull("a", remote, 0, 24, [3, 1, 7])
 
 
-def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_ended_lease_fails_a_held_pull_before_it_reads(rig):
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([5], 8), lease_id="0" * 32)
     decode.coordinator.hold("a", remote)
     assert isinstance(decode.failed(), LeaseGone)
@@ -126,12 +131,13 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig):
 
 
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
-def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
+def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_id):
     late = ("connection_timeout_s", "pull_timeout_s", "renew_interval_s")
     settings = dict.fromkeys(
         late, 1000.0
-    )  # nothing else tells that the first one has gone
-    first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
+    )  # so that only the new metadata shows the restart
+    first = rig(Prefill, port=port)
+    decode = rig(Decode, settings=settings)
     old = first.lease([5], 8)
     decode.pull("a", old, 0, 8, [3])
     decode.agents[0].stall()
@@ -143,12 +149,12 @@ def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
     failed = decode.wait(*ENDINGS, pull_id="b")
     assert isinstance(failed, PullFailed) and not failed.drained
     assert "restarted" in failed.error.message
-    for number in range(2):  # told who is there once more, while "b" still drains
+    for number in range(2):  # while "b" still drains
         decode.coordinator.connect(old)
         assert isinstance(decode.wait(PeerDecided).error, LeaseGone)
         decode.coordinator.pull(f"old {number}", old, 0, 8, [6])
-        gone = decode.wait(*ENDINGS, pull_id=f"old {number}")
-        assert isinstance(gone, PullFailed) and isinstance(gone.error, LeaseGone)
+        failed = decode.wait(*ENDINGS, pull_id=f"old {number}")
+        assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone)
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("b")
     decode.done("c")
@@ -159,13 +165,20 @@ def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
 
 
 def edited(rank: Any = None, compat: Any = None, **changes: Any) -> dict[str, Any]:
-    """A prefill side that tells these of itself, of its first rank and of what must be alike."""
+    """Options of a prefill side whose metadata has wrong values.
+
+    Args:
+        rank: values of its first rank.
+        compat: values of its CompatRecord.
+        changes: values of its EngineMetadata.
+    """
 
     def edit(metadata: Any) -> Any:
-        first, others = metadata.ranks[0], metadata.ranks[1:]
-        told = {"ranks": [msgspec.structs.replace(first, **(rank or {})), *others]}
-        told["compat"] = msgspec.structs.replace(metadata.compat, **(compat or {}))
-        return msgspec.structs.replace(metadata, **told, **changes)
+        first = metadata.ranks[0]
+        others = metadata.ranks[1:]
+        message = {"ranks": [msgspec.structs.replace(first, **(rank or {})), *others]}
+        message["compat"] = msgspec.structs.replace(metadata.compat, **(compat or {}))
+        return msgspec.structs.replace(metadata, **message, **changes)
 
     return {"edit": edit}
 
@@ -178,7 +191,7 @@ SHARED = {"tp": 2, "dcp": 2}  # of D
 
 
 @pytest.mark.parametrize(
-    ("p", "d", "said"),
+    ("p", "d", "message"),
     [
         (edited(compat={"model_fingerprint": "other"}), {}, "model_fingerprint"),
         (edited(compat={"rope": '{"theta":1}'}), {}, "rope"),
@@ -199,15 +212,16 @@ SHARED = {"tp": 2, "dcp": 2}  # of D
         (edited(dcp_size=2), {}, r"dcp_size.* 2.*divide tp_size 1"),
     ],
 )
-def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(rig, p, d, said):
-    prefill, decode = rig(Prefill, **p), rig(Decode, **d)
+def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
+    prefill = rig(Prefill, **p)
+    decode = rig(Decode, **d)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     error = decode.failed()
     assert isinstance(error, PeerIncompatible)
-    assert re.search(said, f"{error.param}: {error.message}")
+    assert re.search(message, f"{error.param}: {error.message}")
     assert not any(pool.tensor.any() for pool in decode.pools)
-    if said.startswith("^"):  # which the handshake shows
+    if message.startswith("^"):  # the handshake has refused it
         assert all(worker.counters["posts"] == 0 for worker in decode.workers)
     assert prefill.outcomes() == ["aborted"]  # P has its blocks back at once
 
@@ -216,8 +230,9 @@ def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(rig, p, d, said
     ("block", "tp", "field"),
     [(layout().num_blocks, 1, "remote_block_ids"), (5, 2, "tp_size")],
 )
-def test_a_reference_unlike_its_peer_is_not_read(rig, block, tp, field):
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_reference_that_contradicts_its_peer_is_not_read(rig, block, tp, field):
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([block], 8), tp_size=tp)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     failed = decode.wait(*ENDINGS)
@@ -225,8 +240,9 @@ def test_a_reference_unlike_its_peer_is_not_read(rig, block, tp, field):
     assert failed.error.param == f"kv_transfer_params.{field}"
 
 
-def test_another_secret_fails_the_handshake_at_once(rig):
-    prefill, decode = rig(Prefill, secret=b"other"), rig(Decode)
+def test_wrong_secret_fails_the_handshake_at_once(rig):
+    prefill = rig(Prefill, secret=b"other")
+    decode = rig(Decode)
     decode.coordinator.connect(prefill.lease([5], 8))
     failed = decode.wait(PeerDecided)
     assert (
@@ -235,16 +251,19 @@ def test_another_secret_fails_the_handshake_at_once(rig):
     assert prefill.server.counters()["refused"] >= 1
 
 
-def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
+def test_silent_address_times_out_and_is_remembered_for_its_backoff(rig, port):
     settings = {"handshake_timeout_s": 0.3, "backoff_min_s": 1000.0}
-    prefill, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
+    prefill = rig(Prefill, port=port)
+    decode = rig(Decode, settings=settings)
     remote = prefill.lease([5], 8)
     prefill.server.close()
     decode.coordinator.connect(remote)
     failed = decode.wait(PeerDecided)
     assert isinstance(failed.error, PeerUnreachable)
     assert "--side-channel-host" in failed.error.message
-    rig(Prefill, port=port, incarnation=remote.incarnation)  # it is back, but not asked
+    rig(
+        Prefill, port=port, incarnation=remote.incarnation
+    )  # it is back, but gets no request
     decode.coordinator.connect(remote)
     assert decode.wait(PeerDecided) == failed
     decode.coordinator.pull("a", remote, 0, 8, [3])
@@ -254,11 +273,10 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
 # -- reads that fail or do not end
 
 
-def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(
-    rig,
-):
+def test_hanging_read_keeps_its_pull_undrained_and_opens_the_circuit(rig):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
-    prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
+    prefill = rig(Prefill)
+    decode = rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
     decode.until(lambda: decode.agents[1].active)
@@ -272,30 +290,31 @@ def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_ot
     decode.coordinator.connect(other)
     assert isinstance(decode.wait(PeerDecided).error, PullCircuitOpen)
     decode.coordinator.pull("other", other, 0, 8, [4])
-    withheld = decode.failed("other")
-    assert isinstance(withheld, PullCircuitOpen) and "hang" in withheld.message
+    error = decode.failed("other")
+    assert isinstance(error, PullCircuitOpen) and "hang" in error.message
     assert prefill.outcomes() == ["aborted"]
     decode.agents[1].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
     assert decode.agents[1].active == 0
     assert prefill.outcomes() == ["aborted"]
     decode.coordinator.cancel("a")
-    assert decode.settle() == []  # never a second PullDrained
+    assert decode.settle() == []  # no second PullDrained
     decode.pull("again", prefill.lease([7], 8), 0, 8, [4])
 
 
-def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
-    prefill, decode = rig(Prefill), rig(Decode, settings={"backoff_min_s": 100.0})
+def test_open_circuit_allows_a_single_pull_after_the_backoff(rig, caplog):
+    prefill = rig(Prefill)
+    decode = rig(Decode, settings={"backoff_min_s": 100.0})
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
         failed = decode.wait(
             *ENDINGS
-        )  # its READ, or one at first contact with the next link
+        )  # the READ, or one at first contact over the next link
         assert isinstance(failed.error, TransferFailed | PeerUnreachable)
-    told = [line for line in caplog.records if line.name.endswith("coordinator")]
-    assert [("UCX_TCP_PORT_RANGE" in line.message) for line in told].count(True) == 1
+    message = [line for line in caplog.records if line.name.endswith("coordinator")]
+    assert [("UCX_TCP_PORT_RANGE" in line.message) for line in message].count(True) == 1
     for number in range(2):
         lease = prefill.lease([5], 8)
         decode.coordinator.pull(f"withheld {number}", lease, 0, 8, [3])
@@ -312,8 +331,9 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
     decode.pull("trusted", prefill.lease([7], 8), 0, 8, [4])
 
 
-def test_reads_that_hang_leave_others_room(rig):
-    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
+def test_hanging_reads_do_not_block_other_peers(rig):
+    hung = rig(Prefill, engine_id="hung")
+    other = rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, limits=limits, settings={"drain_grace_s": 0.05})
     agent = decode.agents[0]
@@ -322,7 +342,7 @@ def test_reads_that_hang_leave_others_room(rig):
     decode.until(lambda: agent.active >= 2)
     remote = other.lease([6], 8)
     decode.pull("b", remote, 0, 8, [7])
-    assert agent.active == 2  # so much at once from one peer
+    assert agent.active == 2  # the limit of READs from one peer
     decode.coordinator.cancel("hung")
     assert decode.wait(PullStuck) == PullStuck("hung")
     decode.coordinator.pull("c", remote := other.lease([7], 8), 0, 8, [1])
@@ -332,16 +352,17 @@ def test_reads_that_hang_leave_others_room(rig):
 
 
 @pytest.mark.parametrize(
-    ("fence_s", "connection_s", "told"),
+    ("fence_s", "connection_s", "message"),
     [(0.1, 90.0, "did not confirm"), (90.0, 0.1, "cannot be connected to")],
 )
-def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, told):
+def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, message):
     settings = {
         "fence_timeout_s": fence_s,
         "connection_timeout_s": connection_s,
         **PATIENT,
     }
-    prefill, decode = rig(Prefill), rig(Decode, settings=settings)
+    prefill = rig(Prefill)
+    decode = rig(Decode, settings=settings)
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
@@ -349,48 +370,51 @@ def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, told):
     prefill.server.close()
     decode.agents[0].resume()
     error = decode.failed()
-    assert isinstance(error, PeerUnreachable) and told in error.message
+    assert isinstance(error, PeerUnreachable) and message in error.message
 
 
-def test_a_lost_answer_to_the_fence_is_asked_for_again(rig):
+def test_fence_is_repeated_after_a_lost_answer(rig):
     prefill = rig(Prefill)
     decode = rig(Decode, settings={"fence_retry_s": 0.1})
-    answer, asked = prefill.server._answer, []
+    answer = prefill.server._answer
+    attempt_ids = []
 
     def lose_the_first(message: bytes, wire: Any) -> Any:
-        reply, request = answer(message, wire), open_request(message, SECRET)
+        reply = answer(message, wire)
+        request = open_request(message, SECRET)
         if not isinstance(request, Complete):
             return reply
-        asked.append(request.attempt_id)
-        return reply if len(asked) > 1 else Ok(nonce="of somebody else")
+        attempt_ids.append(request.attempt_id)
+        return reply if len(attempt_ids) > 1 else Ok(nonce="of another request")
 
     prefill.server._answer = lose_the_first
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
-    assert asked[0] == asked[1]
+    assert attempt_ids[0] == attempt_ids[1]
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig, port):
+def test_connection_lost_while_unused_does_not_fail_the_next_pull(rig, port):
     settings = {
         f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")
     }
-    first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
+    first = rig(Prefill, port=port)
+    decode = rig(Decode, settings=settings)
     decode.pull("a", first.lease([5], 8), 0, 8, [3])
-    # Its lease goes home over the connection.
+    # The lease is completed over the connection.
     decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
     first.close()
     leases = decode.coordinator._leases
     decode.until(lambda: leases.unconnected())
 
-    def wait_for_a_user() -> None:  # or there may be a new one by then
+    def wait_for_a_user() -> None:  # so that the client does not reconnect by itself
         for link in leases._links.values():
             link.retry_at = decode.clock() + 13.0
 
     decode.coordinator._call(wait_for_a_user)
     run_round(decode.coordinator)
     second = rig(Prefill, port=port)
-    decode.clock.skip(12.0)  # in all of which nobody waited
+    decode.clock.skip(12.0)  # no request waited during this time
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
     decode.clock.skip(12.0)
     decode.done()

@@ -1,4 +1,4 @@
-"""Pulls that are given up, at any moment, and engines that end with pulls under way."""
+"""Pulls that are cancelled at any moment, and engines that close with open pulls."""
 
 import msgspec
 import pytest
@@ -11,14 +11,15 @@ from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig):
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
-    prefill, decode = rig(Prefill), rig(Decode, limits=limits)
+    prefill = rig(Prefill)
+    decode = rig(Decode, limits=limits)
     decode.agents[0].stall()
     decode.coordinator.pull("a", prefill.lease([5, 6], 16), 0, 16, [3, 4])
     decode.until(lambda: decode.agents[0].active >= 2)
     decode.coordinator.cancel("a")
     assert decode.settle() == [] and prefill.server.counters()["held"] == 1
     job, *_ = decode.workers[0]._jobs.values()
-    decode.until(lambda: job.is_stopping)  # the rank has been told
+    decode.until(lambda: job.is_stopping)  # the rank has received the command
     decode.agents[0].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
     assert prefill.outcomes() == ["aborted"]
@@ -26,8 +27,9 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig):
     assert decode.settle() == []
 
 
-def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
+def test_cancel_of_an_ended_or_unknown_pull_is_answered_once(rig):
+    prefill = rig(Prefill)
+    decode = rig(Decode)
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for pull_id in ("a", "never seen"):
         decode.coordinator.cancel(pull_id)
@@ -37,10 +39,10 @@ def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig):
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
+def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
     limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
-    # Else PullStuck may come first on busy machines.
+    # Otherwise PullStuck may come first on busy machines.
     decode = rig(
         Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT
     )
@@ -53,7 +55,7 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
         while not isinstance(
             event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained
         ):
-            assert isinstance(event, PullDone)  # it was on its way
+            assert isinstance(event, PullDone)  # it was queued before the cancel
         assert [
             e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)
         ] == []
@@ -61,8 +63,10 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
     assert prefill.server.counters()["held"] == 0
 
 
-def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig):
-    prefill, ending, other = rig(Prefill), rig(Decode), rig(Decode)
+def test_closing_engine_keeps_untouched_lent_leases_for_other_engines(rig):
+    prefill = rig(Prefill)
+    ending = rig(Decode)
+    other = rig(Decode)
     remotes = [prefill.lease([block], 8) for block in (5, 6, 7)]
     read, queued = (
         msgspec.structs.replace(r, sender_releases=True) for r in remotes[:2]

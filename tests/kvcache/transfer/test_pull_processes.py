@@ -1,4 +1,4 @@
-"""Pulls between processes over NIXL: peers killed, stopped and continued; ranks of their own."""
+"""Pulls between processes over NIXL. Peers are killed, stopped and continued."""
 
 import socket
 import threading
@@ -47,9 +47,7 @@ def whole(child: Child, **options: Any) -> Any:
     return child.lease(list(range(1, BLOCKS)), TOKENS, **options)
 
 
-def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
-    prefill, port
-):
+def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
     limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
@@ -68,34 +66,35 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
 
 
 @pytest.mark.parametrize("dcp", [1, 2])
-def test_ranks_in_processes_of_their_own(prefill, dcp):
-    """Of 24 tokens that ranks share two blocks are the first one's, one is the second one's."""
-    woken, (ours, theirs) = threading.Event(), socket.socketpair()
-    coordinator = PullCoordinator([ours], compat(), SECRET)
+def test_ranks_in_separate_processes_read_their_shares(prefill, dcp):
+    """With a dcp, rank 0 stores two of the three blocks, and rank 1 stores one."""
+    woken, (coordinator_end, worker_end) = threading.Event(), socket.socketpair()
+    coordinator = PullCoordinator([coordinator_end], compat(), SECRET)
     coordinator.on_event = woken.set
     pool = KVPool(layout(2, 0, dcp=dcp))
     first = TransferWorker(LocalRank(0, 2, HEADS, agent(), pool, dcp=dcp), coordinator)
-    second = Child("worker", rank=1, tp=2, dcp=dcp, link=theirs)
-    theirs.close()
+    second = Child("worker", rank=1, tp=2, dcp=dcp, link=worker_end)
+    worker_end.close()
     first.start()
-    remote, blocks = prefill.lease([5, 2, 9], 24), [3, 1, 7][: 4 - dcp]
+    remote = prefill.lease([5, 2, 9], 24)
+    blocks = [3, 1, 7][: 4 - dcp]
     coordinator.pull("a", remote, 0, 24, blocks)
     assert woken.wait(DEADLINE_S)
     (done,) = coordinator.drain()
     assert isinstance(done, PullDone), done
     tokens = expected(remote, 0, 24)
-    kept = [
-        tokens[:, own.start : own.stop]
-        for own in (heads_of(r, 2, HEADS) for r in (0, 1))
+    rank_tokens = [
+        tokens[:, heads.start : heads.stop]
+        for heads in (heads_of(r, 2, HEADS) for r in (0, 1))
     ]
     if dcp == 2:
         nothing = np.zeros_like(tokens[:8])
-        kept = [
+        rank_tokens = [
             np.concatenate([tokens[:8], tokens[16:]]),
             np.concatenate([tokens[8:16], nothing]),
         ]
-    found = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
-    assert found == [digest(part) for part in kept]
+    digests = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
+    assert digests == [digest(part) for part in rank_tokens]
     second.close()
     first.close()
 
@@ -106,7 +105,7 @@ from tests.rigs.memory_pair import *
 from tests.kvcache.transfer.test_pull_processes import *
 prefill, other = (Child("prefill", num_blocks=BLOCKS, engine_id=name) for name in ("P", "other"))
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
-limits = ReadWindow(max_bytes=1 << 20)  # of which more hang than may be active at once
+limits = ReadWindow(max_bytes=1 << 20)  # more READs hang than may be active at once
 decode = Decode(
     agent, settings=settings, num_blocks=BLOCKS, limits=limits, staging_bytes=1 << 20
 )
@@ -131,7 +130,7 @@ assert isinstance(failed, PullFailed) and not failed.drained, failed
 assert decode.settle() == []  # no PullDrained while a READ may still deliver
 elsewhere = other.lease([5, 9, 6], 21)
 decode.coordinator.pull("e", elsewhere, 0, 21, [0, 2, 1])
-ending = decode.wait(*ENDINGS)  # neither READs nor staging memory that hang hold it up
+ending = decode.wait(*ENDINGS)  # hanging READs and staging memory do not block it
 assert isinstance(ending, PullDone), ending
 assert np.array_equal(decode.tokens([0, 2, 1], 0, 21), expected(elsewhere, 0, 21))
 other.close()
@@ -150,6 +149,6 @@ os._exit(0)
 """
 
 
-def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain():
-    """Over TCP, where a stopped peer's READs stay active."""
+def test_pull_from_a_stopped_peer_is_undrained_until_its_reads_end():
+    """TCP is used, because there the READs from a stopped peer stay active."""
     assert f"{PullDrained('d')}\n" in run_program(STOPPED, UCX_TLS="tcp,self")

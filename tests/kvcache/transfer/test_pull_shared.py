@@ -21,11 +21,11 @@ from tests.rigs.memory_pair import (
 
 SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
 MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA
-STAGE = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
+STAGE = CostModel(1e-3, 1e12, 1e15)  # descriptors are expensive
 
 
 def table(tokens: int, size: int, of: int = 31) -> list[int]:
-    """Scattered, of blocks 1 to `of`."""
+    """A block table of scattered blocks from 1 to `of`."""
     ids = np.random.default_rng(tokens).permutation(np.arange(1, of + 1))
     return ids[: -(-tokens // size)].tolist()
 
@@ -35,30 +35,30 @@ class SmallLaunches(Placer):
 
 
 def check_pulls(
-    prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str
+    prefill: Prefill, decode: Decode, token_ranges: list[tuple[int, int]], path: str
 ) -> None:
-    """Pulls tokens [hit, stop) of prompts, one after the other, and looks at every byte."""
+    """Pulls token ranges of prompts one after another, and checks every byte."""
     sizes = [side.layouts[0].block_size for side in (prefill, decode)]
-    for hit, stop in spans:
+    for start, stop in token_ranges:
         remote = prefill.lease(table(stop, sizes[0]), stop)
         blocks = table(stop, sizes[1] * decode.dcp, 9)
         decode.fill(-1.0)
-        done = decode.pull(f"{hit}-{stop}", remote, hit, stop, blocks)
+        done = decode.pull(f"{start}-{stop}", remote, start, stop, blocks)
         assert done.path in path.split(), done
-        assert decode.is_only_written_at(blocks, hit, stop)
+        assert decode.is_only_written_at(blocks, start, stop)
         layout = decode.layouts[0]
         copies = max(decode.tp // decode.dcp // decode.heads, 1)
         each = (
             LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
         )
         assert (
-            done.nbytes == (stop - hit) * each
-        )  # no token comes to two ranks of a group
-    assert prefill.outcomes(len(spans)) == ["completed"] * len(spans)
+            done.nbytes == (stop - start) * each
+        )  # no two ranks of a group get the same token
+    assert prefill.outcomes(len(token_ranges)) == ["completed"] * len(token_ranges)
 
 
-def spans_of(tokens_per_block: int) -> list[tuple[int, int]]:
-    """Of a prompt shorter than one rank's block, than a stripe, odd ones, whole ones, hits."""
+def token_ranges_of(tokens_per_block: int) -> list[tuple[int, int]]:
+    """Token ranges: below a block, below a stripe, odd, complete, with a hit."""
     whole = 2 * tokens_per_block
     return [
         (0, 3),
@@ -75,7 +75,7 @@ def spans_of(tokens_per_block: int) -> list[tuple[int, int]]:
 def test_every_rank_gets_its_tokens_of_its_heads(rig, p_tp, tp, dcp, model):
     prefill = rig(Prefill, tp=p_tp, **model)
     decode = rig(Decode, tp=tp, dcp=dcp, block_size=16, **model)
-    check_pulls(prefill, decode, spans_of(16 * dcp), "direct")
+    check_pulls(prefill, decode, token_ranges_of(16 * dcp), "direct")
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 16), (16, 32), (8, 24)])
@@ -84,29 +84,29 @@ def test_every_rank_gets_its_tokens_of_its_heads(rig, p_tp, tp, dcp, model):
 )
 @pytest.mark.parametrize("path", ["direct", "staged", "mapped"])
 def test_any_layout_by_any_path(rig, path, p_order, d_order, p_size, d_size):
-    ways: dict[str, dict[str, Any]] = {
+    options_by_path: dict[str, dict[str, Any]] = {
         "direct": {},
         "staged": {"staging_bytes": 1 << 20, "costs": STAGE},
         "mapped": {"make_placer": SmallLaunches},
     }
     prefill = rig(Prefill, tp=2, order=p_order, block_size=p_size)
-    options = {"order": d_order, "block_size": d_size, **ways[path]}
+    options = {"order": d_order, "block_size": d_size, **options_by_path[path]}
     decode = rig(Decode, tp=4, dcp=2, **options)
-    check_pulls(prefill, decode, spans_of(2 * d_size), path)
+    check_pulls(prefill, decode, token_ranges_of(2 * d_size), path)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("costs", [None, STAGE])
-def test_over_nixl(rig, model, costs):
+def test_any_layout_over_nixl(rig, model, costs):
     prefill = rig(Prefill, nixl_agent, tp=2, order="LBCNHD", block_size=16, **model)
     staging_bytes = 1 << 20 if costs else None
     options = {"block_size": 32, "staging_bytes": staging_bytes, "costs": costs}
     decode = rig(Decode, nixl_agent, tp=4, dcp=4, **options, **model)
-    check_pulls(prefill, decode, spans_of(128), "direct staged")
+    check_pulls(prefill, decode, token_ranges_of(128), "direct staged")
 
 
 @pytest.mark.parametrize("make_placer", [None, SmallLaunches])
-def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
+def test_dtype_and_scales_are_converted(rig, make_placer):
     prefill = rig(Prefill, tp=2)
     scales = tuple(float(2**index) * 1e4 for index in range(LAYERS * 2))
     options = (
@@ -121,21 +121,25 @@ def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
         convert=True,
         **options,
     )
-    remote, blocks = prefill.lease(table(53, 8), 53), table(53, 16, 9)
+    remote = prefill.lease(table(53, 8), 53)
+    blocks = table(53, 16, 9)
     decode.fill(-1.0)
     decode.coordinator.pull("a", remote, 16, 53, blocks)
     decode.done()
     stored = expected(remote, 16, 53) / np.array(scales).reshape(LAYERS, 2, 1)
-    wanted = fp8.to_stored(
+    expected_values = fp8.stored_as(
         torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn
     )
-    np.testing.assert_array_equal(decode.tokens(blocks, 16, 53), wanted.float().numpy())
+    np.testing.assert_array_equal(
+        decode.tokens(blocks, 16, 53), expected_values.float().numpy()
+    )
     assert decode.is_only_written_at(blocks, 16, 53)
 
 
 def test_a_rank_without_a_token_ends_at_once(rig):
-    """All three tokens are on the first rank of each group; the others do not wait for them."""
-    prefill, decode = rig(Prefill), rig(Decode, MemoryAgent, tp=4, dcp=2)
+    """The first rank of each group has all three tokens. The other ranks end at once."""
+    prefill = rig(Prefill)
+    decode = rig(Decode, MemoryAgent, tp=4, dcp=2)
     for agent in decode.agents[::2]:
         agent.stall()
     remote = prefill.lease([5], 3)

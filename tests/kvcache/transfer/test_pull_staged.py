@@ -1,4 +1,4 @@
-"""Pulls through staging memory, alone or beside direct reads."""
+"""Pulls through staging memory, also concurrently with direct reads."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ from tests.rigs.memory_pair import (
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_pulls_share_one_small_buffer_and_none_fails(rig, make_agent, tp, count):
     prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16, num_blocks=512)
-    room = 2 * 16 * layout().token_bytes  # for two blocks of P
-    decode = rig(Decode, make_agent, tp=tp, staging_bytes=room, num_blocks=512)
+    staging_bytes = 2 * 16 * layout().token_bytes  # for two blocks of P
+    decode = rig(Decode, make_agent, tp=tp, staging_bytes=staging_bytes, num_blocks=512)
     pulls = {}
     for index in range(count):
         remote = prefill.lease([3 * index + 1, 3 * index + 3, 3 * index + 2], 41)
@@ -56,7 +56,11 @@ def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
-    """Another prefill side, where the READs of a first one hang and have the staging memory."""
+    """A decode side whose staging memory is held by a pull with hanging READs.
+
+    Returns:
+        A prefill side that does not hang, and the decode side.
+    """
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung = rig(Prefill, engine_id="hung", order="LBCNHD", block_size=16)
     other = rig(Prefill, order="LBCNHD", block_size=16, num_blocks=64)
@@ -69,12 +73,12 @@ def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
     return other, decode
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
-    rig, monkeypatch, given_up
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_hanging_owner_of_staging_memory_blocks_no_other_peer(
+    rig, monkeypatch, is_cancelled
 ):
     other, decode = _hung_owner(rig, monkeypatch)
-    if given_up:
+    if is_cancelled:
         decode.coordinator.cancel("hung")
         assert isinstance(decode.wait(PullStuck), PullStuck)
     pulls = {}
@@ -87,15 +91,16 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
         decode.done(pull_id)
         assert_pulled(decode, remote, blocks, 3, 41)
     decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS), PullDrained if given_up else PullDone)
+    assert isinstance(decode.wait(*ENDINGS), PullDrained if is_cancelled else PullDone)
     decode.pull("last", other.lease([9, 2], 32), 0, 32, [9, 12, 10, 11])
 
 
-def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(
+def test_pull_that_waits_for_a_hanging_peer_does_not_block_staging_memory(
     rig, monkeypatch
 ):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
-    hung, other = rig(Prefill, engine_id="hung", order="LCBNHD"), rig(Prefill)
+    hung = rig(Prefill, engine_id="hung", order="LCBNHD")
+    other = rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, staging_bytes=1 << 16, limits=limits, order="LCBNHD")
     decode.agents[0].stall(hung.agents[0].name)
@@ -108,12 +113,11 @@ def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(
     assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
 
-def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
-    rig, monkeypatch
-):
+def test_pull_that_needs_staging_fails_soon_if_the_owner_hangs(rig, monkeypatch):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
-    hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)
+    hung = rig(Prefill, engine_id="hung", **options)
+    other = rig(Prefill, **options)
     decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=PATIENT)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("hung", hung.lease([1, 3], 32), 0, 32, [6, 2, 5, 1])
@@ -128,7 +132,7 @@ def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
     decode.done("b")
 
 
-def test_a_copy_that_fails_fails_the_pull(rig, monkeypatch):
+def test_failed_copy_fails_the_pull(rig, monkeypatch):
     prefill = rig(Prefill, order="LBCNHD")
     decode = rig(Decode, staging_bytes=1 << 20)
 

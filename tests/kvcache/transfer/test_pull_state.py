@@ -1,4 +1,4 @@
-"""One pull by itself: what it asks for and tells, whatever happens in whatever order."""
+"""The state machine of one pull: its actions, for events in any order."""
 
 from typing import Any
 
@@ -61,12 +61,15 @@ LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
 RENEW = Renew(nonce="renew-attempt", **LEASE)
 COMPLETE = Complete(nonce="complete-attempt", attempt_id="attempt", **LEASE)
 ABORT = AbortLease(nonce="abort-attempt", **LEASE)
-STOP, SUSPECT = StopPull("a"), RecordPeerFailure()
-DRAINED, STUCK = PullDrained("a"), PullStuck("a")
+STOP = StopPull("a")
+PEER_FAILURE = RecordPeerFailure()
+DRAINED = PullDrained("a")
+STUCK = PullStuck("a")
 FAILING = RankFailing("a", 0, ERROR)
-FENCED, RENEWED = Ok(nonce=COMPLETE.nonce), Ok(nonce=RENEW.nonce)
-FENCE_GONE, RENEW_GONE = (
-    LeaseEnded(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
+FENCED = Ok(nonce=COMPLETE.nonce)
+RENEWED = Ok(nonce=RENEW.nonce)
+FENCE_LEASE_ENDED, RENEW_LEASE_ENDED = (
+    Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
 )
 
 
@@ -85,7 +88,7 @@ def reading(ranks: int = 2) -> PullState:
 
 
 def fencing() -> PullState:
-    """One that has asked."""
+    """A pull that has requested the fence."""
     pull = reading(1)
     assert pull.on_report(ended(0), now=2.0) == [COMPLETE]
     return pull
@@ -125,25 +128,27 @@ def test_the_fence_waits_for_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "whole"),
+    ("first", "second", "expected_path"),
     [
         ("staged", "staged", "staged"),
-        ("none", "mapped", "mapped"),  # a rank that has all it needs
+        ("none", "mapped", "mapped"),  # a rank that needed nothing
         ("none", "none", "none"),
         ("direct", "staged", "mixed"),
         ("mixed", "mapped", "mixed"),
     ],
 )
-def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(first, second, whole):
+def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
+    first, second, expected_path
+):
     pull = reading()
     pull.on_report(ended(0, path=first), now=2.0)
     pull.on_report(ended(1, path=second), now=2.0)
     (done,) = pull.on_reply(FENCED, now=2.0)
-    assert isinstance(done, PullDone) and done.path == whole
+    assert isinstance(done, PullDone) and done.path == expected_path
 
 
-def test_gone_at_the_fence_is_a_drained_failure_without_an_abort():
-    (failed,) = fencing().on_reply(FENCE_GONE, now=2.0)
+def test_ended_lease_at_the_fence_fails_drained_without_an_abort():
+    (failed,) = fencing().on_reply(FENCE_LEASE_ENDED, now=2.0)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, LeaseGone)
 
@@ -157,7 +162,7 @@ def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout():
     actions = pull.tick(7.0)
     failed = failure(actions)
     assert isinstance(failed.error, PeerUnreachable) and failed.drained
-    assert actions == [SUSPECT, failed, ABORT]
+    assert actions == [PEER_FAILURE, failed, ABORT]
     assert pull.on_reply(FENCED, now=7.1) == []  # too late
 
 
@@ -173,37 +178,37 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading():
     assert RENEW not in pull.tick(40.0)
 
 
-def test_a_renewal_answered_gone_fails_early_but_not_once_fencing():
+def test_ended_lease_at_a_renewal_fails_early_but_not_while_fencing():
     pull = reading(1)
     assert pull.on_reply(RENEWED, now=2.0) == []
-    assert pull.on_reply(RENEW_GONE, now=2.0) == [STOP]
+    assert pull.on_reply(RENEW_LEASE_ENDED, now=2.0) == [STOP]
     assert isinstance(
         failure(pull.on_report(ended(0, complete=False), now=2.1)).error, LeaseGone
     )
-    asked = fencing()
-    assert asked.on_reply(RENEW_GONE, now=2.0) == []
-    assert asked.on_reply(FENCED, now=2.0) != []
+    pull = fencing()
+    assert pull.on_reply(RENEW_LEASE_ENDED, now=2.0) == []
+    assert pull.on_reply(FENCED, now=2.0) != []
 
 
 @pytest.mark.parametrize(
     "error", [InternalError("a bug"), PullCircuitOpen("no staging memory")]
 )
-def test_a_peer_is_not_suspected_of_what_failed_here(error):
+def test_local_failures_are_not_counted_against_the_peer(error):
     info = ErrorInfo.of(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
         actions = reading(1).on_report(report, now=2.0)
-        assert actions and SUSPECT not in actions
+        assert actions and PEER_FAILURE not in actions
 
 
 def test_the_pull_timeout_counts_from_the_first_read():
     pull = reading(1)
     pull.tick(30.9)
-    assert {STOP, SUSPECT} <= set(pull.tick(31.0))
+    assert {STOP, PEER_FAILURE} <= set(pull.tick(31.0))
     failed = failure(pull.tick(31.25))
     assert isinstance(failed.error, PullTimeout) and not failed.drained
 
 
-def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
+def test_untouched_lent_lease_is_not_aborted():
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
     for remote, end in ((REMOTE, [ABORT]), (lent, [])):
         held, waiting, ordered = (state(remote=remote) for _ in range(3))
@@ -220,7 +225,7 @@ def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
 
 
 class PullMachine(RuleBasedStateMachine):
-    """Property: whatever happens in whatever order, the promises of messages.py hold."""
+    """Property: the rules of messages.py hold for events in any order."""
 
     @initialize(
         ranks=st.integers(1, 3),
@@ -228,27 +233,29 @@ class PullMachine(RuleBasedStateMachine):
         verified=st.sampled_from(["off", "all", "sample", "peer"]),
     )
     def begin(self, ranks: int, begun: bool, verified: str) -> None:
-        self.verified, self.held = verified, set[bytes]()  # the digests of ranks
-        self.asked: GetDigest | None = None
-        self.theirs: bytes | None = None
+        # by this engine's ranks
+        self.verified = verified
+        self.rank_digests = set[bytes]()
+        self.digest_request: AskDigest | None = None
+        self.lender_digest: bytes | None = None
         self.now = 0.0
         self.pull = state(ranks)
         self.reading: set[int] = set()
         self.incomplete = False
-        self.fence_asked = False
+        self.is_fence_requested = False
         self.cancelled = False
-        self.told: list[Any] = []
+        self.events: list[Any] = []
         self.stopped = False
         if begun:
-            self.ask()
+            self.order_pull()
             self.ready()
 
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
             match action:
-                case GetDigest():
-                    assert not self.fence_asked
-                    self.asked = action
+                case AskDigest():
+                    assert not self.is_fence_requested
+                    self.digest_request = action
                 case Pull():
                     assert not self.stopped
                     assert (action.scope is not None) == (
@@ -262,18 +269,20 @@ class PullMachine(RuleBasedStateMachine):
                     assert (
                         not self.reading and not self.incomplete and not self.cancelled
                     )
-                    assert self.asked is None or self.held == {self.theirs}
-                    self.fence_asked = True
+                    assert self.digest_request is None or self.rank_digests == {
+                        self.lender_digest
+                    }
+                    self.is_fence_requested = True
                 case AbortLease():
                     assert (
                         not self.reading
-                    )  # P's memory is left alone only after the last READ
+                    )  # the lease is aborted only after the last READ
                 case PullDone() | PullFailed() | PullDrained() | PullStuck():
                     self.check(action, fence_ok)
-                    self.told.append(action)
+                    self.events.append(action)
 
     def check(self, event: Any, fence_ok: bool) -> None:
-        verdicts = [e for e in self.told if isinstance(e, PullDone | PullFailed)]
+        verdicts = [e for e in self.events if isinstance(e, PullDone | PullFailed)]
         if isinstance(event, PullDone):
             assert not verdicts and not self.cancelled and not self.reading
             assert not self.incomplete and fence_ok
@@ -281,34 +290,32 @@ class PullMachine(RuleBasedStateMachine):
             assert not verdicts and not self.cancelled
             assert event.drained == (not self.reading)
         elif isinstance(event, PullStuck):
-            assert event not in self.told and self.cancelled and self.reading
+            assert event not in self.events and self.cancelled and self.reading
         else:
-            assert event not in self.told and not self.reading
+            assert event not in self.events and not self.reading
             undrained = any(
-                isinstance(e, PullFailed) and not e.drained for e in self.told
+                isinstance(e, PullFailed) and not e.drained for e in self.events
             )
             assert self.cancelled or undrained
 
     @rule()
-    def ask(self) -> None:
+    def order_pull(self) -> None:
         self.pull.pull(ORDER, self.now)
 
     @rule()
     def ready(self) -> None:
         self.perform(self.pull.on_peer_ready(self.now, self.verified))
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.digest_request)
     @rule(sums=st.sampled_from([RIGHT, RIGHT, RIGHT[::-1], b"", None]))
-    def lender_says(self, sums: bytes | None) -> None:
-        self.lender_tells(sums)
+    def lender_replies(self, sums: bytes | None) -> None:
+        self.reply_with_digest(sums)
 
-    def lender_tells(self, sums: bytes | None) -> None:
-        nonce = self.asked.nonce
-        reply = (
-            LeaseEnded(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
-        )
-        if not self.fence_asked:
-            self.theirs = sums
+    def reply_with_digest(self, sums: bytes | None) -> None:
+        nonce = self.digest_request.nonce
+        reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        if not self.is_fence_requested:
+            self.lender_digest = sums
         self.perform(self.pull.on_reply(reply, self.now))
 
     @precondition(lambda self: self.reading)
@@ -330,8 +337,8 @@ class PullMachine(RuleBasedStateMachine):
     def all_goes_well(self) -> None:
         for rank in sorted(self.reading):
             self.end(rank)
-        if self.asked:
-            self.lender_tells(RIGHT)
+        if self.digest_request:
+            self.reply_with_digest(RIGHT)
 
     def end(
         self,
@@ -344,9 +351,9 @@ class PullMachine(RuleBasedStateMachine):
         self.incomplete |= not complete
         error = ERROR if broken and not complete else None
         report = ended(rank, complete, error)
-        if self.asked:
+        if self.digest_request:
             report = msgspec.structs.replace(report, part=DigestPart(rank, 0, sums))
-            self.held.add(sums)
+            self.rank_digests.add(sums)
         self.perform(self.pull.on_report(report, self.now))
 
     @precondition(lambda self: self.reading)
@@ -356,11 +363,12 @@ class PullMachine(RuleBasedStateMachine):
         self.incomplete = True
         self.perform(self.pull.on_report(RankFailing("a", rank, ERROR), self.now))
 
-    @precondition(lambda self: self.fence_asked)
+    @precondition(lambda self: self.is_fence_requested)
     @rule(ok=st.booleans())
     def fenced(self, ok: bool) -> None:
         self.perform(
-            self.pull.on_reply(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok
+            self.pull.on_reply(FENCED if ok else FENCE_LEASE_ENDED, self.now),
+            fence_ok=ok,
         )
 
     @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
@@ -370,7 +378,7 @@ class PullMachine(RuleBasedStateMachine):
         else:
             self.perform(
                 self.pull.on_reply(
-                    RENEWED if what == "renewed" else RENEW_GONE, self.now
+                    RENEWED if what == "renewed" else RENEW_LEASE_ENDED, self.now
                 )
             )
 
@@ -385,24 +393,24 @@ class PullMachine(RuleBasedStateMachine):
         self.perform(self.pull.tick(self.now))
 
     @invariant()
-    def reads_of_nobody_are_stopped_and_told_if_they_hang(self) -> None:
-        """Their blocks must count as out of reach, whoever gave the pull up."""
+    def draining_reads_are_stopped_and_reported_if_they_hang(self) -> None:
+        """Their blocks are quarantined, whether the pull failed or was cancelled."""
         assert self.stopped or self.pull.phase is not Phase.DRAINING
         if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
             hung = PullStuck if self.cancelled else PullFailed
-            assert any(isinstance(event, hung) for event in self.told)
+            assert any(isinstance(event, hung) for event in self.events)
 
     @invariant()
-    def an_ended_pull_has_told_its_end(self) -> None:
+    def ended_pull_has_reported_its_end(self) -> None:
         if self.pull.phase is Phase.ENDED:
-            assert self.told and not self.reading
+            assert self.events and not self.reading
             if self.cancelled:
-                assert PullDrained("a") in self.told
-            last = self.told[-1]
+                assert PullDrained("a") in self.events
+            last = self.events[-1]
             assert not (isinstance(last, PullFailed) and not last.drained)
 
     def teardown(self) -> None:
-        """Once every READ has ended, time alone ends any pull that was begun."""
+        """After every READ has ended, any pull that has begun ends by its timeouts."""
         for rank in sorted(self.reading):
             self.reading.discard(rank)
             self.incomplete = True
@@ -410,12 +418,12 @@ class PullMachine(RuleBasedStateMachine):
         if self.pull.phase in (
             Phase.HELD,
             Phase.WAITING,
-        ):  # the engine and peers.py see to these
+        ):  # the engine and peers.py end these
             self.cancel()
         for _ in range(4):
             self.wait(40.0)
         assert self.pull.phase is Phase.ENDED
-        self.an_ended_pull_has_told_its_end()
+        self.ended_pull_has_reported_its_end()
 
 
 TestPullProperties = PullMachine.TestCase

@@ -1,4 +1,4 @@
-"""A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
+"""A rank's worker alone: every command is carried out or answered."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ from tests.rigs.process_pair import run_program
 
 
 class Rank:
-    """A worker whose thread finds all that was sent before `start` at once."""
+    """A worker whose thread receives all commands sent before `start` at once."""
 
     def __init__(self, agent: TransferAgent | None = None) -> None:
         self.link = Orders()
@@ -53,7 +53,7 @@ def order(prefill: Prefill, pull_id: str) -> Pull:
     return pull_command(pull_id, prefill.lease([5, 2], 16), 0, 16, [3, 1])
 
 
-def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(rig, rank, monkeypatch):
+def test_command_that_raises_does_not_stop_other_commands(rig, rank, monkeypatch):
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("what it needs cannot be made")
 
@@ -72,12 +72,13 @@ class _Broken(MemoryAgent):
         raise RuntimeError("the device is gone")
 
 
-def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
-    """Its engine would take pulls for ever, each of them until its timeout."""
+def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
+    """Otherwise its engine would accept pulls that all end in a timeout."""
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_MAX_FAILURES", 3)
-    prefill, rank = rig(Prefill), Rank(_Broken())
+    prefill = rig(Prefill)
+    rank = Rank(_Broken())
     rank.link.send(AddPeer(prefill.metadata))
     rank.link.send(order(prefill, "a"))
     rank.start()
@@ -90,11 +91,15 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
 
 
 class _Stuck(MemoryAgent):
-    """Its READs do not end before `resume`; with `stuck` set, neither does to post one."""
+    """An agent whose READs do not end before `resume`.
+
+    Posting blocks until `stuck` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.posting, self.stuck = threading.Event(), threading.Event()
+        self.posting = threading.Event()
+        self.stuck = threading.Event()
         self.stall()
 
     def read(self, *args: Any, **options: Any) -> ReadHandle:
@@ -103,24 +108,23 @@ class _Stuck(MemoryAgent):
         return super().read(*args, **options)
 
 
-def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
-    rig, monkeypatch
-):
+def test_stuck_thread_ends_the_rank_and_hanging_reads_do_not(rig, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_LOOK_S", 0.05)
     monkeypatch.setattr(pull_worker, "_NUM_LOOKS", 5)
     agent = _Stuck()
-    prefill, rank = rig(Prefill), Rank(agent)
+    prefill = rig(Prefill)
+    rank = Rank(agent)
     rank.link.send(AddPeer(prefill.metadata))
     rank.start()
     time.sleep(0.5)
-    assert not ended  # with nothing to do
+    assert not ended  # while it is idle
     agent.stuck.set()
     rank.link.send(order(prefill, "a"))
     assert agent.posting.wait(DEADLINE_S)
     time.sleep(0.5)
-    assert not ended and agent.active  # with a READ that does not end
+    assert not ended and agent.active  # while a READ does not end
     agent.stuck.clear()
     rank.link.send(order(prefill, "b"))
     rank.worker._watch.join(DEADLINE_S)
@@ -132,7 +136,7 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
     rank.close()
 
 
-def test_a_thread_that_cannot_begin_is_missed(monkeypatch):
+def test_thread_that_fails_to_start_is_reported(monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     agent = MemoryAgent()
@@ -144,8 +148,8 @@ def test_a_thread_that_cannot_begin_is_missed(monkeypatch):
     rank.close()
 
 
-def test_a_stop_is_answered_whatever_became_of_its_pull(rig, rank):
-    """Or its blocks would be taken for blocks that a READ may still write to."""
+def test_stop_of_an_unknown_pull_is_answered(rig, rank):
+    """Otherwise the pull's blocks would stay quarantined."""
     rank.link.send(StopPull("lost"))
     rank.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)
@@ -166,5 +170,5 @@ print(torch.get_num_threads())
 """
 
 
-def test_torch_starts_threads_for_all_but_the_copying_one():
+def test_copying_thread_starts_no_torch_threads():
     assert run_program(ONE_CORE).split() == ["1", "2"]

@@ -11,32 +11,36 @@ from tests.rigs.memory_pair import DEADLINE_S
 
 
 class Links:
-    """The coordinator's end and those of two ranks."""
+    """The coordinator's end, and the ends of two ranks."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
-        self.found: list[Report] = []
+        self.received: list[Report] = []
         self.selector = selectors.DefaultSelector()
         self.links = RankLinks(
-            [ours for ours, _ in pairs], self.selector, self.found.append
+            [coordinator_end for coordinator_end, _ in pairs],
+            self.selector,
+            self.received.append,
         )
-        self.ranks = [WorkerLink(theirs) for _, theirs in pairs]
+        self.ranks = [WorkerLink(worker_end) for _, worker_end in pairs]
 
-    def go_on(self, timeout_s: float = DEADLINE_S) -> None:
+    def run_round(self, timeout_s: float = DEADLINE_S) -> None:
         for key, _ in self.selector.select(timeout_s):
             key.data()
 
     def reports(self, count: int) -> list[Report]:
-        while len(self.found) < count:
-            self.go_on()
-        return self.found
+        while len(self.received) < count:
+            self.run_round()
+        return self.received
 
     def commands(self, rank: int, count: int) -> list[str]:
-        found: list[Command] = []
-        while len(found) < count:
-            self.go_on(0.0)  # sends what there was no room for
-            found += self.ranks[rank].receive(DEADLINE_S)
-        return [command.pull_id for command in found if isinstance(command, StopPull)]
+        received: list[Command] = []
+        while len(received) < count:
+            self.run_round(0.0)  # sends commands that the socket did not accept before
+            received += self.ranks[rank].receive(DEADLINE_S)
+        return [
+            command.pull_id for command in received if isinstance(command, StopPull)
+        ]
 
     def close(self) -> None:
         for link in (self.links, self.selector, *self.ranks):
@@ -54,33 +58,36 @@ def ended(rank: int, pull_id: str = "p") -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=rank, complete=True)
 
 
-def test_a_rank_that_is_busy_loses_no_command(links):
-    names = [str(index) * 1000 for index in range(5000)]  # more than the kernel keeps
+def test_busy_rank_loses_no_command(links):
+    names = [
+        str(index) * 1000 for index in range(5000)
+    ]  # more than the socket's buffer holds
     for name in names:
         links.links.broadcast(StopPull(name))
     assert links.commands(0, len(names)) == names
 
 
-def test_a_rank_that_ends_is_no_error(links):
-    gone, stays = links.ranks
-    gone.close()
-    links.go_on()
+def test_end_of_a_rank_is_no_error(links):
+    ended_rank, stays = links.ranks
+    ended_rank.close()
+    links.run_round()
     links.links.broadcast(StopPull("a"))
-    assert links.commands(1, 1) == ["a"] and not links.found
+    assert links.commands(1, 1) == ["a"] and not links.received
     links.links.close()
-    assert stays.receive(DEADLINE_S) == []  # nor is the end of rank 0
+    assert stays.receive(DEADLINE_S) == []  # the end of rank 0 is no error either
     stays.report(ended(1))
     links.links = stays
 
 
-def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(links):
-    link, num_reports = links.ranks[0], 0
+def test_delayed_reports_reach_rank_0_without_another_command(links):
+    link = links.ranks[0]
+    num_reports = 0
     while link._wire is None or not link._wire.has_unsent:
         link.report(ended(0, "p" * 1000))
         num_reports += 1
     stopping = threading.Event()
 
-    def idle() -> None:  # as a worker without a pull
+    def idle() -> None:  # like a worker without a pull
         while not stopping.is_set():
             link.receive(DEADLINE_S)
 

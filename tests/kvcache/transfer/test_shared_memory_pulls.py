@@ -1,4 +1,4 @@
-"""Shared host memory, which pulls read. Those of other processes are test_fence.py's."""
+"""Pulls from shared host memory. test_fence.py has pulls from other processes."""
 
 import ctypes
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvcache.transfer.move.place import Placer
 from tests.rigs.memory_pair import Prefill
 
 
-def test_memory_is_mapped_to_be_read_and_unmapped_when_the_peer_is_forgotten(rig):
+def test_memory_is_mapped_read_only_and_unmapped_with_its_peer(rig):
     prefill = rig(Prefill)
     memory = Placer(KVPool(prefill.layouts[0])).open(prefill.metadata.ranks[0])
     pool = prefill.pools[0]

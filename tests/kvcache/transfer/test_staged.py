@@ -1,4 +1,4 @@
-"""Staged transfers: the sizes of their chunks, and where these are placed."""
+"""Staged transfers: the sizes of their chunks, and the placing of them."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 
 
 def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
-    """Blocks of P in each chunk of a pull of 256 of them."""
+    """The number of P's blocks in each chunk of a pull of 256 blocks."""
     case = simple(
         scattered(side(1, 16, tokens=TOKENS)),
         scattered(side(1, 64, tokens=TOKENS)),
@@ -33,9 +33,9 @@ def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     plan = case.plan(0, costs=costs, staging_bytes=staging_blocks * BLOCK_BYTES)
     assert plan.path == "staged"
     assert plan.slot_bytes * 2 <= staging_blocks * BLOCK_BYTES
-    found = [step.bytes_read // BLOCK_BYTES for step in plan.steps]
-    assert sum(found) == TOKENS // 16
-    return found
+    chunk_blocks = [step.bytes_read // BLOCK_BYTES for step in plan.steps]
+    assert sum(chunk_blocks) == TOKENS // 16
+    return chunk_blocks
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_overlapping_reads_take_eight_equal_chunks_or_a_quarter_of_the_memory_ea
     assert sizes(BETWEEN_GPUS, staging_blocks) == expected
 
 
-def test_chunks_of_copying_reads_are_equal_except_the_last():
+def test_chunks_of_cpu_reads_are_equal_except_the_last():
     *equal, last = sizes(ON_A_CPU, 128)
     assert len(set(equal)) == 1 and 0 < last <= equal[0]
 
@@ -62,7 +62,7 @@ def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer()
     assert plan.descriptors == 4 * 32
 
 
-def test_steps_are_worked_out_when_they_are_wanted():
+def test_steps_are_computed_on_first_use():
     case = simple(side(1, 16, tokens=TOKENS), side(1, 64, tokens=TOKENS), stop=TOKENS)
     plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
     first, second, *_ = plan.steps
@@ -81,7 +81,7 @@ CASE = simple(side(1, 16), side(1, 64))
 
 
 def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
-    """The only step of a pull, read into a slot, and the size of slots."""
+    """Reads the only step of a pull into a slot; returns the step and the slot size."""
     plan = CASE.plan(0, costs=STAGE_ALL, staging_bytes=1 << 20)
     (step,) = plan.steps
     size = plan.slot_bytes
@@ -91,7 +91,7 @@ def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
 
 
 @pytest.mark.parametrize("kind", [MemoryPlacer, Placer])
-def test_staging_memory_places_with_its_placer(kind):
+def test_staging_memory_uses_its_placer(kind):
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool, kind(pool))
     staging.bind_thread()
@@ -100,11 +100,11 @@ def test_staging_memory_places_with_its_placer(kind):
     staging.place(step, 1, size)
     assert staging.is_free(1)
     staging.leave("a")
-    found = pool.tensor.view(-1).numpy()
-    np.testing.assert_array_equal(found, memory_of(CASE, CASE.d, 0, CASE.start))
+    content = pool.tensor.view(-1).numpy()
+    np.testing.assert_array_equal(content, memory_of(CASE, CASE.d, 0, CASE.start))
 
 
-def test_a_slot_is_free_when_the_copies_out_of_it_have_ended():
+def test_slot_is_free_when_the_copies_out_of_it_have_ended():
     pool = garbage_pool(CASE, 0)
     placer = MemoryPlacer(pool)
     staging = StagingBuffer(1 << 20, pool, placer)
@@ -120,14 +120,14 @@ NBYTES = 256 << 20
 POOL = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
 
 
-def test_it_costs_no_memory_before_it_is_used_and_has_two_to_four_slots():
+def test_staging_memory_is_not_resident_before_use_and_has_two_to_four_slots():
     before = resident_bytes()
     staging = StagingBuffer(NBYTES, POOL, Placer(POOL))
     assert resident_bytes() - before < NBYTES // 4
     assert [staging.num_slots(NBYTES // parts) for parts in (2, 3, 100)] == [2, 3, 4]
 
 
-def test_more_than_there_is_is_refused_naming_it():
+def test_error_names_a_staging_size_above_the_available_memory():
     with pytest.raises(
         ValueError, match=r"staging_bytes is 1152921504606846976, .* use a lower"
     ):

@@ -7,7 +7,7 @@ from kvcache import transports as ucx_log
 from kvcache.transports import UcxLog, UcxRead, parse_reads, warning_lines
 from tests.rigs.process_pair import run_program
 
-# As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
+# As UCX 1.23 prints it: all tables, and later only those of the requested kind.
 PRINTED = """\
 [1795251059.655555] [vm:17632:0]   +--------+-------------+------------------------------------+
 [1795251059.655555] [vm:17632:0]   | d-df28639e26204d279b937d self cfg#0                       |
@@ -30,7 +30,7 @@ PRINTED = """\
 OVER_NVLINK, OVER_TCP = parse_reads(PRINTED)
 
 
-def test_tables_about_reads_are_found_among_everything_else():
+def test_parse_finds_the_tables_about_reads():
     assert OVER_NVLINK == UcxRead(
         "cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda"
     )
@@ -44,8 +44,8 @@ def test_tables_about_reads_are_found_among_everything_else():
 @pytest.mark.parametrize(
     "text", ["", "garbage\n||\n| | |\n", "| 0..inf | zero-copy | cma/memory |"]
 )
-def test_what_is_no_table_is_nothing(text):
-    assert parse_reads(text) == []
+def test_parse_ignores_text_without_a_table(text):
+    assert parse(text) == []
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,27 @@ def test_what_is_no_table_is_nothing(text):
         (OVER_TCP, {"where": "inter-node"}, True, "UCX_NET_DEVICES"),
     ],
 )
-def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix, monkeypatch):
+def test_warning_about_a_slow_transport_names_the_fix(
+    way, changes, rdma, fix, monkeypatch
+):
     monkeypatch.setattr(ucx_log, "has_rdma", lambda: rdma)
     warning = replace(way, **changes).warning()
     assert warning is None if fix is None else warning is not None and fix in warning
 
 
-def test_what_ucx_reads_with_is_told_by_ucx():
+def test_transport_is_the_one_that_ucx_reports():
     program = "from deploy.doctor import measure; print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
-    told = run_program(
+    output = run_program(
         program, UCX_TLS="tcp"
-    )  # test_doctor.py has what it takes by itself
-    assert told.strip().startswith("tcp/"), told
-    assert "ucp_get" not in told  # UCX's tables stay where they are
+    )  # test_doctor.py tests the default transport
+    assert output.strip().startswith("tcp/"), output
+    assert "ucp_get" not in output  # UCX's tables are not printed
 
 
-def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
+def test_parsed_log_is_freed(monkeypatch):
     monkeypatch.setenv(
         "UCX_LOG_FILE", "/proc/1/fd/1"
-    )  # as of a process that made this one
+    )  # inherited from a parent process
     log = UcxLog()
     log.start()
     file = os.open(os.environ["UCX_LOG_FILE"], os.O_WRONLY)
@@ -109,13 +111,13 @@ def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
         os.write(
             file, PRINTED.replace("into host memory", f"into {local}").encode() * 1000
         )
-        found = log.read_between(gpu_here=local == "cuda", gpu_there=False)
-        assert found == replace(OVER_TCP, local=local)
+        read = log.read_between(gpu_here=local == "cuda", gpu_there=False)
+        assert read == replace(OVER_TCP, local=local)
         assert os.fstat(file).st_blocks * 512 <= 4096
     os.close(file)
 
 
-def test_where_the_log_goes_is_left_to_those_who_have_said_it(monkeypatch):
+def test_configured_log_file_is_kept(monkeypatch):
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()
     log.start()

@@ -1,5 +1,4 @@
-"""Pulls whose KV is compared with its lender's: what is wrong is caught, named, and never told as
-done."""
+"""Pulls whose KV is compared with the lender's: wrong KV never ends in PullDone."""
 
 from typing import Any
 
@@ -22,7 +21,7 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def lease(prefill: Prefill) -> Any:
-    """24 tokens."""
+    """A lease of 24 tokens."""
     return prefill.lease(
         [5, 2, 9, 4, 7, 6][: -(-24 // prefill.layouts[0].block_size)], 24
     )
@@ -30,24 +29,20 @@ def lease(prefill: Prefill) -> Any:
 
 @pytest.mark.parametrize("verify", ["sample", "all"])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_what_is_right_passes_in_any_geometry(rig, name, verify):
-    of_p, of_d = GEOMETRIES[name]
-    prefill, decode = (
-        rig(Prefill, digests=True, **of_p),
-        rig(Decode, verify=verify, **of_d),
-    )
+def test_correct_kv_is_verified_in_any_geometry(rig, name, verify):
+    prefill_options, decode_options = GEOMETRIES[name]
+    prefill = rig(Prefill, digests=True, **prefill_options)
+    decode = rig(Decode, verify=verify, **decode_options)
     done = decode.pull("a", lease(prefill), 3, 23, [3, 1, 7])
     assert (done.verified, done.num_tokens) == (verify, 20)
     assert prefill.outcomes() == ["completed"]
 
 
 @pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "mapped"])
-def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig, name):
-    of_p, of_d = GEOMETRIES[name]
-    prefill, decode = (
-        rig(Prefill, digests=True, **of_p),
-        rig(Decode, verify="all", **of_d),
-    )
+def test_wrong_bit_fails_the_pull_and_the_next_pull_succeeds(rig, name):
+    prefill_options, decode_options = GEOMETRIES[name]
+    prefill = rig(Prefill, digests=True, **prefill_options)
+    decode = rig(Decode, verify="all", **decode_options)
     decode.agents[-1].spoil()
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     error = decode.failed("a")
@@ -59,7 +54,7 @@ def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig, name):
 
 
 @pytest.mark.parametrize(
-    ("of_p", "of_d", "reason"),
+    ("prefill_options", "decode_options", "reason"),
     [
         ({}, {}, "peer"),
         (
@@ -69,56 +64,64 @@ def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig, name):
         ),
     ],
 )
-def test_what_cannot_be_verified_is_told_as_such(rig, of_p, of_d, reason, caplog):
-    prefill, decode = rig(Prefill, **of_p), rig(Decode, verify="all", **of_d)
+def test_unverifiable_pull_reports_the_reason(
+    rig, prefill_options, decode_options, reason, caplog
+):
+    prefill = rig(Prefill, **prefill_options)
+    decode = rig(Decode, verify="all", **decode_options)
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     assert decode.done("a").verified == reason
     assert "KV of P is not verified" in caplog.text
 
 
-def test_a_lease_that_ends_while_its_digest_is_computed_is_gone(rig):
-    prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
+def test_lease_that_ends_while_its_digest_is_computed_fails_as_gone(rig):
+    prefill = rig(Prefill, digests=True)
+    decode = rig(Decode, verify="all")
     remote = lease(prefill)
-    begin = prefill.digest
+    compute_digest = prefill.digest
 
-    def too_late(*asked: Any) -> None:
+    def too_late(*requests: Any) -> None:
         prefill.server.abort(remote.lease_id)
-        begin(*asked)
+        compute_digest(*requests)
 
     prefill.digest = too_late
     decode.coordinator.pull("a", remote, 0, 20, [3, 1, 7])
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
-def test_a_lease_that_ends_once_its_digest_is_told_is_gone_and_not_corrupt(rig):
-    """Who suspends D, say, for longer than a lease has broken nothing."""
-    prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
+def test_lease_that_ends_after_its_digest_fails_as_gone_and_not_corrupt(rig):
+    """A suspended D, for example, is no corruption of its KV."""
+    prefill = rig(Prefill, digests=True)
+    decode = rig(Decode, verify="all")
     decode.agents[0].stall()
     decode.coordinator.pull("a", remote := lease(prefill), 0, 20, [3, 1, 7])
     decode.until(lambda: any(state._sums for state in decode.pulls()))
     prefill.server.abort(remote.lease_id)
-    prefill.pools[0].tensor.fill_(-1.0)  # the blocks are others'
+    prefill.pools[0].tensor.fill_(-1.0)  # the blocks have new content
     decode.agents[0].resume()
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
-def test_a_digest_that_is_lost_is_asked_for_again_and_computed_once_at_a_time(rig):
+def test_lost_digest_is_requested_again_and_computed_only_once(rig):
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all", settings={"fence_retry_s": 0.1})
-    begin, begun, asked = prefill.digest, [], []
+    compute_digest = prefill.digest
+    orders = []
+    requests = []
     answer = prefill.server._answer
-    prefill.digest = lambda *of: begun.append(of)
-    prefill.server._answer = lambda *of: asked.append(of) or answer(*of)
+    prefill.digest = lambda *of: orders.append(of)
+    prefill.server._answer = lambda *of: requests.append(of) or answer(*of)
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
-    decode.until(lambda: begun)
-    num_before = len(asked)
-    decode.until(lambda: len(asked) > num_before + 1)
-    begin(*begun[0])
-    assert decode.done("a").verified == "all" and len(begun) == 1
+    decode.until(lambda: orders)
+    num_before = len(requests)
+    decode.until(lambda: len(requests) > num_before + 1)
+    compute_digest(*orders[0])
+    assert decode.done("a").verified == "all" and len(orders) == 1
 
 
-def test_a_rank_that_cannot_compute_its_part_fails_the_pull(rig):
-    prefill, decode = rig(Prefill, digests=True, tp=2), rig(Decode, verify="all")
+def test_rank_that_cannot_compute_its_digest_fails_the_pull(rig):
+    prefill = rig(Prefill, digests=True, tp=2)
+    decode = rig(Decode, verify="all")
     prefill.lending.workers[1].digester._words = None
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     assert isinstance(decode.failed("a"), TransferFailed)

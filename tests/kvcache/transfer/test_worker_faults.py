@@ -1,5 +1,7 @@
-"""A rank's worker while its agent, its copies and its planning fail at random: every pull ends,
-none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
+"""A rank's worker whose agent, copies and plans fail at random.
+
+Every pull ends, complete pulls have no wrong byte, and later pulls work as usual.
+"""
 
 import random
 import time
@@ -29,7 +31,9 @@ from tests.rigs.memory_pair import (
     pull_command,
 )
 
-TOKENS, BLOCKS = 24, 3  # of a pull
+# of a pull
+TOKENS = 24
+BLOCKS = 3
 
 
 class Faults:
@@ -55,16 +59,18 @@ class Faults:
 
     def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(*args: Any, **options: Any) -> Any:
-            found = call(*args, **options)
+            result = call(*args, **options)
             self.may_raise()
-            return found
+            return result
 
         return faulty
 
 
 class FaultyAgent(MemoryAgent):
-    """Each call may fail, in the way its interface knows or in one of its own. A READ that was
-    posted stays one that has to end, whatever a poll raises."""
+    """An agent whose calls may fail with TransferFailed or with another exception.
+
+    A posted READ still has to end, whatever `poll` raises.
+    """
 
     def __init__(self, faults: Faults, network: Any = None) -> None:
         super().__init__(network=network)
@@ -80,14 +86,14 @@ class FaultyAgent(MemoryAgent):
     def poll(self, handle: ReadHandle) -> ReadState:
         self._faults.may_raise()
         if self._faults.strike():
-            return handle.state  # not yet
+            return handle.state  # as if it had not ended
         if self._faults.strike():
             self.fail()
         return super().poll(handle)
 
 
 class Rank:
-    """A worker, and blocks of its pool for one pull at a time each."""
+    """A worker, and ten block tables of its pool, each for one pull at a time."""
 
     def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:
         self._rng = rng
@@ -118,7 +124,7 @@ class Rank:
         self.link.send(pull_command(pull_id, lease, 0, TOKENS, blocks))
 
     def wait(self) -> None:
-        """Until every pull has ended."""
+        """Waits until every pull has ended."""
         while self._reading:
             self._take_report()
 
@@ -130,12 +136,12 @@ class Rank:
             if report.complete:
                 self.num_complete += 1
                 rows = self.pool.canonical[blocks].permute(0, 4, 1, 2, 3, 5)
-                found = rows.flatten(0, 1)[:TOKENS].numpy()
-                assert np.array_equal(found, expected(lease, 0, TOKENS)), report
+                result = rows.flatten(0, 1)[:TOKENS].numpy()
+                assert np.array_equal(result, expected(lease, 0, TOKENS)), report
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
+def test_every_pull_ends_and_complete_pulls_have_correct_bytes(rig, seed, monkeypatch):
     monkeypatch.setattr("kvcache.transfer.worker._STUCK_NAP_S", 0.0005)
     monkeypatch.setattr("kvcache.transfer.job.HANGS_S", 0.003)
     rng = random.Random(seed)
@@ -163,16 +169,18 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
             if rng.random() < 0.2:
                 rank.agent.resume()
             if rng.random() < 0.4:
-                time.sleep(0.001)  # else most would be stopped before they begin
+                time.sleep(
+                    0.001
+                )  # otherwise most pulls would be stopped before they begin
         faults.odds = 0.0
         rank.agent.resume()
         rank.wait()
-        for prefill in prefills * 2:  # the first ones may meet with what has failed
+        for prefill in prefills * 2:  # the first pulls may use a link that has failed
             rank.num_complete = 0
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        # A READ that a slow round took for a hanging one ends with its link, in its own thread.
+        # A READ that appeared to hang ends with its link, in the link's thread.
         wait_until(lambda: rank.agent.active == 0)
     finally:
         faults.odds = 0.0

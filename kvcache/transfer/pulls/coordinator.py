@@ -192,7 +192,7 @@ class PullCoordinator:
         Args:
             local_block_ids: from token 0 of the sequence on, each of this engine's
                 block size times its dcp.
-            reach: as in KVGroups.spans.
+            reach: as in KVGroups.token_ranges.
         """
         order = Pull(
             pull_id=pull_id,

@@ -210,7 +210,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
         local_block_ids: from token 0 of the sequence on.
         remote_block_ids: from token 0 of the sequence on.
         reach: the smallest number of tokens from which the engine may continue to
-            compute, as in KVGroups.spans.
+            compute, as in KVGroups.token_ranges.
         scope: of the digest to report with the end; None: no digest.
     """
 

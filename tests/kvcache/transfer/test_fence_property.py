@@ -160,7 +160,9 @@ class FenceMachine(RuleBasedStateMachine):
                 name, f"0 of {name}", engine.growing.pop(name), b"{}", self.p_now
             )
         if is_delivered:
-            for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
+            for pulling, reply in engine.offers.take_messages(
+                self.p_now, lambda reader: False
+            ):
                 self.perform(pulling, pulling.state.on_reply(reply, self.d_now))
 
     @rule(sweeps=st.booleans())
@@ -308,7 +310,9 @@ class FenceMachine(RuleBasedStateMachine):
     @rule(is_lost=RARELY)
     def tell(self, is_lost: bool) -> None:
         """P sends progress to the readers of its prompts."""
-        for pulling, reply in self.engine.offers.take(self.p_now, lambda reader: False):
+        for pulling, reply in self.engine.offers.take_messages(
+            self.p_now, lambda reader: False
+        ):
             if not is_lost:
                 self.answers.append(Message(pulling, pulling.state.abort(), reply))
 

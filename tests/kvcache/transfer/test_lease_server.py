@@ -302,7 +302,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server):
 
 
 def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):
-    monkeypatch.setattr("kvcache.lease_server._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kvcache.lease_server._MAX_UNAUTHENTICATED", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
         authentic = stack.enter_context(

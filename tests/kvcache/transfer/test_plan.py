@@ -64,7 +64,7 @@ def test_local_layers_move_only_their_window_of_long_prompts(
 
     P has freed the blocks that the windows have passed.
     """
-    groups, dealt = deal(windows, max_len + 1)
+    groups, dealt = make_groups(windows, max_len + 1)
     size = max(map(len, dealt))
     stop = max_len
     moved = []
@@ -87,9 +87,9 @@ def test_local_layers_move_only_their_window_of_long_prompts(
         ]
         planner = Planner(ends[1], ends[:1], heads)
         num_bytes = 0
-        for group, span in enumerate(groups.spans(0, stop, stop)):
+        for group, span in enumerate(groups.token_ranges(0, stop, stop)):
             local_table, remote_table = (
-                groups.of_group(table, group) for table in reversed(tables)
+                groups.group_table(table, group) for table in reversed(tables)
             )
             plan = planner.plan(
                 planner.make_transfer(

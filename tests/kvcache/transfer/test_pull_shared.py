@@ -127,7 +127,7 @@ def test_dtype_and_scales_are_converted(rig, make_placer):
     decode.coordinator.pull("a", remote, 16, 53, blocks)
     decode.done()
     stored = expected(remote, 16, 53) / np.array(scales).reshape(LAYERS, 2, 1)
-    expected_values = fp8.stored_as(
+    expected_values = fp8.to_stored(
         torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn
     )
     np.testing.assert_array_equal(

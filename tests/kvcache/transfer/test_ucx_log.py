@@ -45,7 +45,7 @@ def test_parse_finds_the_tables_about_reads():
     "text", ["", "garbage\n||\n| | |\n", "| 0..inf | zero-copy | cma/memory |"]
 )
 def test_parse_ignores_text_without_a_table(text):
-    assert parse(text) == []
+    assert parse_reads(text) == []
 
 
 @pytest.mark.parametrize(

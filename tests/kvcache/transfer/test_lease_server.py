@@ -131,7 +131,7 @@ def test_fence_succeeds_once_and_repeats_ok_only_to_the_same_attempt(server):
     lease = server.grant("r", [3, 4], 30.0)
     assert isinstance(server.send_request(complete(lease)), Ok)
     assert isinstance(server.send_request(complete(lease)), Ok)
-    assert isinstance(server.send_request(complete(lease, "b")), Gone)
+    assert isinstance(server.send_request(complete(lease, "b")), LeaseEnded)
     assert server.outcomes() == [LeaseState.COMPLETED]
     counters = server.counters()
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
@@ -140,9 +140,11 @@ def test_fence_succeeds_once_and_repeats_ok_only_to_the_same_attempt(server):
 def test_unknown_leases_and_other_incarnations_are_refused_as_gone(server):
     lease = server.grant("r", [3], 30.0)
     restarted = server.send_request(complete(lease, incarnation="older"))
-    assert isinstance(restarted, Gone) and "restarted" in restarted.reason
-    assert isinstance(server.send_request(renew(lease, incarnation="older")), Gone)
-    assert isinstance(server.send_request(complete(new_id())), Gone)
+    assert isinstance(restarted, LeaseEnded) and "restarted" in restarted.reason
+    assert isinstance(
+        server.send_request(renew(lease, incarnation="older")), LeaseEnded
+    )
+    assert isinstance(server.send_request(complete(new_id())), LeaseEnded)
     assert server.counters()["gone"] == 3
 
 
@@ -158,9 +160,9 @@ def test_leases_end_without_a_fence(server, clock, ending):
     else:
         request = AbortLease(nonce="n", incarnation="i", lease_id=lease)
         assert isinstance(server.send_request(request), Ok)
-        assert isinstance(server.send_request(request), Gone)
+        assert isinstance(server.send_request(request), LeaseEnded)
     assert server.outcomes() == [LeaseState(ending.split()[0])]
-    assert isinstance(server.send_request(complete(lease)), Gone)
+    assert isinstance(server.send_request(complete(lease)), LeaseEnded)
 
 
 @pytest.mark.parametrize("offer_first", [False, True])

@@ -69,7 +69,7 @@ FAILING = RankFailing("a", 0, ERROR)
 FENCED = Ok(nonce=COMPLETE.nonce)
 RENEWED = Ok(nonce=RENEW.nonce)
 FENCE_LEASE_ENDED, RENEW_LEASE_ENDED = (
-    Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
+    LeaseEnded(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
 )
 
 
@@ -236,7 +236,7 @@ class PullMachine(RuleBasedStateMachine):
         # by this engine's ranks
         self.verified = verified
         self.rank_digests = set[bytes]()
-        self.digest_request: AskDigest | None = None
+        self.digest_request: GetDigest | None = None
         self.lender_digest: bytes | None = None
         self.now = 0.0
         self.pull = state(ranks)
@@ -253,7 +253,7 @@ class PullMachine(RuleBasedStateMachine):
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
             match action:
-                case AskDigest():
+                case GetDigest():
                     assert not self.is_fence_requested
                     self.digest_request = action
                 case Pull():
@@ -313,7 +313,9 @@ class PullMachine(RuleBasedStateMachine):
 
     def reply_with_digest(self, sums: bytes | None) -> None:
         nonce = self.digest_request.nonce
-        reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        reply = (
+            LeaseEnded(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        )
         if not self.is_fence_requested:
             self.lender_digest = sums
         self.perform(self.pull.on_reply(reply, self.now))

@@ -67,7 +67,7 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
         raise
     except Exception as error:  # values in the file are not checked before their use
         raise ModelLoadError(
-            f"{source} is not a readable GGUF file: {error!r}"
+            f"{source} is not a GGUF file, or is damaged: {error!r}"
         ) from error
 
 

@@ -135,7 +135,7 @@ def _add_windows(draw: random.Random, architecture: str, raw: Raw) -> None:
         raw["use_sliding_window"] = draw.random() < 0.7
     if draw.random() < 0.5:
         raw["max_window_layers"] = draw.choice((0, 1, 2, 28))
-    if draw.random() < (0.3 if ARCHITECTURES[architecture].windows else 0.05):
+    if draw.random() < (0.3 if ARCHITECTURES[architecture].window_rule else 0.05):
         raw["layer_types"] = [draw.choice((_FULL, _SLIDING)) for _ in range(layers)]
     if draw.random() < 0.3:
         raw["sliding_window_pattern"] = draw.choice((1, 2, 3))

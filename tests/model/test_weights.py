@@ -13,7 +13,8 @@ from model.decoder import load_model
 from model.errors import ModelLoadError
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
-from model.sizes import fingerprint, read_headers, stored_elements
+from model.safetensors_files import read_headers, stored_elements
+from model.sizes import fingerprint
 from model.weights import DummySource, Upload, WeightLoader
 from tests.model.dense import greedy
 from tests.model.random_models import load, make

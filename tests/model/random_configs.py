@@ -103,10 +103,11 @@ def _add_experts(draw: random.Random, architecture: str, raw: Raw) -> None:
     mixture = ARCHITECTURES[architecture].mixture
     if mixture is None:
         return
-    raw |= {mixture.count: 8, "num_experts_per_tok": draw.choice((1, 2, 3))}
-    raw |= {mixture.width: 24}
-    if mixture.shared_width:
-        raw[mixture.shared_width] = 40
+    raw[mixture.count_field] = 8
+    raw["num_experts_per_tok"] = draw.choice((1, 2, 3))
+    raw[mixture.width_field] = 24
+    if mixture.shared_width_field:
+        raw[mixture.shared_width_field] = 40
     optional: dict[str, tuple[Any, ...]] = {
         "norm_topk_prob": (True, False),
         "decoder_sparse_step": (1, 2),

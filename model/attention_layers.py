@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, Kind, LayerAttention, Turn
+from attention.base import AttentionBackend, AttentionKind, LayerAttention, RopeNormArgs
 from model.config import ModelConfig
 from model.layers import (
     Join,
@@ -63,12 +63,12 @@ class AttentionQuery(NamedTuple):
     Attributes:
         inputs: the tensors [T, ...] of the call: q, k and v, or those of
             `forward_latent`.
-        turn: the norms and rotation that the backend must apply, if any.
+        rope_norm: the norms and rotation that the backend must apply, if any.
     """
 
     layer: int
     inputs: tuple[Tensor, ...]
-    turn: Turn | None = None
+    rope_norm: RopeNormArgs | None = None
     is_latent: bool = False
 
     def run_on(self, backend: AttentionBackend) -> Tensor:
@@ -79,13 +79,15 @@ class AttentionQuery(NamedTuple):
         """
         if self.is_latent:
             return backend.forward_latent(self.layer, *self.inputs)
-        return backend.forward(self.layer, *self.inputs, turn=self.turn)
+        return backend.forward(self.layer, *self.inputs, rope_norm=self.rope_norm)
 
     def truncated(self, num_tokens: int) -> "AttentionQuery":
         """Returns the query for the first `num_tokens` tokens."""
-        turn = self.turn and self.turn._replace(cos_sin=self.turn.cos_sin[:num_tokens])
+        rope_norm = self.rope_norm and self.rope_norm._replace(
+            cos_sin=self.rope_norm.cos_sin[:num_tokens]
+        )
         return self._replace(
-            inputs=tuple(x[:num_tokens] for x in self.inputs), turn=turn
+            inputs=tuple(x[:num_tokens] for x in self.inputs), rope_norm=rope_norm
         )
 
 
@@ -153,7 +155,7 @@ class HeadAttention:
                 rows=even_share(parallel, config.num_heads),
                 dtype=torch.float32,
             )
-        kind = Kind(config.window_of(layer), config.score_cap)
+        kind = AttentionKind(config.window_of(layer), config.score_cap)
         self.layer_attention = LayerAttention(kind, sinks)
 
     def __call__(
@@ -180,17 +182,17 @@ class HeadAttention:
         cos_sin = None
         if rope is not None and step.backend_rotates:
             cos_sin = rope.cos_sin(angles)
-        turn = None
+        rope_norm = None
         if cos_sin is not None:
             weights = (norms[0].weight, norms[1].weight) if norms else None
-            turn = Turn(cos_sin, weights, norms[0].eps if norms else 0.0)
+            rope_norm = RopeNormArgs(cos_sin, weights, norms[0].eps if norms else 0.0)
         else:
             if norms:
                 q = norms[0](q)
                 k = norms[1](k)
             if rope is not None:
                 q, k = rope.rotate_pair(q, k, angles)
-        attended = (yield AttentionQuery(self._layer, (q, k, v), turn)).flatten(1)
+        attended = (yield AttentionQuery(self._layer, (q, k, v), rope_norm)).flatten(1)
         if step.rows is not None:
             attended = attended[step.rows]
             hidden = hidden[step.rows]

@@ -119,7 +119,9 @@ class CausalLM:
         Returns:
             [T, hidden] or [R, hidden], the input of `logits`, equal on every rank.
         """
-        queries = self.attention_queries(token_ids, positions, attention.rotates, rows)
+        queries = self.attention_queries(
+            token_ids, positions, attention.applies_rope, rows
+        )
         query = next(queries)
         while True:
             try:

@@ -251,7 +251,7 @@ def _mixture_shapes(config: ModelConfig) -> Shapes:
     return {f"{mixture.prefix}.{name}": shape for name, shape in shapes.items()}
 
 
-def element_bits(
+def bits_per_element(
     config: ModelConfig, name: str, itemsize: int, *, keep_quantised: bool
 ) -> float:
     """Returns how many bits an element of a weight takes in memory.
@@ -272,10 +272,10 @@ def element_bits(
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, *, keep_quantised: bool) -> int:
-    """Returns the bytes of all matrices of the model. See element_bits."""
+    """Returns the bytes of all matrices of the model. See bits_per_element."""
     bits = 0.0
     for group in implied_weights(config):
-        bits += group.elements * element_bits(
+        bits += group.elements * bits_per_element(
             config, group.name, itemsize, keep_quantised=keep_quantised
         )
     return int(bits) // 8

@@ -246,12 +246,15 @@ def test_what_is_quantised_at_load_is_another_model_and_takes_fewer_bytes(tmp_pa
     vocabulary = 2 * 131 * 64
     linear = weight_bytes(plain, 1, keep_quantised=True) - vocabulary
     assert weight_bytes(ours, 2, keep_quantised=True) == linear + 2 * vocabulary
-    assert weight_bytes(ours, 2, keep_quantised=False) == weight_bytes(plain, 2, keep_quantised=True)
+    assert weight_bytes(ours, 2, keep_quantised=False) == weight_bytes(
+        plain, 2, keep_quantised=True
+    )
 
 
 def test_what_is_quantised_already_is_not_quantised_again(quantised):
     with pytest.raises(
-        ModelLoadError, match=r"--quantization fp8: .*already stored quantised.*leave the option out"
+        ModelLoadError,
+        match=r"--quantization fp8: .*already stored quantised.*leave the option out",
     ):
         load_config(quantised[0], quantization="fp8")
 

@@ -10,7 +10,7 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.steps import min_staging_bytes
 from model.config import ModelConfig, load_config
-from model.safetensors_files import stored_elements
+from model.files.safetensors_files import stored_elements
 from model.sizes import (
     check_files,
     check_parallelism,

@@ -268,40 +268,26 @@ class LatentAttention:
         prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
         latent_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
-        down_parts = [
-            Part(
-                f"{prefix}.kv_a_proj_with_mqa",
-                (latent_dim, config.hidden_size),
-                range(latent_dim),
-            )
-        ]
+        kv_shape = (latent_dim, config.hidden_size)
+        kv_name = f"{prefix}.kv_a_proj_with_mqa"
+        down_parts = [Part(kv_name, kv_shape, range(latent_dim))]
         query_inputs = config.hidden_size
         query_name = "q_proj"
         self._query_norm = None
         if mla.q_lora_rank is not None:  # queries have a low rank, too
             query_inputs = mla.q_lora_rank
             query_name = "q_b_proj"
-            down_parts.append(
-                Part(
-                    f"{prefix}.q_a_proj",
-                    (query_inputs, config.hidden_size),
-                    range(query_inputs),
-                )
-            )
+            query_shape = (query_inputs, config.hidden_size)
+            query_rows = range(query_inputs)
+            down_parts.append(Part(f"{prefix}.q_a_proj", query_shape, query_rows))
+            norm_name = f"{prefix}.q_a_layernorm"
             self._query_norm = load_norm(
-                loader,
-                f"{prefix}.q_a_layernorm",
-                query_inputs,
-                config,
-                eps=_LATENT_NORM_EPS,
+                loader, norm_name, query_inputs, config, eps=_LATENT_NORM_EPS
             )
         self._down = load_columns(loader, down_parts, bias=config.attention_bias)
+        norm_name = f"{prefix}.kv_a_layernorm"
         self._latent_norm = load_norm(
-            loader,
-            f"{prefix}.kv_a_layernorm",
-            mla.kv_lora_rank,
-            config,
-            eps=_LATENT_NORM_EPS,
+            loader, norm_name, mla.kv_lora_rank, config, eps=_LATENT_NORM_EPS
         )
         query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         query_part = Part(

@@ -16,12 +16,12 @@ from model.attention_layers import (
     Step,
 )
 from model.config import ModelConfig
+from model.files.safetensors_files import read_headers
 from model.layers import GatedMLP, Join, RMSNorm, Vocabulary, load_norm
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
 from model.rope import Rope, score_mscale
-from model.safetensors_files import read_headers
 from model.sizes import check_parallelism
 from model.weights import DummySource, Upload, WeightLoader
 

@@ -132,23 +132,11 @@ _MIN_HEAD_ROWS: Final = 1 << 16
 
 
 def _one_row(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    scales,
-    out,
-    norm,
-    residual,
-    eps,
-    WIDTH: tl.constexpr,
-    NUM_OUT: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr,
+    NUM_OUT: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     """Multiplies one row.
 
     Inputs that the previous kernel does not write are loaded before the wait.

@@ -122,7 +122,7 @@ def _default_model(report: Progress) -> Path:
 
 def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
     # Importing this module takes a second, and few starts need it.
-    from model.gguf import CONVERTER_VERSION, convert_gguf
+    from model.files.gguf import CONVERTER_VERSION, convert_gguf
 
     def build(scratch: Path) -> None:
         report(f"converting {source.name} once, into {cache_dir()}")

@@ -17,7 +17,7 @@ from typing import Final
 
 from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
-from model.safetensors_files import StoredTensor, read_headers
+from model.files.safetensors_files import StoredTensor, read_headers
 
 # Each tensor contributes samples of this size to the fingerprint.
 _SAMPLE_BYTES: Final = 256

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import kv_scales
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.errors import ModelLoadError
+from model.files import kv_scales
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, quantise
 from model.quantization.stored import StoredWeights

@@ -18,8 +18,8 @@ from engine.worker.memory import MemoryTooSmall, fitting
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
+from model.files.safetensors_files import StoredTensor, read_headers
 from model.parallel import Parallel
-from model.safetensors_files import StoredTensor, read_headers
 from model.sizes import tp_sizes, weight_bytes
 from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes

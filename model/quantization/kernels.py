@@ -186,32 +186,41 @@ def _convert_halves(code, addend, PTX: tl.constexpr):  # type: ignore[no-untyped
 _converted_halves: Any = triton.jit(_convert_halves)
 
 
+def _convert_weight(  # type: ignore[no-untyped-def]
+    codes, zeros, weight_row, start, dtype: tl.constexpr,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
+    OFFSET: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Loads codes [COLUMNS, DEPTH] from the column `start` on, as 16-bit floats."""
+    if KIND == "fp8":
+        depth = tl.arange(0, DEPTH)
+        code = tl.load(codes + weight_row[:, None] * WIDTH + start + depth[None, :])
+        weight = tl.inline_asm_elementwise(
+            PTX, "=r,=r,r", [code], dtype=dtype, is_pure=True, pack=4
+        )
+    else:
+        half_depth = tl.arange(0, DEPTH // 2)
+        code_row = codes + weight_row[:, None] * (WIDTH // 2)
+        code = tl.load(code_row + start // 2 + half_depth[None, :])
+        zero = tl.full((COLUMNS,), 8, tl.int32)
+        if HAS_ZEROS:
+            zero_at = zeros + weight_row * NUM_GROUPS + start // GROUP
+            zero = tl.load(zero_at).to(tl.int32)
+        weight = _converted_halves(code, (-OFFSET - zero).to(dtype)[:, None], PTX)
+    return weight
+
+
+_converted_weight: Any = triton.jit(_convert_weight)
+
+
 def _multiply(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    scales,
-    zeros,
-    out,
-    ends,
-    partial,
-    counters,
-    num_rows,
-    num_out,
-    num_experts,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ADD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PTX: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, codes, scales, zeros, out, ends, partial, counters, num_rows, num_out,
+    num_experts, WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, EXPERTS: tl.constexpr,
+    ADD: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Multiplies rows by a quantised weight.
 
     The weight is the left operand, so that its numbers stay in registers.
@@ -229,26 +238,16 @@ def _multiply(  # type: ignore[no-untyped-def]
     x_row = tl.minimum(row, last - 1).to(tl.int64)[None, :] * WIDTH
     weight_row = tl.minimum(column, num_out - 1) + expert * tl.cast(num_out, tl.int64)
     depth = tl.arange(0, DEPTH)
-    half_depth = tl.arange(0, DEPTH // 2)
     SPLIT_WIDTH: tl.constexpr = WIDTH // SPLIT
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, SPLIT_WIDTH, DEPTH):
         start = tl.program_id(2) * SPLIT_WIDTH + step
         right = tl.load(x + x_row + start + depth[:, None])
-        if KIND == "fp8":
-            code = tl.load(codes + weight_row[:, None] * WIDTH + start + depth[None, :])
-            left = tl.inline_asm_elementwise(
-                PTX, "=r,=r,r", [code], dtype=x.dtype.element_ty, is_pure=True, pack=4
-            )
-        else:
-            code_row = codes + weight_row[:, None] * (WIDTH // 2)
-            code = tl.load(code_row + start // 2 + half_depth[None, :])
-            zero = tl.full((COLUMNS,), 8, tl.int32)
-            if HAS_ZEROS:
-                zero_at = zeros + weight_row * NUM_GROUPS + start // GROUP
-                zero = tl.load(zero_at).to(tl.int32)
-            left = _converted_halves(code, (-OFFSET - zero).to(dtype)[:, None], PTX)
+        left = _converted_weight(
+            codes, zeros, weight_row, start, dtype, WIDTH, KIND, NUM_GROUPS, GROUP,
+            HAS_ZEROS, PTX, OFFSET, COLUMNS, DEPTH,
+        )  # fmt: skip
         if NUM_GROUPS == 1:
             sums = tl.dot(left, right, sums)
         else:
@@ -330,12 +329,10 @@ def multiply(
     experts = 0 if ends is None else len(ends)
     *_, num_out, width = weight.shape
     out = x.new_empty(num_rows, num_out) if residual is None else residual
-    expert_rows = num_rows
-    if experts:
-        # Rounded up to a power of two, so that few tiles are compiled.
-        expert_rows = triton.next_power_of_2(num_rows) // experts
+    # Rounded up to a power of two, so that few tiles are compiled.
+    mean_rows = triton.next_power_of_2(num_rows) // experts if experts else num_rows
     depth = depth_of(weight)
-    tile = next(tile for tile in _TILES if expert_rows <= tile.max_rows)
+    tile = next(tile for tile in _TILES if mean_rows <= tile.max_rows)
     grid = (
         triton.cdiv(num_rows, tile.rows) + experts,
         triton.cdiv(num_out, tile.columns),
@@ -350,17 +347,8 @@ def multiply(
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         counters = _counters(x.device, stream)
     _multiply_kernel[(*grid, split)](
-        x.contiguous(),
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        out,
-        ends,
-        partial,
-        counters,
-        num_rows,
-        num_out,
-        experts,
+        x.contiguous(), weight.codes, weight.scales, weight.zeros, out, ends, partial,
+        counters, num_rows, num_out, experts,
         WIDTH=width,
         NUM_GROUPS=weight.scales.shape[-1],
         KIND=weight.kind,
@@ -376,7 +364,7 @@ def multiply(
         DEPTH=depth,
         num_warps=tile.warps,
         num_stages=tile.stages,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model.architectures.quantization import Quantization
 from model.errors import ModelLoadError
+from model.files.safetensors_files import StoredTensor
 from model.quantization.quantized import Quantized
-from model.safetensors_files import StoredTensor
 
 _FP8: Final = "F8_E4M3"
 _FLOATS: Final = {

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig, load_config, parse_config
 from model.errors import UnsupportedModel
-from model.kv_scales import InvalidScales, resolve_scales
+from model.files.kv_scales import InvalidScales, resolve_scales
 from model.sizes import fingerprint
 from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA

@@ -12,12 +12,12 @@ from torch import Tensor
 from model.config import load_config
 from model.decoder import load_model
 from model.errors import ModelLoadError, UnsupportedModel
+from model.files.safetensors_files import read_headers
 from model.layers import Columns, Linear, RowParallelLinear
 from model.moe import Experts
 from model.parallel import Parallel
 from model.quantization.quantized import Quantized, quantise, stacked
 from model.quantization.stored import StoredWeights
-from model.safetensors_files import read_headers
 from model.sizes import fingerprint, weight_bytes
 from model.weights import WeightLoader
 from tests.model.dense import DenseAttention

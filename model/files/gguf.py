@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
-from model.gguf_tokenizer import write_json, write_tokenizer
+from model.files.gguf_tokenizer import write_json, write_tokenizer
 
 # Part of the key of a converted directory. A new number converts all files again.
 CONVERTER_VERSION: Final = 5

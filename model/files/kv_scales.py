@@ -14,7 +14,7 @@ from typing import Final
 
 from model.config import ModelConfig
 from model.errors import ModelLoadError
-from model.safetensors_files import StoredTensor, read_headers
+from model.files.safetensors_files import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
 # Names after `model.layers.N.self_attn.` for keys and for values. The single latent of

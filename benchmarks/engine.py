@@ -309,7 +309,9 @@ def _decode(
     layout = runner.layout(num_blocks=2)
     layer_token_bytes = layout.token_bytes / layout.num_layers
     kv_bytes = batch * num_seen(config, args.context) * layer_token_bytes
-    weight_bytes = read_weight_bytes(config, batch, itemsize, keeps=is_gpu) / args.tp
+    weight_bytes = (
+        read_weight_bytes(config, batch, itemsize, keep_quantised=is_gpu) / args.tp
+    )
     floor_s = (weight_bytes + kv_bytes) / ceilings.copy_bytes_per_s
     return _print_figures(
         "decode",

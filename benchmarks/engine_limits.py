@@ -13,7 +13,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from model.config import ModelConfig
-from model.sizes import Weights, bits_of, implied_weights
+from model.sizes import MatrixGroup, bits_per_element, implied_weights
 
 _WARMUP_CALLS = 3
 
@@ -56,7 +56,7 @@ def mean_s(call: Callable[[], object], repeats: int) -> float:
 
 
 def read_weight_bytes(
-    config: ModelConfig, batch: int, itemsize: int, *, keeps: bool
+    config: ModelConfig, batch: int, itemsize: int, *, keep_quantised: bool
 ) -> int:
     """Return the bytes of weights that a decode step of `batch` sequences reads.
 
@@ -75,13 +75,15 @@ def read_weight_bytes(
     for weights in implied_weights(config):
         if "embed_tokens" in weights.name and not config.tie_embeddings:
             continue
-        element_bits = bits_of(config, weights.name, itemsize, keeps=keeps)
+        element_bits = bits_per_element(
+            config, weights.name, itemsize, keep_quantised=keep_quantised
+        )
         weight_bits = weights.elements * element_bits
         bits += weight_bits * hit_share if _is_expert(weights) else weight_bits
     return int(bits) // 8
 
 
-def _is_expert(weights: Weights) -> bool:
+def _is_expert(weights: MatrixGroup) -> bool:
     return len(weights.shape) > 2 or ".experts." in weights.name
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from model.architectures.table import served
+from model.architectures.table import list_architectures
 from model.config import load_config
 from protocol.settings.settings import BatonSettings, parse
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 "--revision and --hf-overrides are of a model: name it by --model"
             )
-        print(load_config(asked, *options).summary if asked else served())
+        print(load_config(asked, *options).summary if asked else list_architectures())
     except ValueError as error:
         print(f"baton models: error: {error}", file=sys.stderr)
         return 1

@@ -10,11 +10,11 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.steps import min_staging_bytes
 from model.config import ModelConfig, load_config
+from model.files.safetensors_files import stored_elements
 from model.sizes import (
     check_files,
     check_parallelism,
-    largest,
-    stored_elements,
+    largest_group,
     weight_bytes,
 )
 from protocol.handshake import ITEMSIZE
@@ -52,7 +52,7 @@ def check_weights(
     """
     fix = "use a smaller model, or a machine with more memory"
     itemsize = ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
-    needed = weight_bytes(model, itemsize, keeps=config.device == "cuda")
+    needed = weight_bytes(model, itemsize, keep_quantised=config.device == "cuda")
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
@@ -71,7 +71,7 @@ def check_weights(
     if needed > most:
         raise InvalidGeometry(
             f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "
-            f"{most / 2**30:,.1f} GiB {told}; most of them are {largest(model)}: correct "
+            f"{most / 2**30:,.1f} GiB {told}; most of them are {largest_group(model)}: correct "
             f"config.json where that is wrong, else {fix}"
         )
 
@@ -84,7 +84,7 @@ def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[in
     )
     copied, fix = stored.total() - mapped, "use --no-pack-weights"
     if model.quantization:  # to be dequantised, and words hold several of them
-        copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
+        copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - mapped)
     if copied > mapped:
         kept = max(_STORED, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
@@ -93,7 +93,8 @@ def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[in
     ):  # experts are stacked
         copied = max(
             copied,
-            weight_bytes(model, 1, keeps=False) - model.vocab_size * model.hidden_size,
+            weight_bytes(model, 1, keep_quantised=False)
+            - model.vocab_size * model.hidden_size,
         )
     return copied, f"{fix}, or more memory: experts are copied" if model.moe else fix
 

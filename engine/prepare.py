@@ -24,7 +24,7 @@ from engine.geometry import (
 from engine.text.tokenizer import Tokenizer
 from model.config import ModelConfig
 from model.errors import ModelLoadError
-from model.kv_scales import resolve_scales
+from model.files.kv_scales import resolve_scales
 from model.sizes import fingerprint
 from protocol.errors import InvalidRequest
 from protocol.ipc.wire import bind

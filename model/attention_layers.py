@@ -1,4 +1,5 @@
-"""The two kinds of attention layer: over keys and values of heads, and over latents (MLA)."""
+"""The two kinds of attention layer: grouped-query attention and latent attention
+(MLA)."""
 
 from collections.abc import Generator
 from typing import Final, NamedTuple
@@ -13,52 +14,75 @@ from model.layers import (
     Part,
     RMSNorm,
     even_share,
-    joined,
     load_columns,
     load_norm,
     load_rows,
     reordered,
+    split_parts,
 )
 from model.parallel import Parallel
 from model.rope import Angles, Rope, halves_order
 from model.weights import WeightLoader
 
-_LATENT_NORM_EPS: Final = 1e-6  # DeepSeek's own, whatever the config says of the others
+# DeepSeek uses this eps for the norms of latents, regardless of rms_norm_eps.
+_LATENT_NORM_EPS: Final = 1e-6
 
 
 class AttentionSpec(NamedTuple):
-    """What an attention backend of this rank must be made for."""
+    """The properties that an attention backend of this rank must have.
 
-    num_q_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
-    scale: float  # of the scores, before the softmax
-    layers: tuple[LayerAttention, ...]  # how each attends
+    Attributes:
+        num_q_heads, num_kv_heads: heads of this rank.
+        scale: factor of the scores before the softmax.
+        layers: the attention of each layer.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    scale: float
+    layers: tuple[LayerAttention, ...]
 
 
 class Step(NamedTuple):
-    """What the attention layers of a step need besides hidden states."""
+    """The inputs of a step's attention layers, except the hidden states.
 
-    angles: tuple[Angles, ...]  # of each of the model's ropes
+    Attributes:
+        angles: the angles of each of the model's ropes.
+        backend_rotates: the attention backend applies norms and rotation.
+        rows: int64 [R], the only rows that the layer must compute; None: all.
+    """
+
+    angles: tuple[Angles, ...]
     backend_rotates: bool
-    rows: Tensor | None = None  # i64 [R], where the layer is to compute no others
+    rows: Tensor | None = None
 
 
-class Query(NamedTuple):
-    """What a layer asks of the attention backend: by q, k and v, or by what latents take."""
+class AttentionQuery(NamedTuple):
+    """One layer's call of the attention backend.
+
+    Attributes:
+        inputs: the tensors [T, ...] of the call: q, k and v, or those of
+            `forward_latent`.
+        rope_norm: the norms and rotation that the backend must apply, if any.
+    """
 
     layer: int
-    inputs: tuple[Tensor, ...]  # [T, ...] each
+    inputs: tuple[Tensor, ...]
     rope_norm: RopeNormArgs | None = None
     is_latent: bool = False
 
-    def answer(self, backend: AttentionBackend) -> Tensor:
-        """[T, heads, dim]; see the backend's `forward` and `forward_latent`."""
+    def run_on(self, backend: AttentionBackend) -> Tensor:
+        """Calls the backend's `forward` or `forward_latent`.
+
+        Returns:
+            [T, heads, dim].
+        """
         if self.is_latent:
             return backend.forward_latent(self.layer, *self.inputs)
         return backend.forward(self.layer, *self.inputs, rope_norm=self.rope_norm)
 
-    def first(self, num_tokens: int) -> "Query":
-        """Of so many tokens."""
+    def truncated(self, num_tokens: int) -> "AttentionQuery":
+        """Returns the query for the first `num_tokens` tokens."""
         rope_norm = self.rope_norm and self.rope_norm._replace(
             cos_sin=self.rope_norm.cos_sin[:num_tokens]
         )
@@ -67,16 +91,18 @@ class Query(NamedTuple):
         )
 
 
-# A layer that asks, is sent the answer, and returns hidden states.
-Asking = Generator[Query, Tensor, Tensor]
+# A generator that yields queries, receives the outputs of attention, and returns hidden
+# states.
+AttentionQueries = Generator[AttentionQuery, Tensor, Tensor]
 
 
-def _elements(heads: range, dim: int) -> range:
+def _rows_of_heads(heads: range, dim: int) -> range:
     return range(heads.start * dim, heads.stop * dim)
 
 
 class HeadAttention:
-    """Grouped-query attention over this rank's heads, perhaps with biases and q/k norms."""
+    """Grouped-query attention over this rank's heads, with optional biases and
+    norms."""
 
     def __init__(
         self,
@@ -87,23 +113,29 @@ class HeadAttention:
         ropes: list[Rope],
         join: Join,
     ) -> None:
-        self._layer, self._head_dim = layer, config.head_dim
-        self._which = config.rope_of(layer)
-        self._rope = None if self._which is None else ropes[self._which]
-        prefix, dim = f"model.layers.{layer}.self_attn", config.head_dim
-        q_rows = _elements(even_share(parallel, config.num_heads), dim)
-        kv_rows = _elements(parallel.kv_heads(config.num_kv_heads), dim)
+        self._layer = layer
+        self._head_dim = config.head_dim
+        rope_index = config.rope_index(layer)
+        self._rope = None if rope_index is None else ropes[rope_index]
+        self._angles_index = rope_index or 0
+        prefix = f"model.layers.{layer}.self_attn"
+        dim = config.head_dim
+        q_rows = _rows_of_heads(even_share(parallel, config.num_heads), dim)
+        kv_rows = _rows_of_heads(parallel.kv_heads(config.num_kv_heads), dim)
         q_shape = (config.num_heads * dim, config.hidden_size)
         kv_shape = (config.num_kv_heads * dim, config.hidden_size)
-        *queries_keys, values = joined(
-            f"{prefix}.qkv_proj" if "qkv_proj" in config.declared.fused else None,
-            [f"{prefix}.{name}_proj" for name in "qkv"],
-            [q_shape, kv_shape, kv_shape],
-            [q_rows, kv_rows, kv_rows],
+        is_fused = "qkv_proj" in config.traits.fused
+        *query_key_parts, value_part = split_parts(
+            fused_name=f"{prefix}.qkv_proj" if is_fused else None,
+            names=[f"{prefix}.{name}_proj" for name in "qkv"],
+            shapes=[q_shape, kv_shape, kv_shape],
+            rows=[q_rows, kv_rows, kv_rows],
         )
-        order = halves_order(config.ropes[self._which or 0], dim)
-        turned = [part._replace(order=order) for part in queries_keys]
-        self._qkv = load_columns(loader, [*turned, values], bias=config.attention_bias)
+        order = halves_order(config.ropes[self._angles_index], dim)
+        query_key_parts = [part._replace(order=order) for part in query_key_parts]
+        self._qkv = load_columns(
+            loader, [*query_key_parts, value_part], bias=config.attention_bias
+        )
         self._out = load_rows(
             loader,
             f"{prefix}.o_proj",
@@ -113,67 +145,90 @@ class HeadAttention:
             parallel,
             join,
         )
-        self._norms = _load_head_norms(loader, prefix, config, turned)
+        self._norms = _load_head_norms(loader, prefix, config, query_key_parts)
         self._parallel = parallel if config.qk_norm == "row" else None
-        sinks, count = None, config.num_heads
-        if config.declared.sinks:
-            rows = even_share(parallel, count)
+        sinks = None
+        if config.traits.sinks:
             sinks = loader.load(
-                f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32
+                f"{prefix}.sinks",
+                (config.num_heads,),
+                rows=even_share(parallel, config.num_heads),
+                dtype=torch.float32,
             )
-        self.attends = LayerAttention(
-            AttentionKind(config.window_of(layer), config.score_cap), sinks
-        )
+        kind = AttentionKind(config.window_of(layer), config.score_cap)
+        self.layer_attention = LayerAttention(kind, sinks)
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
-        """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
-        it, or only the wanted rows [R, hidden]."""
+    def __call__(
+        self, hidden: Tensor, norm: RMSNorm | None, step: Step
+    ) -> AttentionQueries:
+        """Adds the output of attention to hidden [T, hidden] in place.
+
+        The input of attention is the normed `hidden`.
+
+        Returns:
+            hidden [T, hidden], or only the rows [R, hidden] that `step.rows` selects.
+        """
         num_tokens = hidden.shape[0]
         q, k, v = self._qkv(hidden, norm)
         norms = self._norms
         if norms and self._parallel is not None:
-            (q, k), norms = _norm_rows(norms, (q, k), self._parallel), []
-        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in (q, k, v))
-        rope, angles = self._rope, step.angles[self._which or 0]
-        cos_sin = (
-            rope.cos_sin(angles) if rope is not None and step.backend_rotates else None
-        )
+            q, k = _norm_rows(norms, (q, k), self._parallel)
+            norms = []
+        q = q.view(num_tokens, -1, self._head_dim)
+        k = k.view(num_tokens, -1, self._head_dim)
+        v = v.view(num_tokens, -1, self._head_dim)
+        rope = self._rope
+        angles = step.angles[self._angles_index]
+        cos_sin = None
+        if rope is not None and step.backend_rotates:
+            cos_sin = rope.cos_sin(angles)
         rope_norm = None
         if cos_sin is not None:
             weights = (norms[0].weight, norms[1].weight) if norms else None
             rope_norm = RopeNormArgs(cos_sin, weights, norms[0].eps if norms else 0.0)
         else:
             if norms:
-                q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
+                q = norms[0](q)
+                k = norms[1](k)
             if rope is not None:
                 q, k = rope.rotate_pair(q, k, angles)
-        attended = (yield Query(self._layer, (q, k, v), rope_norm)).flatten(1)
+        attended = (yield AttentionQuery(self._layer, (q, k, v), rope_norm)).flatten(1)
         if step.rows is not None:
-            attended, hidden = attended[step.rows], hidden[step.rows]
+            attended = attended[step.rows]
+            hidden = hidden[step.rows]
         return self._out(attended, hidden)
 
 
 def _load_head_norms(
     loader: WeightLoader, prefix: str, config: ModelConfig, parts: list[Part]
 ) -> list[RMSNorm]:
-    """Of queries and keys: of each head, or this rank's part of one over all heads."""
-    found = []
+    """Returns the norms of queries and keys, or [] if the model has none.
+
+    A norm applies to each head, or to all heads. For a norm over all heads, the rank
+    loads the weights of its own heads.
+    """
+    norms: list[RMSNorm] = []
+    if not config.qk_norm:
+        return norms
     for part, name in zip(parts, ("q_norm", "k_norm"), strict=True):
-        if config.qk_norm:
-            of_all = config.qk_norm == "row"
-            width, rows = (
-                (part.shape[0], part.rows) if of_all else (config.head_dim, None)
-            )
-            norm = load_norm(loader, f"{prefix}.{name}", width, config, rows=rows)
-            found.append(RMSNorm(reordered(norm.weight, part.order), norm.eps))
-    return found
+        width = config.head_dim
+        rows = None
+        if config.qk_norm == "row":
+            width = part.shape[0]
+            rows = part.rows
+        norm = load_norm(loader, f"{prefix}.{name}", width, config, rows=rows)
+        norms.append(RMSNorm(reordered(norm.weight, part.order), norm.eps))
+    return norms
 
 
 def _norm_rows(
     norms: list[RMSNorm], parts: tuple[Tensor, ...], parallel: Parallel
 ) -> tuple[Tensor, ...]:
-    """Parts [T, n] of queries and of keys, normed over the heads of all ranks. Ranks hold equally
-    many, whether or not some are the same."""
+    """Norms queries and keys [T, n] over the heads of all ranks.
+
+    All ranks hold the same number of heads, even if several ranks hold the same KV
+    heads.
+    """
     if parallel.size == 1:
         return tuple(norm(x) for norm, x in zip(norms, parts, strict=True))
     wide = [x.float() for x in parts]
@@ -188,12 +243,13 @@ def _norm_rows(
 class LatentAttention:
     """Multi-head latent attention over this rank's query heads.
 
-    The cache holds one latent per token, shared by all heads: the normed compressed KV beside the
-    roped key. The up-projections of keys and values are absorbed into the query and the output, so
-    that attention reads latents as they lie and every rank keeps the same, whole cache.
+    The cache holds one latent per token, which all heads share: the normed compressed
+    KV followed by the rotated key. The up-projections of keys and values are absorbed
+    into the query and the output. Attention therefore reads latents as they are stored,
+    and every rank stores the same, complete cache.
     """
 
-    attends = LayerAttention()
+    layer_attention = LayerAttention()
 
     def __init__(
         self,
@@ -206,77 +262,88 @@ class LatentAttention:
     ) -> None:
         mla = config.mla
         assert mla is not None
-        self._layer, self._rope, self._mla = layer, ropes[0], mla
+        self._layer = layer
+        self._rope = ropes[0]
+        self._mla = mla
         prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
-        rank, width = mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim
-        down = [
-            Part(
-                f"{prefix}.kv_a_proj_with_mqa",
-                (width, config.hidden_size),
-                range(width),
-            )
-        ]
-        inputs, name, self._query_norm = config.hidden_size, "q_proj", None
-        if mla.q_lora_rank is not None:  # queries go by a low rank too
-            inputs, name = mla.q_lora_rank, "q_b_proj"
-            down += [
-                Part(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))
-            ]
+        latent_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
+        kv_shape = (latent_dim, config.hidden_size)
+        kv_name = f"{prefix}.kv_a_proj_with_mqa"
+        down_parts = [Part(kv_name, kv_shape, range(latent_dim))]
+        query_inputs = config.hidden_size
+        query_name = "q_proj"
+        self._query_norm = None
+        if mla.q_lora_rank is not None:  # queries have a low rank, too
+            query_inputs = mla.q_lora_rank
+            query_name = "q_b_proj"
+            query_shape = (query_inputs, config.hidden_size)
+            query_rows = range(query_inputs)
+            down_parts.append(Part(f"{prefix}.q_a_proj", query_shape, query_rows))
+            norm_name = f"{prefix}.q_a_layernorm"
             self._query_norm = load_norm(
-                loader, f"{prefix}.q_a_layernorm", inputs, config, eps=_LATENT_NORM_EPS
+                loader, norm_name, query_inputs, config, eps=_LATENT_NORM_EPS
             )
-        self._down = load_columns(loader, down, bias=config.attention_bias)
+        self._down = load_columns(loader, down_parts, bias=config.attention_bias)
+        norm_name = f"{prefix}.kv_a_layernorm"
         self._latent_norm = load_norm(
-            loader, f"{prefix}.kv_a_layernorm", rank, config, eps=_LATENT_NORM_EPS
+            loader, norm_name, mla.kv_lora_rank, config, eps=_LATENT_NORM_EPS
         )
-        dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        shape = (config.num_heads * dim, inputs)
-        self._query_up = load_columns(
-            loader, [Part(f"{prefix}.{name}", shape, _elements(heads, dim))], bias=False
+        query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        query_part = Part(
+            f"{prefix}.{query_name}",
+            (config.num_heads * query_dim, query_inputs),
+            _rows_of_heads(heads, query_dim),
         )
-        dim = mla.qk_nope_head_dim + mla.v_head_dim
-        up = loader.load(
-            f"{prefix}.kv_b_proj.weight",
-            (config.num_heads * dim, rank),
-            rows=_elements(heads, dim),
-        ).view(len(heads), dim, rank)
-        self._key_up = up[:, : mla.qk_nope_head_dim]  # [heads, nope, rank]
-        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(
-            1, 2
-        )  # [heads, rank, v]
-        shape = (config.hidden_size, config.num_heads * mla.v_head_dim)
-        columns = _elements(heads, mla.v_head_dim)
+        self._query_up = load_columns(loader, [query_part], bias=False)
+        self._load_up_projections(loader, prefix, config, heads)
         self._out = load_rows(
             loader,
             f"{prefix}.o_proj",
-            shape,
-            columns,
+            (config.hidden_size, config.num_heads * mla.v_head_dim),
+            _rows_of_heads(heads, mla.v_head_dim),
             config.output_bias,
             parallel,
             join,
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
+    def _load_up_projections(
+        self, loader: WeightLoader, prefix: str, config: ModelConfig, heads: range
+    ) -> None:
+        mla = self._mla
+        dim = mla.qk_nope_head_dim + mla.v_head_dim
+        up = loader.load(
+            f"{prefix}.kv_b_proj.weight",
+            (config.num_heads * dim, mla.kv_lora_rank),
+            rows=_rows_of_heads(heads, dim),
+        ).view(len(heads), dim, mla.kv_lora_rank)
+        # [heads, nope, rank]
+        self._key_up = up[:, : mla.qk_nope_head_dim]
+        # [heads, rank, v]
+        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(1, 2)
+
+    def __call__(
+        self, hidden: Tensor, norm: RMSNorm | None, step: Step
+    ) -> AttentionQueries:
         """See HeadAttention."""
-        mla, x, angles = (
-            self._mla,
-            hidden if norm is None else norm(hidden),
-            step.angles[0],
-        )
-        compressed, *low = self._down(x)
-        (q,) = self._query_up(low[0] if low else x, self._query_norm)
+        mla = self._mla
+        x = hidden if norm is None else norm(hidden)
+        compressed, *low_rank_queries = self._down(x)
+        query_input = low_rank_queries[0] if low_rank_queries else x
+        (q,) = self._query_up(query_input, self._query_norm)
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
         key_rope = compressed[:, None, mla.kv_lora_rank :]
-        q_rope, key_rope = self._rope.rotate_pair(q_rope, key_rope, angles)
+        q_rope, key_rope = self._rope.rotate_pair(q_rope, key_rope, step.angles[0])
         normed = self._latent_norm(compressed[:, : mla.kv_lora_rank])
         latent = torch.cat((normed, key_rope[:, 0]), dim=-1)
-        attended = yield Query(self._layer, (q_latent, q_rope, latent), is_latent=True)
+        attended = yield AttentionQuery(
+            self._layer, (q_latent, q_rope, latent), is_latent=True
+        )
         if step.rows is not None:
-            attended, hidden = attended[step.rows], hidden[step.rows]
-        values = torch.bmm(
-            attended.transpose(0, 1), self._value_up
-        )  # [heads, T or R, v]
+            attended = attended[step.rows]
+            hidden = hidden[step.rows]
+        # [heads, T or R, v]
+        values = torch.bmm(attended.transpose(0, 1), self._value_up)
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)

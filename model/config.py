@@ -1,7 +1,8 @@
-"""What a model is, read from its config.json. No torch here: the HTTP process asks it too.
+"""The properties of a model, read from its config.json.
 
-Whatever the maths of this package does not implement is refused here, before any weight is read,
-with an error that names what is implemented.
+This file does not import torch, because the HTTP process reads configs, too. A feature
+that this package does not implement is refused here, before any weight is read, with an
+error that names the implemented alternatives.
 """
 
 import dataclasses
@@ -10,51 +11,34 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from model.architectures.experts import MoEConfig, parse_experts
+from model.architectures.keys import (
+    read_activation,
+    refuse_unsupported,
+    text_part,
+    with_defaults,
+)
 from model.architectures.quantization import AT_LOAD, Quantization, parse_quantization
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
-from model.architectures.table import ARCHITECTURES, Architecture, nearest
-from model.architectures.values import number, size, unsupported, wrong
+from model.architectures.table import ARCHITECTURES, Architecture, explain_unsupported
+from model.architectures.values import (
+    config_error,
+    read_number,
+    read_size,
+    unsupported_error,
+)
 from model.architectures.windows import parse_windows
 from model.errors import ModelError, ModelLoadError
 from model.hub import resolve_model
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
-# Names of transformers, some of them of one function, and what the layers call it.
-_ACTIVATIONS: Final = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-# Keys that are read of every model, whether or not its class lists them in its defaults.
-_COMMON_KEYS: Final = frozenset({
-    "architectures", "dtype", "torch_dtype", "quantization_config", "quantization", "head_dim",
-    "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta",
-    "partial_rotary_factor", "original_max_position_embeddings", "layer_types", "scoring_func",
-    "topk_method", "moe_layer_freq", "num_nextn_predict_layers",
-})  # fmt: skip
-# Of a model that may take images, those that do not stand in text_config.
-_TOP_KEYS: Final = (
-    "architectures", "dtype", "torch_dtype", "quantization_config", "quantization",
-    "tie_word_embeddings",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention."""
+    """The sizes of multi-head latent attention."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -65,7 +49,34 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The semantic facts of a model; sizes count elements over all tensor-parallel ranks."""
+    """The properties of a model that decide its computation.
+
+    Sizes count elements over all tensor-parallel ranks.
+
+    Attributes:
+        architecture: a key of ARCHITECTURES.
+        intermediate_size: of a dense feed-forward layer; 0 if there is none.
+        head_dim: elements of a head. For MLA only the rotated part; `mla` has the rest.
+        max_position: longest sequence, in tokens.
+        rope: the first rope. `ropes` lists all of them.
+        attention_bias: q, k and v have a bias.
+        output_bias: the output projection of attention has a bias.
+        activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2".
+        qk_norm: "head", "row" or ""; see Architecture.
+        layer_ropes: for each layer an index into `ropes`, or NOT_ROTATED. Empty: all
+            layers use `rope`.
+        layer_windows: for each layer the result of `window_of`. Empty: all layers
+            attend to all earlier tokens.
+        embedding_scale: factor of the embeddings.
+        residual_scale: factor of the outputs of attention and feed-forward.
+        score_scale: factor of attention scores. None: 1 / sqrt(elements of a query).
+        score_cap: scaled attention scores become tanh(score / cap) * cap. 0: no cap.
+        logit_divisor: divisor of the logits.
+        logit_cap: logits become tanh(logit / cap) * cap. 0: no cap.
+        draft_layers: number of layers for speculative drafts, which follow the others
+            in the files and are not loaded.
+        dtype: data type in which the weights were saved.
+    """
 
     architecture: str
     num_layers: int
@@ -73,102 +84,107 @@ class ModelConfig:
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # for MLA: of the rotated part, see `mla` for the rest
+    head_dim: int
     vocab_size: int
-    max_position: int  # tokens
+    max_position: int
     rms_eps: float
     rope: RopeConfig
     tie_embeddings: bool = False
-    attention_bias: bool = False  # on q, k and v
-    output_bias: bool = False  # on the attention's output projection
+    attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
-    activation: str = "silu"  # or "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"
-    qk_norm: str = ""  # "head", "row": see Architecture
+    activation: str = "silu"
+    qk_norm: str = ""
     other_ropes: tuple[RopeConfig, ...] = ()
-    layer_ropes: tuple[
-        int, ...
-    ] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
-    layer_windows: tuple[
-        int | None, ...
-    ] = ()  # tokens, see `window_of`; () all see all
+    layer_ropes: tuple[int, ...] = ()
+    layer_windows: tuple[int | None, ...] = ()
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and feed-forward add
-    score_scale: float | None = (
-        None  # of attention scores; None: 1 / sqrt(elements of a query)
-    )
-    score_cap: float = 0.0  # tanh(score / cap) * cap, of the scaled ones; 0: none
+    residual_scale: float = 1.0
+    score_scale: float | None = None
+    score_cap: float = 0.0
     logit_divisor: float = 1.0
-    logit_cap: float = 0.0  # tanh(logit / cap) * cap; 0: none
+    logit_cap: float = 0.0
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
-    draft_layers: int = 0  # in the files behind the others, for drafts: not loaded
+    draft_layers: int = 0
     quantization: Quantization | None = None
-    dtype: str = "float32"  # what the weights were saved in
+    dtype: str = "float32"
 
     @property
-    def declared(self) -> Architecture:
-        """What the architecture says and the config does not."""
+    def traits(self) -> Architecture:
+        """The properties of the model's class that config.json does not contain."""
         return ARCHITECTURES[self.architecture]
 
     @property
     def summary(self) -> str:
+        """One line for users: the architecture, its layers, windows and experts."""
+        layers = f"{self.num_layers} layers"
+        window_counts = Counter(window for window in self.layer_windows if window)
+        if window_counts:
+            windows = ", ".join(
+                f"{count} see {window} tokens"
+                for window, count in window_counts.items()
+            )
+            layers += f" ({windows})"
         experts = f", {self.moe.num_experts} experts" if self.moe else ""
-        counts = Counter(window for window in self.layer_windows if window)
-        told = ", ".join(
-            f"{count} see {window} tokens" for window, count in counts.items()
-        )
-        layers = f"{self.num_layers} layers" + (f" ({told})" if told else "")
         return f"served: {self.architecture}, {layers}{experts}"
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope, *self.other_ropes)
 
-    def rope_of(self, layer: int) -> int | None:
-        """Its index in `ropes`; None where positions do not matter."""
+    def rope_index(self, layer: int) -> int | None:
+        """Returns the layer's index in `ropes`, or None if the layer has no rope."""
         index = self.layer_ropes[layer] if self.layer_ropes else 0
         return None if index == NOT_ROTATED else index
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a token of this layer sees, itself included; None: all before it."""
+        """Returns how many tokens a token of this layer attends to, itself included.
+
+        None means all earlier tokens.
+        """
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
     def special_attention(self) -> str:
-        """How layers attend beside to all tokens before, in words; empty where they do not."""
-        found = {
+        """The features of attention that go beyond causal attention, as text.
+
+        The text is empty if there are none.
+        """
+        features = {
             "sliding windows": self.layer_windows,
             "soft caps of scores": self.score_cap,
-            "attention sinks": self.declared.sinks,
+            "attention sinks": self.traits.sinks,
         }
-        return " and ".join(name for name, has in found.items() if has)
+        return " and ".join(name for name, value in features.items() if value)
 
     @property
     def num_dense_layers(self) -> int:
         return len(self.moe.dense_layers) if self.moe else self.num_layers
 
-    def is_mixed(self, layer: int) -> bool:
-        """Whether its feed-forward is a mixture of experts."""
+    def is_moe_layer(self, layer: int) -> bool:
+        """Returns whether the layer's feed-forward is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def kv_heads_total(self) -> int:
-        """KV heads of one token and layer in the cache, over all ranks; 1 for MLA's latent."""
+        """KV heads of one token and layer in the cache, over all ranks.
+
+        The latent of MLA counts as 1 head.
+        """
         return 1 if self.mla else self.num_kv_heads
 
     @property
     def kv_components(self) -> int:
-        """2 for keys and values, 1 for MLA's latent."""
+        """Number of tensors in the cache: 2 for keys and values, 1 for MLA's latent."""
         return 1 if self.mla else 2
 
     @property
     def kv_dim(self) -> int:
         """Elements of one head in one component of the cache."""
-        return (
-            self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-            if self.mla
-            else self.head_dim
-        )
+        if self.mla:
+            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        return self.head_dim
 
     @property
     def rope_canonical(self) -> str:
@@ -178,7 +194,7 @@ class ModelConfig:
 
     @property
     def semantic_json(self) -> str:
-        """Everything that decides the values in the KV cache, as canonical JSON."""
+        """All fields that decide the values in the KV cache, as canonical JSON."""
         fields = dataclasses.asdict(self)
         for name in ("dtype", "max_position", "draft_layers"):
             del fields[name]
@@ -197,14 +213,15 @@ def load_config(
     Args:
         path_or_id: a local directory or a hub id.
         revision: branch, tag or commit on the hub; None is its default branch.
-        overrides: a JSON object of values instead of the file's.
-        quantization: "fp8": to be quantised at load.
+        overrides: a JSON object whose values replace those of the file.
+        quantization: "fp8" quantises the weights while they are loaded.
         max_model_len: tokens of the longest sequence; None: max_position_embeddings.
 
     Raises:
-        UnsupportedModel: architecture, rope type or attention variant not implemented.
-        ModelLoadError: config.json missing, not JSON, or lacking a size; an override without an
-            effect.
+        UnsupportedModel: the architecture, rope type or attention variant is not
+            implemented.
+        ModelLoadError: config.json is missing, is not JSON or lacks a size, or an
+            override has no effect.
     """
     path = resolve_model(str(path_or_id), revision) / "config.json"
     if not path.is_file():
@@ -213,9 +230,11 @@ def load_config(
         )
     raw = _read_object(path)
     try:
-        if not raw.get("quantization_config") and (found := _said_elsewhere(raw, path)):
-            raw["quantization_config"] = found
-        config = _overridden(raw, json.loads(overrides or "{}"), max_model_len)
+        if not raw.get("quantization_config"):
+            quantization_config = _read_other_quantization_config(raw, path)
+            if quantization_config:
+                raw["quantization_config"] = quantization_config
+        config = _parse_overridden(raw, json.loads(overrides or "{}"), max_model_len)
     except ModelError:
         raise
     except (
@@ -228,103 +247,132 @@ def load_config(
         raise ModelLoadError(f"{path} has a value of a wrong kind: {error}") from error
     if quantization is None:
         return config
-    if (stored := config.quantization) is not None:
-        told = f"the weights are stored quantised already ({stored.stored}), and are served so"
-        raise ModelLoadError(f"--quantization {quantization}: {told}: leave it out")
+    if config.quantization is not None:
+        raise ModelLoadError(
+            f"--quantization {quantization}: the weights are already stored quantised "
+            f"({config.quantization.stored}) and are served so; leave the option out"
+        )
     return dataclasses.replace(config, quantization=Quantization(AT_LOAD))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelLoadError(
-            f"{path} holds a {type(found).__name__}, expected an object"
+            f"{path} holds a {type(value).__name__}, expected an object"
         )
-    return found
+    return value
 
 
-def _said_elsewhere(raw: dict[str, Any], path: Path) -> Any:
-    """Of quantised weights, by early compressed-tensors, or by ModelOpt in a file of its own."""
-    beside = path.with_name("hf_quant_config.json")
-    if raw.get("compression_config") or not beside.is_file():
-        return raw.get("compression_config")
-    whole = _read_object(beside)
-    found = whole.get("quantization", whole)
-    return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
+def _read_other_quantization_config(raw: dict[str, Any], path: Path) -> Any:
+    """Returns a quantization_config that is not stored under that name.
+
+    Early versions of compressed-tensors name it compression_config. ModelOpt stores it
+    in hf_quant_config.json.
+    """
+    if raw.get("compression_config"):
+        return raw["compression_config"]
+    modelopt_path = path.with_name("hf_quant_config.json")
+    if not modelopt_path.is_file():
+        return None
+    modelopt_file = _read_object(modelopt_path)
+    modelopt_config = modelopt_file.get("quantization", modelopt_file)
+    if not modelopt_config.get("quant_algo"):
+        return None
+    return {"quant_method": "modelopt", **modelopt_config}
 
 
-def _overridden(
-    raw: dict[str, Any], overrides: dict[str, Any], longest: int | None
+def _parse_overridden(
+    raw: dict[str, Any], overrides: dict[str, Any], max_model_len: int | None
 ) -> ModelConfig:
-    """Raises ModelLoadError for a key that changes nothing, as a misspelt one does."""
-    config = parse_config(_with_values(raw, overrides), longest)
+    """Parses a config with overrides.
+
+    Raises:
+        ModelLoadError: a key of the overrides changes nothing, as a misspelt key does.
+    """
+    config = parse_config(_with_values(raw, overrides), max_model_len)
     for key in overrides:
-        others = _with_values(raw, {k: v for k, v in overrides.items() if k != key})
-        try:
-            has_effect = (
-                raw.get(key) == overrides[key]
-                or parse_config(others, longest) != config
+        if not _has_effect(key, raw, overrides, config, max_model_len):
+            near = suggestion(key, sorted({*raw, *config.traits.defaults}))
+            raise ModelLoadError(
+                f"--hf-overrides: {short_repr(key)} changes nothing of this model"
+                f"{near}; leave it out"
             )
-        except ModelError:  # the model is refused without it
-            has_effect = True
-        if not has_effect:
-            near = suggestion(key, sorted({*raw, *config.declared.defaults}))
-            told = f"{short_repr(key)} changes nothing of this model{near}"
-            raise ModelLoadError(f"--hf-overrides: {told}; leave it out")
     return config
 
 
+def _has_effect(
+    key: str,
+    raw: dict[str, Any],
+    overrides: dict[str, Any],
+    config: ModelConfig,
+    max_model_len: int | None,
+) -> bool:
+    """Returns whether `config`, which has all overrides, needs the override of
+    `key`."""
+    if raw.get(key) == overrides[key]:
+        return True
+    other_overrides = {name: value for name, value in overrides.items() if name != key}
+    try:
+        without_key = parse_config(_with_values(raw, other_overrides), max_model_len)
+    except ModelError:
+        return True  # the model is refused without this override
+    return without_key != config
+
+
 def _with_values(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with other values, also within the text_config of one that has it."""
-    whole = {**raw, **values}
-    if isinstance(text := whole.get("text_config"), dict):
-        whole["text_config"] = {**text, **values}
-    return whole
+    """Returns a config.json with other values, also within its text_config if any."""
+    merged = {**raw, **values}
+    text_config = merged.get("text_config")
+    if isinstance(text_config, dict):
+        merged["text_config"] = {**text_config, **values}
+    return merged
 
 
 def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
-    architecture = _architecture(raw)
-    declared = ARCHITECTURES[architecture]
-    raw = _of_text(raw, declared)
-    _refuse_unsupported(raw, declared)
-    raw = _complete(raw, declared)
+    name = _architecture_name(raw)
+    architecture = ARCHITECTURES[name]
+    raw = text_part(raw, architecture)
+    refuse_unsupported(raw, architecture)
+    raw = with_defaults(raw, architecture)
     raw["max_model_len"] = max_model_len
-    num_heads = size(raw, "num_attention_heads")
-    hidden_size = size(raw, "hidden_size")
-    mla = _mla(raw) if declared.mla else None
+    num_heads = read_size(raw, "num_attention_heads")
+    hidden_size = read_size(raw, "hidden_size")
+    mla = _parse_mla(raw) if architecture.mla else None
     head_dim = _head_dim(raw, mla)
-    bias = bool(raw[declared.bias] if isinstance(declared.bias, str) else declared.bias)
+    bias = _has_qkv_bias(raw, architecture)
     raw["num_key_value_heads"] = raw["num_key_value_heads"] or num_heads
-    has_qk_norm = declared.qk_norm_field is None or raw[declared.qk_norm_field]
-    ropes, layer_ropes = parse_ropes(raw, head_dim, declared)
-    moe = parse_experts(raw, declared.mixture) if declared.mixture else None
-    only_mixed = moe is not None and raw["intermediate_size"] is None
+    ropes, layer_ropes = parse_ropes(raw, head_dim, architecture)
+    moe = parse_experts(raw, architecture.mixture) if architecture.mixture else None
+    has_only_experts = moe is not None and raw["intermediate_size"] is None
     config = ModelConfig(
-        architecture=architecture,
-        num_layers=size(raw, "num_hidden_layers"),
+        architecture=name,
+        num_layers=read_size(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=0 if only_mixed else size(raw, "intermediate_size"),
+        intermediate_size=(
+            0 if has_only_experts else read_size(raw, "intermediate_size")
+        ),
         num_heads=num_heads,
-        num_kv_heads=size(raw, "num_key_value_heads"),
+        num_kv_heads=read_size(raw, "num_key_value_heads"),
         head_dim=head_dim,
-        vocab_size=size(raw, "vocab_size"),
-        max_position=size(raw, "max_position_embeddings"),
-        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        vocab_size=read_size(raw, "vocab_size"),
+        max_position=read_size(raw, "max_position_embeddings"),
+        rms_eps=read_number(raw, "rms_norm_eps", 1e-6),
         rope=ropes[0],
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bias,
-        output_bias=bias and declared.output_bias,
+        output_bias=bias and architecture.output_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        activation=_activation(raw, declared),
-        qk_norm=declared.qk_norm if has_qk_norm else "",
+        activation=read_activation(raw, architecture),
+        qk_norm=_qk_norm(raw, architecture),
         other_ropes=tuple(ropes[1:]),
         layer_ropes=layer_ropes,
-        layer_windows=parse_windows(raw, declared),
-        **_scales(raw, math.sqrt(hidden_size) if declared.scales_embedding else None),
+        layer_windows=parse_windows(raw, architecture),
+        **_scales(raw, architecture),
         mla=mla,
         moe=moe,
         draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
@@ -341,133 +389,86 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
     return config
 
 
-def _architecture(raw: dict[str, Any]) -> str:
+def _architecture_name(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
-        kind = short_repr(raw.get("model_type"))
-        told = ", ".join(map(str, names)) or f"model_type {kind} without one"
-        why = f" ({nearest(str(names[0]))})" if len(names) == 1 else ""
-        raise unsupported(f"architecture {told}{why}", ", ".join(ARCHITECTURES))
-    return str(names[0])
+    if len(names) == 1 and names[0] in ARCHITECTURES:
+        return str(names[0])
+    if names:
+        problem = f"architecture {', '.join(map(str, names))}"
+    else:
+        model_type = short_repr(raw.get("model_type"))
+        problem = f"model_type {model_type} without an entry in architectures"
+    if len(names) == 1:
+        problem += f" ({explain_unsupported(str(names[0]))})"
+    raise unsupported_error(problem, ", ".join(ARCHITECTURES))
 
 
-def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
-    """Returns the keys of the text part of a model, which may take images, too."""
-    if not declared.text_type:
-        return raw
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise wrong(f"text_config is {short_repr(text)}, expected an object")
-    if (found := text.get("model_type", declared.text_type)) != declared.text_type:
-        raise unsupported(
-            f"text_config of model_type {short_repr(found)}", declared.text_type
-        )
-    top = {name: raw[name] for name in _TOP_KEYS if name in raw}
-    return {**text, "tie_word_embeddings": True, **top}
+def _has_qkv_bias(raw: dict[str, Any], architecture: Architecture) -> bool:
+    if isinstance(architecture.bias, str):
+        return bool(raw[architecture.bias])
+    return architecture.bias
 
 
-def _complete(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
-    """Returns the keys that this class reads, with what the missing ones mean."""
-    if (mixture := declared.mixture) is not None and mixture.other_count in raw:
-        raw = {mixture.count: raw[mixture.other_count], **raw}
-    read = {
-        name: value
-        for name, value in raw.items()
-        if name in declared.defaults or name in _COMMON_KEYS
-    }
-    for name in ("rope_parameters", "rope_theta"):
-        if read.get(name) is None:  # null means what a missing one does
-            read.pop(name, None)
-    whole = {**declared.defaults, **read, **declared.fixed}
-    if whole.get("rope_scaling") and "rope_parameters" not in read:
-        whole["rope_parameters"] = None
-    return whole
+def _qk_norm(raw: dict[str, Any], architecture: Architecture) -> str:
+    field = architecture.qk_norm_field
+    return architecture.qk_norm if field is None or raw[field] else ""
 
 
 def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
-    num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    """Returns the elements of a head, and stores head_dim in `raw` if it is missing."""
+    num_heads = read_size(raw, "num_attention_heads")
+    hidden_size = read_size(raw, "hidden_size")
     if not raw.get("head_dim") and num_heads > hidden_size:
-        raise wrong(
-            f"num_attention_heads is {num_heads}, above hidden_size {hidden_size}; correct one of "
-            "them, or give head_dim"
+        raise config_error(
+            f"num_attention_heads is {num_heads}, above hidden_size {hidden_size}; "
+            "correct one of them, or give head_dim"
         )
     raw["head_dim"] = raw.get("head_dim") or hidden_size // num_heads
-    head_dim = mla.qk_rope_head_dim if mla else size(raw, "head_dim")
+    head_dim = mla.qk_rope_head_dim if mla else read_size(raw, "head_dim")
     if head_dim % 2:
         field = "qk_rope_head_dim" if mla else "head_dim"
-        told = "expected an even number: its elements are rotated in pairs"
-        raise wrong(f"{field} is {head_dim}, {told}")
+        raise config_error(
+            f"{field} is {head_dim}, expected an even number: its elements are rotated "
+            "in pairs"
+        )
     return head_dim
 
 
-def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any]:
-    """What values are multiplied by, divided by and capped at on their way."""
-
-    def given(name: str) -> float | None:
-        return None if raw.get(name) is None else number(raw, name, 1.0)
-
-    def cap(name: str) -> float:
-        return number(raw, name, 1.0) if raw.get(name) else 0.0
-
-    scalar = given("query_pre_attn_scalar")
+def _scales(raw: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Returns the fields of ModelConfig with factors, divisors and caps."""
+    query_scalar = _optional_number(raw, "query_pre_attn_scalar")
+    if query_scalar:
+        score_scale: float | None = query_scalar**-0.5
+    else:
+        score_scale = _optional_number(raw, "attention_multiplier")
+    if architecture.scales_embedding:
+        embedding_scale = math.sqrt(read_size(raw, "hidden_size"))
+    else:
+        embedding_scale = read_number(raw, "embedding_multiplier", 1.0)
     return {
-        "embedding_scale": embedding_scale or number(raw, "embedding_multiplier", 1.0),
-        "residual_scale": number(raw, "residual_multiplier", 1.0),
-        "score_scale": scalar**-0.5 if scalar else given("attention_multiplier"),
-        "score_cap": cap("attn_logit_softcapping"),
-        "logit_divisor": number(raw, "logits_scaling", 1.0),
-        "logit_cap": cap("final_logit_softcapping"),
+        "embedding_scale": embedding_scale,
+        "residual_scale": read_number(raw, "residual_multiplier", 1.0),
+        "score_scale": score_scale,
+        "score_cap": _read_cap(raw, "attn_logit_softcapping"),
+        "logit_divisor": read_number(raw, "logits_scaling", 1.0),
+        "logit_cap": _read_cap(raw, "final_logit_softcapping"),
     }
 
 
-def _activation(raw: dict[str, Any], declared: Architecture) -> str:
-    name = (
-        "hidden_activation"
-        if "hidden_activation" in declared.defaults
-        else "hidden_act"
+def _optional_number(raw: dict[str, Any], name: str) -> float | None:
+    return None if raw.get(name) is None else read_number(raw, name, 1.0)
+
+
+def _read_cap(raw: dict[str, Any], name: str) -> float:
+    return read_number(raw, name, 1.0) if raw.get(name) else 0.0
+
+
+def _parse_mla(raw: dict[str, Any]) -> MLAConfig:
+    has_q_lora = raw["q_lora_rank"] is not None
+    return MLAConfig(
+        q_lora_rank=read_size(raw, "q_lora_rank") if has_q_lora else None,
+        kv_lora_rank=read_size(raw, "kv_lora_rank"),
+        qk_nope_head_dim=read_size(raw, "qk_nope_head_dim"),
+        qk_rope_head_dim=read_size(raw, "qk_rope_head_dim"),
+        v_head_dim=read_size(raw, "v_head_dim"),
     )
-    if (value := raw[name]) not in _ACTIVATIONS:
-        raise unsupported(f"{name} {short_repr(value)}", ", ".join(_ACTIVATIONS))
-    return (
-        "gelu_tanh"
-        if value == "gelu" and declared.gelu_is_tanh
-        else _ACTIVATIONS[value]
-    )
-
-
-def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:
-    """Raises UnsupportedModel for what would change the computation and is not implemented."""
-    for name in ("clip_qkv", "use_bidirectional_attention"):
-        if raw.get(name) and name in declared.defaults:
-            raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
-    # Gemma 3 lists caps, but applies none to scores, and its form for images none to logits.
-    caps = ["attn_logit_softcapping"]
-    if declared.text_type:
-        caps.append("final_logit_softcapping")
-    for name in caps:
-        if raw.get(name) and declared.defaults.get(name) is None:
-            what = f"{name} {short_repr(raw[name])} in this architecture"
-            raise unsupported(what, f"{name} null")
-    if declared.gelu_is_tanh:
-        _refuse_two_activations(raw, declared)
-
-
-def _refuse_two_activations(raw: dict[str, Any], declared: Architecture) -> None:
-    """Of Gemma 1, transformers 4 reads hidden_activation and transformers 5 hidden_act."""
-    first = raw.get("hidden_act", declared.defaults["hidden_act"])
-    second = raw.get("hidden_activation")
-    if second is None:
-        return
-    names = (_ACTIVATIONS.get(name, name) for name in (first, second))
-    meanings = {"gelu_tanh" if name == "gelu" else name for name in names}
-    if len(meanings) > 1:
-        raise wrong(
-            f"hidden_activation is {short_repr(second)}, but hidden_act is {short_repr(first)}: "
-            "give them the same value, or leave hidden_activation out"
-        )
-
-
-def _mla(raw: dict[str, Any]) -> MLAConfig:
-    low = None if raw["q_lora_rank"] is None else size(raw, "q_lora_rank")
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return MLAConfig(low, *(size(raw, name) for name in names))

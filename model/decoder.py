@@ -1,4 +1,4 @@
-"""The decoder of every architecture: what differs is declared by the config."""
+"""The decoder of all architectures. Its config selects what differs between them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,25 +9,24 @@ from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.attention_layers import (
-    Asking,
+    AttentionQueries,
     AttentionSpec,
     HeadAttention,
     LatentAttention,
     Step,
 )
 from model.config import ModelConfig
+from model.files.safetensors_files import read_headers
 from model.layers import GatedMLP, Join, RMSNorm, Vocabulary, load_norm
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
-from model.rope import Rope, mscale_of_scores
-from model.sizes import check_parallelism, read_headers
+from model.rope import Rope, score_mscale
+from model.sizes import check_parallelism
 from model.weights import DummySource, Upload, WeightLoader
 
-_OF_IMAGES: Final = (
-    "vision_tower",
-    "multi_modal_projector",
-)  # weights that text goes without
+# Weights for images, which are not loaded.
+_IMAGE_MODULES: Final = ("vision_tower", "multi_modal_projector")
 
 
 class _Layer(NamedTuple):
@@ -38,8 +37,10 @@ class _Layer(NamedTuple):
 
 
 class CausalLM:
-    """Embedding, layers, final norm and head of one rank. Inference only: the caller is in
-    torch.inference_mode."""
+    """The embedding, layers, final norm and head of one rank.
+
+    The class is for inference only: the caller must be in torch.inference_mode.
+    """
 
     def __init__(
         self, config: ModelConfig, loader: WeightLoader, parallel: Parallel
@@ -59,36 +60,45 @@ class CausalLM:
 
     @property
     def attention_spec(self) -> AttentionSpec:
+        """The properties that this rank's attention backend must have."""
         config = self.config
-        query_dim = config.head_dim + (config.mla.qk_nope_head_dim if config.mla else 0)
-        correction = mscale_of_scores(config.rope) if config.mla else 1.0
+        query_dim = config.head_dim
+        correction = 1.0
+        if config.mla:
+            query_dim += config.mla.qk_nope_head_dim
+            correction = score_mscale(config.rope)
         return AttentionSpec(
             num_q_heads=config.num_heads // self.parallel.size,
             num_kv_heads=len(self.parallel.kv_heads(config.kv_heads_total)),
             scale=(config.score_scale or query_dim**-0.5) * correction,
-            layers=tuple(layer.attention.attends for layer in self._layers),
+            layers=tuple(layer.attention.layer_attention for layer in self._layers),
         )
 
     def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
-        config, prefix, parallel = self.config, f"model.layers.{index}", self.parallel
-        attend = LatentAttention if config.mla else HeadAttention
-        feed_forward = MoELayer if config.is_mixed(index) else GatedMLP
-        block = config.declared.mixture.prefix if config.declared.mixture else "mlp"
-        norm, norm_out, mlp_norm, mlp_norm_out = (
-            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config)
-            if name
-            else None
-            for name in config.declared.norms
+        config = self.config
+        prefix = f"model.layers.{index}"
+        attention_class = LatentAttention if config.mla else HeadAttention
+        feed_forward_class = MoELayer if config.is_moe_layer(index) else GatedMLP
+        mixture = config.traits.mixture
+        block = mixture.prefix if mixture else "mlp"
+
+        def norm(name: str | None) -> RMSNorm | None:
+            if name is None:
+                return None
+            return load_norm(loader, f"{prefix}.{name}", config.hidden_size, config)
+
+        names = config.traits.norms
+        attention_norm = norm(names.attention)
+        attention_join = Join(norm(names.attention_out), config.residual_scale)
+        mlp_norm = norm(names.mlp)
+        mlp_join = Join(norm(names.mlp_out), config.residual_scale)
+        attention = attention_class(
+            loader, config, index, self.parallel, self._ropes, attention_join
         )
-        joins = [
-            Join(after, config.residual_scale) for after in (norm_out, mlp_norm_out)
-        ]
-        return _Layer(
-            norm,
-            attend(loader, config, index, parallel, self._ropes, joins[0]),
-            mlp_norm,
-            feed_forward(loader, f"{prefix}.{block}", config, parallel, joins[1]),
+        feed_forward = feed_forward_class(
+            loader, f"{prefix}.{block}", config, self.parallel, mlp_join
         )
+        return _Layer(attention_norm, attention, mlp_norm, feed_forward)
 
     def forward(
         self,
@@ -101,31 +111,37 @@ class CausalLM:
 
         Args:
             token_ids: int64 [T].
-            positions: int64 [T], of each token in its sequence.
-            attention: planned for this step.
-            rows: int64 [R], those of T to return, R >= 1; all where not given. The last layer
-                computes no others once their KV is stored.
+            positions: int64 [T], the position of each token in its sequence.
+            attention: a backend that is planned for this step.
+            rows: int64 [R] with R >= 1, the rows of T to return; None: all. The last
+                layer computes only these rows once the KV of all rows is stored.
 
         Returns:
-            [T, hidden] or [R, hidden], as `logits` takes it, equal on every rank.
+            [T, hidden] or [R, hidden], the input of `logits`, equal on every rank.
         """
-        asking = self.asking(token_ids, positions, attention.applies_rope, rows)
-        query = next(asking)
+        queries = self.attention_queries(
+            token_ids, positions, attention.applies_rope, rows
+        )
+        query = next(queries)
         while True:
             try:
-                query = asking.send(query.answer(attention))
+                query = queries.send(query.run_on(attention))
             except StopIteration as end:
                 hidden: Tensor = end.value
                 return hidden
 
-    def asking(
+    def attention_queries(
         self,
         token_ids: Tensor,
         positions: Tensor,
         backend_rotates: bool,
         rows: Tensor | None = None,
-    ) -> Asking:
-        """`forward`, which leaves attention to who sends the answers."""
+    ) -> AttentionQueries:
+        """Runs `forward` as a generator that leaves attention to its caller.
+
+        The generator yields the query of each layer, receives the output of attention
+        by `send`, and returns the hidden states.
+        """
         hidden = self._vocab.embed(token_ids)
         step = Step(
             tuple(rope.angles(positions) for rope in self._ropes), backend_rotates
@@ -138,11 +154,17 @@ class CausalLM:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, vocab] of hidden [S, hidden], which it norms: on every rank all of it."""
+        """Returns float32 [S, vocab] of hidden [S, hidden], complete on every rank.
+
+        The final norm is applied to `hidden` first.
+        """
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` as computed, perhaps in 16 bits, which is enough to tell the largest."""
+        """Returns `logits` in the computed data type.
+
+        In 16 bits this is enough to find the largest logit.
+        """
         return self._vocab.logits(hidden, self._norm)
 
 
@@ -161,11 +183,16 @@ def load_model(
     """Loads this rank's part of a model.
 
     Args:
-        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
-        dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
-        load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
-        pack: on the CPU in float32, keep linear weights in a faster order instead of mapped.
-        on_load: told the name of each weight in the files as it is loaded or passed over.
+        model_dir: as `hub.resolve_model` returns it; not read when load_format is
+            "dummy".
+        dtype: the data type of the computation. On the CPU, weights that are stored in
+            it stay mapped from their file.
+        load_format: "auto" reads safetensors; "dummy" makes weights from their names
+            and `seed`.
+        pack: on the CPU in float32, copy linear weights into a faster order instead of
+            mapping them.
+        on_load: called with the name of each weight in the files when it is loaded or
+            skipped.
 
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.
@@ -179,16 +206,19 @@ def load_model(
             read_headers(Path(model_dir)), config.quantization, upload
         )
     loader = WeightLoader(
-        source, dtype=dtype, device=device, pack=pack, quantization=config.quantization,
+        source,
+        dtype=dtype,
+        device=device,
+        pack=pack,
+        quantization=config.quantization,
         on_load=on_load,
-    )  # fmt: skip
+    )
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
     loader.ignore(*(f"model.layers.{layer}." for layer in drafts))
-    if config.declared.text_type:
-        loader.ignore(
-            *(f"{prefix}{part}." for prefix in ("", "model.") for part in _OF_IMAGES)
-        )
+    if config.traits.text_type:
+        for module in _IMAGE_MODULES:
+            loader.ignore(f"{module}.", f"model.{module}.")
     loader.finish()
     return model

@@ -1,11 +1,12 @@
-"""Triton kernels for the decoder: norms, products of one row, products in a feed-forward.
+"""Triton kernels of the decoder: norms, one-row products, feed-forward products.
 
-Sizes that differ from step to step are not specialised (`do_not_specialize`): one variant serves
-all, so that what has run once before a server is ready compiles nothing more.
+Sizes that differ from step to step are not specialised (`do_not_specialize`). One
+variant serves all sizes, so that a kernel that has run once at start-up never compiles
+again.
 """
 
 import functools
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -16,22 +17,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.launch import PDL, let_next_begin_and_wait, wait
 from model.quantization.quantized import FP8, Quantized, Weight
 
-_NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
-_ELEMENTS_OF_A_WARP: Final = 512
+# Elements of one program of the norm, at least. Programs with short rows take several.
+_MIN_NORM_ELEMENTS: Final = 1024
+_ELEMENTS_PER_WARP: Final = 512
 _MAX_WARPS: Final = 16
-_SILU_COLUMNS: Final = 1024  # of one program
+_SILU_COLUMNS: Final = 1024  # columns of one program
 
 
 def _rms_norm(  # type: ignore[no-untyped-def]
-    x, weight, out, eps, token_stride, head_stride, num_heads, num_rows,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A row is a head of a token; names of the form x_stride are in elements."""
+    x,
+    weight,
+    out,
+    eps,
+    token_stride,
+    head_stride,
+    num_heads,
+    num_rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Norms rows. A row is a head of a token; strides are in elements."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
     scales = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    # It begins while the kernel before it ends, and lets its successor do so.
+    # This kernel begins while its predecessor ends, and its successor does the same.
     let_next_begin_and_wait()
     at = (row // num_heads).to(tl.int64) * token_stride + row % num_heads * head_stride
     value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
@@ -45,22 +56,35 @@ _norm_kernel: Any = triton.jit(_rms_norm, do_not_specialize=["num_rows"])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, n] or [T, heads, n], whose last dimension is contiguous, normed over it."""
-    width, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    """Norms x [T, n] or [T, heads, n] over its last dimension, which is contiguous."""
+    width = x.shape[-1]
+    has_heads = x.dim() == 3
+    num_heads = x.shape[1] if has_heads else 1
+    head_stride = x.stride(1) if has_heads else 0
     num_rows = x.shape[0] * num_heads
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = triton.next_power_of_2(width)
-    rows = max(1, _NORM_ELEMENTS // columns)
+    rows = max(1, _MIN_NORM_ELEMENTS // columns)
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, num_heads, num_rows,
-        WIDTH=width, ROWS=rows, COLUMNS=columns,
-        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP), launch_pdl=PDL,
-    )  # fmt: skip
+        x,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        head_stride,
+        num_heads,
+        num_rows,
+        WIDTH=width,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_PER_WARP),
+        launch_pdl=PDL,
+    )
     return out
 
 
 def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    wait()  # it begins while the matrix product before it ends
+    wait()  # this kernel begins while the matrix product before it ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -74,8 +98,9 @@ _silu_kernel: Any = triton.jit(_silu_and_mul)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 n] -> silu of the first half times the second, [T, n]."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    """Returns silu of the first half of [T, 2 n] times the second half, [T, n]."""
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
     _silu_kernel[grid](
@@ -84,29 +109,38 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-# -- products of one row: a decode step of batch 1 consists of them. Such a product is bound by
-# reading the matrix. What comes before it (the norm) and after it (silu, adding to the residual) is
-# done in the same kernel, and each kernel starts to load its matrix while the one before it is
-# still ending (programmatic dependent launch), before it waits for its input.
+# -- Products of one row. A decode step of batch 1 consists of them, and reading the
+# matrix takes most of their time. The norm before the product, and silu or the residual
+# after it, are computed in the same kernel. Each kernel starts to load its matrix while
+# the previous kernel ends (programmatic dependent launch), before it waits for its
+# input.
 
-# Elements that a thread loads at once, and whose products it adds up: as many as are 16 bytes of x,
-# which would have to go through shared memory to be multiplied by more.
+# Number of elements that a thread loads at once and whose products it adds. They are 16
+# bytes of x. More elements would have to go through shared memory.
 FOLD: Final = 8
 _MIN_COLUMNS: Final = 128
-_MAX_WHOLE: Final = (
-    16384  # columns of FP8 rows that are loaded at once: more must be under way
-)
-_HELD_BYTES: Final = 24 << 20  # of smaller matrices programs hold nearly all at once
-_HELD: Final = 1 << 14  # elements of such a one in a program
-_MAX_SHORT: Final = 4096  # columns
+# FP8 rows up to this number of columns are loaded at once. Wider rows are loaded in
+# tiles, to have more loads in flight.
+_MAX_FULL_ROW_COLUMNS: Final = 16384
+# Programs hold nearly all elements of matrices that are smaller than this at once.
+_MAX_HELD_BYTES: Final = 24 << 20
+# Elements of such a matrix in one program.
+_HELD_ELEMENTS: Final = 1 << 14
+_MAX_SHORT_COLUMNS: Final = 4096
+# A matrix with more rows is the head of a model.
+_MIN_HEAD_ROWS: Final = 1 << 16
 
 
 def _one_row(  # type: ignore[no-untyped-def]
-    x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
-    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLD: tl.constexpr,
+    x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr,
+    NUM_OUT: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Whatever does not come from the kernel before it is loaded before the wait."""
+    """Multiplies one row.
+
+    Inputs that the previous kernel does not write are loaded before the wait.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS // FOLD)[:, None] * FOLD + tl.arange(0, FOLD)[None, :]
     at = weight + row[None, :, None].to(tl.int64) * WIDTH + column[:, None, :]
@@ -130,7 +164,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     squares = tl.zeros((COLUMNS // FOLD,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-        inside = start + COLUMNS + column < WIDTH  # of the tile that is multiplied next
+        inside = start + COLUMNS + column < WIDTH  # for the next tile
         after, more = start + COLUMNS, inside[:, None, :]
         if NORM:
             squares += tl.sum(value * value, 1)
@@ -153,43 +187,68 @@ def _one_row(  # type: ignore[no-untyped-def]
 _one_row_kernel: Any = triton.jit(_one_row)
 
 
-def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
-    """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU, perhaps of FP8
-    with a scale for each row."""
+def has_one_row_kernel(weight: Weight, *, gated: bool = False) -> bool:
+    """Returns whether `one_row` can multiply by the matrix [out, in], which is on a
+    GPU.
+
+    The matrix must be contiguous. It may be FP8 with a scale for each row.
+    """
     matrix = weight if isinstance(weight, Tensor) else weight.codes
-    if isinstance(weight, Quantized) and (
-        weight.kind != "fp8" or weight.scales.shape[-1] > 1
-    ):
+    if isinstance(weight, Quantized):
+        has_groups = weight.scales.shape[-1] > 1
+        if weight.kind != "fp8" or has_groups:
+            return False
+    if weight.shape[1] % _MIN_COLUMNS:
         return False
-    fits = weight.shape[1] % _MIN_COLUMNS == 0
-    fits = fits and weight.shape[0] % (_tile_of(weight, gated=gated)[0] << gated) == 0
-    return fits and matrix.is_contiguous()
+    tile_rows = _tile_of(weight, gated=gated).rows
+    rows_per_program = 2 * tile_rows if gated else tile_rows
+    return weight.shape[0] % rows_per_program == 0 and matrix.is_contiguous()
 
 
-def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
-    """Rows of a program (of either half), columns that it loads at a time, warps: the fastest of
-    some on an H200."""
+class _RowTile(NamedTuple):
+    """How a program of `_one_row` divides the matrix.
+
+    Attributes:
+        rows: rows of the result that it computes.
+        columns: columns that it loads at a time.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def _tile_of(weight: Weight, *, gated: bool) -> _RowTile:
+    """Returns the fastest of the tiles that were measured on an H200."""
     num_out, width = weight.shape
-    columns = width & -width  # the largest power of two that divides it
-    is_short, is_code = columns == width <= _MAX_SHORT, isinstance(weight, Quantized)
-    is_held = num_out * width << (not is_code) < _HELD_BYTES and not gated
-    if is_code:
-        whole, rows = triton.next_power_of_2(width), 8 if is_held else 4
-        if whole > _MAX_WHOLE:
-            return rows, min(columns, 1024), 4
-        return (4, whole, 8) if whole > _MAX_SHORT else (rows, whole, 4)
+    columns = width & -width  # the largest power of two that divides the width
+    is_short = columns == width <= _MAX_SHORT_COLUMNS
+    is_fp8 = isinstance(weight, Quantized)
+    num_bytes = num_out * width * (1 if is_fp8 else 2)
+    is_held = num_bytes < _MAX_HELD_BYTES and not gated
+    if is_fp8:
+        full_row = triton.next_power_of_2(width)
+        rows = 8 if is_held else 4
+        if full_row > _MAX_FULL_ROW_COLUMNS:
+            return _RowTile(rows, min(columns, 1024), 4)
+        if full_row > _MAX_SHORT_COLUMNS:
+            return _RowTile(4, full_row, 8)
+        return _RowTile(rows, full_row, 4)
     if gated:
-        return (2, width, 8) if is_short else (2, min(columns, 1024), 4)
+        if is_short:
+            return _RowTile(2, width, 8)
+        return _RowTile(2, min(columns, 1024), 4)
     if is_held and is_short:
-        most = max(1, num_out // 64)  # so that there are as many programs, or more
-        return (
-            min(_HELD // width, num_out & -num_out, 1 << most.bit_length() - 1),
-            width,
-            4,
-        )
-    if is_short and num_out > 1 << 16:  # a head
-        return 4, width, 8
-    return (2, min(columns, 2048), 4) if is_held else (4, min(columns, 1024), 4)
+        # There should be at least 64 programs.
+        max_rows = max(1, num_out // 64)
+        max_rows_power = 1 << max_rows.bit_length() - 1
+        rows = min(_HELD_ELEMENTS // width, num_out & -num_out, max_rows_power)
+        return _RowTile(rows, width, 4)
+    if is_short and num_out > _MIN_HEAD_ROWS:
+        return _RowTile(4, width, 8)
+    if is_held:
+        return _RowTile(2, min(columns, 2048), 4)
+    return _RowTile(4, min(columns, 1024), 4)
 
 
 def one_row(
@@ -202,55 +261,83 @@ def one_row(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """weight [out, in] times x [1, in] -> [1, out] of `dtype`, else of x's.
+    """Multiplies x [1, in] by a weight [out, in].
 
     Args:
-        norm: the weight of a root-mean-square norm that x passes first.
-        gated: the weight is a gate's rows, then as many others: silu of the first half times the
-            second, [1, out / 2].
-        residual: [1, out], added to, and returned.
+        norm: weight of a root-mean-square norm that is applied to x first.
+        gated: the first half of the weight is a gate. The result is silu of the first
+            half of the product times the second half, [1, out / 2].
+        residual: [1, out], to which the product is added in place.
+        dtype: data type of the result; None: that of x.
+
+    Returns:
+        [1, out]: the residual if given, else a new tensor.
     """
-    num_out, width = weight.shape[0] >> gated, weight.shape[1]
-    matrix, scales = weight, None
+    num_out = weight.shape[0] >> gated
+    width = weight.shape[1]
+    matrix: Any = weight
+    scales = None
     if isinstance(weight, Quantized):
-        matrix, scales = weight.codes.view(FP8), weight.scales
+        matrix = weight.codes.view(FP8)
+        scales = weight.scales
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=dtype or x.dtype, device=x.device)
     rows, columns, warps = _tile_of(weight, gated=gated)
     _one_row_kernel[(num_out // rows,)](
-        x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
-        SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        ROWS=rows, COLUMNS=columns, FOLD=FOLD, num_warps=warps, launch_pdl=PDL,
-    )  # fmt: skip
+        x,
+        matrix,
+        scales,
+        out,
+        norm,
+        residual,
+        eps,
+        WIDTH=width,
+        NUM_OUT=num_out,
+        SCALED=scales is not None,
+        NORM=norm is not None,
+        GATED=gated,
+        ADD=residual is not None,
+        ROWS=rows,
+        COLUMNS=columns,
+        FOLD=FOLD,
+        num_warps=warps,
+        launch_pdl=PDL,
+    )
     return out
 
 
-# -- silu(gate(x)) * up(x) of many rows: the product of a prefill's feed-forward. With cuBLAS the
-# two products are written, 0.5 GB for 8,192 tokens of an 8B model, and read by another kernel. Here
-# a program keeps a tile of both in registers and writes only the result. There are as many programs
-# as multiprocessors, each of which computes one tile after another; operands are loaded by TMA,
-# which fills what is outside x with zeros.
+# -- silu(gate(x)) * up(x) of many rows: the product of a prefill's feed-forward. With
+# cuBLAS both products are written, 0.5 GB for 8,192 tokens of an 8B model, and read by
+# another kernel. Here a program keeps a tile of both in registers and writes only the
+# result. There are as many programs as multiprocessors, and each computes one tile
+# after another. Operands are loaded by TMA, which fills rows outside of x with zeros.
 
-GATED_MIN_ROWS: Final = 1024  # of fewer the tiles do not fill the GPU evenly
+GATED_MIN_ROWS: Final = 1024  # tiles of fewer rows do not fill the GPU evenly
 
-
-# How the kernel divides its work; measured on an H200.
-_TILE_ROWS: Final = 128  # of x
-_TILE_COLUMNS: Final = 128  # of the result
-_TILE_DEPTH: Final = 64  # elements of a row multiplied at a time
-_TILE_GROUP: Final = (
-    8  # tiles of rows whose programs run beside each other, sharing the matrix
-)
+# The division of the work, measured on an H200.
+_TILE_ROWS: Final = 128  # rows of x
+_TILE_COLUMNS: Final = 128  # columns of the result
+_TILE_DEPTH: Final = 64  # elements of a row that are multiplied at a time
+# Tiles of rows whose programs run at the same time and share the matrix in the cache.
+_TILE_GROUP: Final = 8
 _GATED_STAGES: Final = 3
 _GATED_WARPS: Final = 8
 
 
 def _gated_rows(  # type: ignore[no-untyped-def]
-    x, weight, out, num_rows, num_columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    x,
+    weight,
+    out,
+    num_rows,
+    num_columns,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-):  # fmt: skip
+):
     down = tl.cdiv(num_rows, ROWS)
     across = tl.cdiv(num_columns, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS):
@@ -276,8 +363,11 @@ def _num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def gated_rows_work(weight: Tensor) -> bool:
-    """Whether `gated_rows` can take the matrix [2 n, in], a contiguous one on a GPU."""
+def has_gated_rows_kernel(weight: Tensor) -> bool:
+    """Returns whether `gated_rows` can multiply by the matrix [2 n, in] on a GPU.
+
+    The matrix must be contiguous.
+    """
     num_out, width = weight.shape
     return (
         torch.cuda.get_device_capability(weight.device)[0] == 9
@@ -288,26 +378,36 @@ def gated_rows_work(weight: Tensor) -> bool:
 
 
 def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] times weight [2 n, in] -> silu of the first n columns times the others, [T, n]."""
+    """Multiplies x [T, in] by a weight [2 n, in].
+
+    Returns:
+        silu of the first n columns of the product times the others, [T, n].
+    """
     num_rows, width = x.shape
     num_columns = weight.shape[0] // 2
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
-    programs, rows, columns, depth = (
-        _num_programs(x.device),
-        _TILE_ROWS,
-        _TILE_COLUMNS,
-        _TILE_DEPTH,
-    )
-    both = (
-        [2, num_columns, width],
-        [num_columns * width, width, 1],
-        [2, columns, depth],
-    )
+    programs = _num_programs(x.device)
+    x_tile = [_TILE_ROWS, _TILE_DEPTH]
+    weight_tile = [2, _TILE_COLUMNS, _TILE_DEPTH]
+    out_tile = [_TILE_ROWS, _TILE_COLUMNS]
     _gated_rows_kernel[(programs,)](
-        TensorDescriptor(x, [num_rows, width], [width, 1], [rows, depth]),
-        TensorDescriptor(weight, *both),
-        TensorDescriptor(out, [num_rows, num_columns], [num_columns, 1], [rows, columns]),
-        num_rows, num_columns, width, ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=_TILE_GROUP,
-        PROGRAMS=programs, num_warps=_GATED_WARPS, num_stages=_GATED_STAGES,
-    )  # fmt: skip
+        TensorDescriptor(x, [num_rows, width], [width, 1], x_tile),
+        TensorDescriptor(
+            weight,
+            [2, num_columns, width],
+            [num_columns * width, width, 1],
+            weight_tile,
+        ),
+        TensorDescriptor(out, [num_rows, num_columns], [num_columns, 1], out_tile),
+        num_rows,
+        num_columns,
+        width,
+        ROWS=_TILE_ROWS,
+        COLUMNS=_TILE_COLUMNS,
+        DEPTH=_TILE_DEPTH,
+        GROUP=_TILE_GROUP,
+        PROGRAMS=programs,
+        num_warps=_GATED_WARPS,
+        num_stages=_GATED_STAGES,
+    )
     return out

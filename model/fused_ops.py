@@ -1,8 +1,9 @@
-"""Where our Triton kernels for the decoder's small operations are used: NVIDIA GPUs, in 16 bits.
+"""Access to the Triton kernels for the decoder's small operations.
 
-A decode step of a small batch is bound by reading weights, so every further kernel and every
-further pass over activations counts. Layers ask `works` once, when they are made, and use plain
-torch if it says no: on the CPU or in float32.
+The kernels run on NVIDIA GPUs in 16 bits. Reading the weights dominates a decode step
+of a small batch, so every additional kernel and every additional pass over activations
+counts. Layers call `is_supported` once, when they are constructed. Where it returns
+False, on the CPU or in float32, they use plain torch.
 """
 
 import functools
@@ -12,12 +13,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from protocol.process.logging import get_logger
+
+_log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
+# In the self-tests of kernels for mixtures of experts: twice the relative error that 16
+# bits cause on both sides.
+_MAX_DEVIATION: Final = 0.02
+# Results of `passes_self_test` by the kind of layer.
+_self_test_results: dict[tuple[object, ...], bool] = {}
 
 
 @functools.cache
 def kernels() -> Any:
-    """fused_kernels.py. Imported on first use: Triton is where CUDA builds of torch are."""
+    """Returns the module fused_kernels.
+
+    It is imported on first use, because only CUDA builds of torch come with Triton.
+    """
     from model import fused_kernels
 
     return fused_kernels
@@ -25,7 +37,7 @@ def kernels() -> Any:
 
 @functools.cache
 def experts() -> Any:
-    """kernels/experts.py; imported on first use, too."""
+    """Returns the module kernels.experts, which is imported on first use, too."""
     from model.kernels import experts as expert_kernels
 
     return expert_kernels
@@ -33,24 +45,51 @@ def experts() -> Any:
 
 @functools.cache
 def rotation() -> Any:
-    """The kernels of the attention backends that rotate; imported on first use, too."""
+    """Returns the module with the rotation kernels, which is imported on first use,
+    too."""
     from attention.kernels import store
 
     return store
 
 
-def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can be called for tensors there."""
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the kernels accept tensors of this device and data type."""
     return device.type == "cuda" and dtype in _DTYPES
 
 
-def flaw(deviations: Callable[[], Tensor], most: float) -> str:
-    """What is wrong with kernels that deviate so from their definition, where they may by less than
-    `most`; "": nothing."""
+def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) -> str:
+    """Runs a self-test of kernels.
+
+    Args:
+        compute_deviations: returns the deviations from the definition of the kernels.
+
+    Returns:
+        What is wrong with the kernels, or "" if all deviations are below
+        `max_deviation`.
+    """
     try:
-        found = deviations().max().item()  # no number, if one is none
-    except Exception as error:  # of any kind, from compilers and drivers
+        deviation = compute_deviations().max().item()  # NaN if any deviation is NaN
+    except Exception as error:  # compilers and drivers raise errors of any type
         return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
-    return (
-        "" if found < most else f"deviates by {found:.2g}, and not by less than {most}"
-    )
+    if deviation < max_deviation:
+        return ""
+    return f"deviates by {deviation:.2g}, and not by less than {max_deviation}"
+
+
+def passes_self_test(
+    kind: tuple[object, ...], message: str, compute_deviations: Callable[[], Tensor]
+) -> bool:
+    """Runs the self-test of kernels for mixtures of experts once for each kind of
+    layer.
+
+    Args:
+        kind: everything that decides which kernels run.
+        message: logged as a warning if the test fails; "%s" stands for the flaw.
+        compute_deviations: see `find_flaw`.
+    """
+    if kind not in _self_test_results:
+        flaw = find_flaw(compute_deviations, _MAX_DEVIATION)
+        _self_test_results[kind] = not flaw
+        if flaw:
+            _log.warning(message, flaw)
+    return _self_test_results[kind]

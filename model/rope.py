@@ -1,4 +1,7 @@
-"""Rotary position embedding: angles once a step, rotation once a layer."""
+"""Rotary position embedding.
+
+Angles are computed once for each step, and rotations once for each layer.
+"""
 
 import math
 from typing import Final
@@ -10,95 +13,116 @@ from torch import Tensor
 from model import fused_ops
 from model.architectures.rotation import RopeConfig, yarn_mscale
 
-_FUSED_DIMS: Final = (64, 128, 256)  # of heads that are rotated by a kernel of ours
+# Head dimensions that the fused rotation kernel supports.
+_FUSED_DIMS: Final = (64, 128, 256)
 
-# cos and sin, or what the fused rotation takes: see Rope.angles
+# Cosines and sines in the layout that `Rope.angles` describes.
 Angles = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
-    """Radians per position of each rotated pair, float32 [dim / 2], on the CPU."""
+    """Returns the radians per position of each pair, float32 [dim / 2], on the CPU."""
     divisor = config.exponent_dim or config.dim
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / divisor
     frequencies = config.theta**exponents
     if config.rope_type == "linear":
         return 1.0 / frequencies / config.factor
     if config.rope_type == "llama3":
-        return _llama3(config, 1.0 / frequencies)
+        return _llama3_frequencies(config, 1.0 / frequencies)
     if config.rope_type == "yarn":
-        return _yarn(config, frequencies)
+        return _yarn_frequencies(config, frequencies)
     if config.rope_type == "longrope":
         return 1.0 / (torch.tensor(config.divisors) * frequencies)
     return 1.0 / frequencies
 
 
-def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
-    """Slows the long wavelengths by `factor`, keeps the short, blends those in between."""
-    turns = config.original_max_position * inverse / (2 * math.pi)
-    span = config.high_freq_factor - config.low_freq_factor
-    smooth = ((turns - config.low_freq_factor) / span).clamp(0, 1)
+def _llama3_frequencies(config: RopeConfig, inverse: Tensor) -> Tensor:
+    """Slows long wavelengths by `factor`, keeps short ones, and blends those
+    between."""
+    rotations = config.original_max_position * inverse / (2 * math.pi)
+    blend_width = config.high_freq_factor - config.low_freq_factor
+    smooth = ((rotations - config.low_freq_factor) / blend_width).clamp(0, 1)
     return (1 - smooth) * inverse / config.factor + smooth * inverse
 
 
-def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
+def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Blends interpolated and original frequencies along a ramp over the dimensions."""
 
-    def dimension_of(turns: float) -> float:
-        reach = math.log(config.original_max_position / (turns * 2 * math.pi))
-        return config.dim * reach / (2 * math.log(config.theta))
+    def dimension_with(rotations: float) -> float:
+        """Returns the dimension that rotates this often in the original context."""
+        ratio = config.original_max_position / (rotations * 2 * math.pi)
+        return config.dim * math.log(ratio) / (2 * math.log(config.theta))
 
-    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    low = dimension_with(config.beta_fast)
+    high = dimension_with(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.dim - 1)
-    high = high + 0.001 if low == high else high  # an empty ramp would divide by zero
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, config.dim - 1)
+    if low == high:
+        high += 0.001  # an empty ramp would divide by zero
     ramp = (torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)
     keep = 1 - ramp.clamp(0, 1)
     return 1.0 / (config.factor * frequencies) * (1 - keep) + 1.0 / frequencies * keep
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by; 1 except for yarn and longrope."""
+    """Returns the factor of cos and sin, which is 1 except for yarn and longrope."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.rope_type != "yarn":
         return 1.0
     if config.mscale and config.mscale_all_dim:
-        of_all = yarn_mscale(config.factor, config.mscale_all_dim)
-        return yarn_mscale(config.factor, config.mscale) / of_all
+        mscale_all_dim = yarn_mscale(config.factor, config.mscale_all_dim)
+        return yarn_mscale(config.factor, config.mscale) / mscale_all_dim
     return yarn_mscale(config.factor, 1.0)
 
 
-def mscale_of_scores(config: RopeConfig) -> float:
-    """What DeepSeek multiplies the attention scale by; 1 except for yarn with mscale_all_dim."""
+def score_mscale(config: RopeConfig) -> float:
+    """Returns DeepSeek's factor of the attention scale.
+
+    The factor is 1 except for yarn with mscale_all_dim.
+    """
     if config.rope_type != "yarn" or not config.mscale_all_dim:
         return 1.0
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
 
 
 def halves_order(config: RopeConfig, head_dim: int) -> list[int] | None:
-    """The order of a head's elements in which its rotation is one of halves of the whole head:
-    that of neighbours or of a part of it becomes one when the weights that make queries and keys
-    are put in this order, and the elements that are not rotated turn by no angle. None: as it is.
+    """Returns an order of a head's elements that simplifies its rotation.
+
+    In this order every rotation pairs the two halves of the whole head. The weights
+    that make queries and keys are reordered once. This turns the rotation of
+    neighbours, or of a part of the head, into the rotation of halves. Elements that are
+    not rotated get the angle 0.
+
+    Returns:
+        The old index of each element, or None if the order needs no change.
     """
     half = config.dim // 2
     if config.dim == head_dim and not config.interleaved:
         return None
-    firsts = [2 * pair if config.interleaved else pair for pair in range(half)]
-    seconds = [first + (1 if config.interleaved else half) for first in firsts]
-    rest = list(range(config.dim, head_dim))
-    split = len(rest) // 2
-    return [*firsts, *rest[:split], *seconds, *rest[split:]]
+    if config.interleaved:
+        firsts = [2 * pair for pair in range(half)]
+        seconds = [first + 1 for first in firsts]
+    else:
+        firsts = list(range(half))
+        seconds = [first + half for first in firsts]
+    unrotated = list(range(config.dim, head_dim))
+    split = len(unrotated) // 2
+    return [*firsts, *unrotated[:split], *seconds, *unrotated[split:]]
 
 
 class Rope:
     """One rotation on one device.
 
-    Args:
-        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated.
+    The angles of a step are computed from its positions and not looked up. A table for
+    a context of 131,072 tokens would take more memory than some models.
 
-    The angles of a step are computed from its positions, not looked up: a table for a context of
-    131,072 tokens would take more memory than some models.
+    Args:
+        head_dim: elements of a head in `halves_order`. None: the elements are in the
+            order of the files, and all of them are rotated.
     """
 
     def __init__(
@@ -113,24 +137,24 @@ class Rope:
         unrotated = (0, self._half - config.dim // 2)
         self._inverse = F.pad(inverse_frequencies(config), unrotated).to(device)
         scaling = torch.full((config.dim // 2,), attention_scaling(config))
-        self._scaling = (
-            None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
-        )
+        self._scaling = None
+        if scaling[0] != 1:
+            self._scaling = F.pad(scaling, unrotated, value=1.0).to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved and head_dim is None
-        is_served = (head_dim or config.dim) in _FUSED_DIMS
-        self._is_fused = is_served and fused_ops.works(torch.device(device), dtype)
+        has_kernel = fused_ops.is_supported(torch.device(device), dtype)
+        self._is_fused = has_kernel and (head_dim or config.dim) in _FUSED_DIMS
 
     def angles(self, positions: Tensor) -> Angles:
-        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate_pair`.
+        """Returns cos and sin of positions [T], in the layout that `rotate_pair` takes.
 
-        Where the rotation is fused: cosines beside sines, float32 [T, dim], twice.
+        For the fused rotation both items are the same float32 [T, dim]: cosines, then
+        sines. Otherwise they are cos and signed sin, [T, 1, dim].
         """
-        turned = positions[:, None] * self._inverse
-        joined = turned.new_empty(len(turned), 2, self._half)
-        cos, sin = (
-            f(turned, out=joined[:, i]) for i, f in enumerate((torch.cos, torch.sin))
-        )
+        radians = positions[:, None] * self._inverse
+        joined = radians.new_empty(len(radians), 2, self._half)
+        cos = torch.cos(radians, out=joined[:, 0])
+        sin = torch.sin(radians, out=joined[:, 1])
         if self._scaling is not None:
             joined *= self._scaling
         if self._is_fused:
@@ -142,8 +166,10 @@ class Rope:
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
     def cos_sin(self, angles: Angles) -> Tensor | None:
-        """float32 [T, dim], cosines beside sines of halves, for an attention backend that rotates;
-        None where `rotate_pair` is not fused."""
+        """Returns cosines, then sines, float32 [T, dim], for a backend that rotates.
+
+        Returns None if `rotate_pair` is not fused.
+        """
         return angles[0] if self._is_fused else None
 
     def rotate_pair(
@@ -160,5 +186,5 @@ class Rope:
         if not self._interleaved:
             return (x * cos).addcmul_(x.roll(self._half, dims=-1), sin)
         even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-        return turned.flatten(-2).to(x.dtype)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return rotated.flatten(-2).to(x.dtype)

@@ -1,7 +1,8 @@
-"""What a config implies, and what the safetensors files beside it hold. No torch.
+"""Sizes that a config implies, and checks of the safetensors files against them.
 
-Called before anything is allocated, because a config may say anything. Of weights only matrices
-are counted: norms and biases are negligible.
+The sizes are computed before anything is allocated, because a config may contain any
+number. Only matrices are counted, since norms and biases are negligible. This file does
+not import torch.
 """
 
 import dataclasses
@@ -9,26 +10,22 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
-
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
 from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
+from model.files.safetensors_files import StoredTensor, read_headers
 
-_SINGLE: Final = "model.safetensors"
-_OF_TEXT: Final = r"^(model\.)?language_model\."
-_LFS: Final = b"version "  # what its pointers begin with
+# Each tensor contributes samples of this size to the fingerprint.
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
-# Weights of what is never quantised: tables, routers, and MLA's absorbed projection.
-_PLAIN: Final = tuple(
+# Each token's row of an embedding or a head contributes its first bytes.
+_ROW_BYTES: Final = 16
+# Weights that are never quantised: tables, routers, and MLA's absorbed projection.
+_UNQUANTISED_SUFFIXES: Final = tuple(
     f"{name}.weight"
     for name in (
         "embed_tokens",
@@ -40,7 +37,6 @@ _PLAIN: Final = tuple(
         "_gate",
     )
 )
-_ROW_BYTES: Final = 16  # of each token's row of an embedding or a head
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,8 @@ class Size:
     """A number that follows from fields of config.json.
 
     Attributes:
-        terms: these fields with their values, such as "num_attention_heads 8 x head_dim 64".
+        terms: the fields with their values, such as "num_attention_heads 8 x head_dim
+            64".
     """
 
     value: int
@@ -56,37 +53,38 @@ class Size:
 
     def __str__(self) -> str:
         field, _, rest = self.terms.partition(" ")
-        return (
-            f"{field} is {self.value}"
-            if rest.isdigit()
-            else f"{self.terms} is {self.value}"
-        )
+        is_one_field = rest.isdigit()
+        return f"{field if is_one_field else self.terms} is {self.value}"
 
 
-# Formulas of rows and columns; before them that of experts, where they are in one tensor.
+# By the name of a weight, the formula of each dimension: rows and columns, preceded by
+# the experts if one tensor holds all of them.
 Shapes = dict[str, tuple[str, ...]]
-_GATED: Final = ("gate_proj", "up_proj", "down_proj")
+_GATED_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def _size(formula: str, fields: Mapping[str, int]) -> Size:
-    """`formula`: a product of fields, numbers and sums of fields, such as "2 x (a + b)"."""
-    factors = (re.findall(r"\w+", factor) for factor in formula.split(" x "))
-    value = math.prod(
-        sum(int(fields.get(name, name)) for name in each) for each in factors
-    )
-    return Size(
-        value, re.sub(r"\w{2,}", lambda name: f"{name[0]} {fields[name[0]]}", formula)
-    )
+def _evaluate(formula: str, fields: Mapping[str, int]) -> Size:
+    """Returns the value of a formula, with its terms.
+
+    Args:
+        formula: a product of fields, numbers and sums of fields, such as "2 x (a + b)".
+    """
+    value = 1
+    for factor in formula.split(" x "):
+        value *= sum(int(fields.get(name, name)) for name in re.findall(r"\w+", factor))
+    terms = re.sub(r"\w{2,}", lambda match: f"{match[0]} {fields[match[0]]}", formula)
+    return Size(value, terms)
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Some matrices of one shape.
+class MatrixGroup:
+    """All matrices of a model that have the same role and shape.
 
     Attributes:
-        name: of the first of them.
-        shape: rows, columns; before them experts where they are in one tensor.
-        count: how many there are; None: this one.
+        name: name of the first of them.
+        shape: rows and columns, preceded by the experts if one tensor holds all of
+            them.
+        count: number of matrices; None: only this one.
     """
 
     name: str
@@ -95,51 +93,61 @@ class Weights:
 
     @property
     def elements(self) -> int:
-        return (self.count.value if self.count else 1) * math.prod(
-            s.value for s in self.shape
-        )
+        count = self.count.value if self.count else 1
+        return count * math.prod(size.value for size in self.shape)
 
     def __str__(self) -> str:
         sizes = " by ".join(size.terms for size in self.shape)
-        each = f" in each of {self.count.terms}" if self.count else ""
-        return f"{self.name} ({sizes}){each}"
+        suffix = f" in each of {self.count.terms}" if self.count else ""
+        return f"{self.name} ({sizes}){suffix}"
 
 
-def implied_weights(config: ModelConfig) -> list[Weights]:
-    """Every matrix of the model."""
-    fields, mixture = _fields(config), config.declared.mixture
-    layers, num_dense = range(config.num_layers), config.num_dense_layers
-    once = [
-        "model.embed_tokens.weight",
-        *([] if config.tie_embeddings else ["lm_head.weight"]),
-    ]
-    vocabulary = _size("vocab_size", fields), _size("hidden_size", fields)
-    found = [Weights(name, vocabulary) for name in once]
-    fused = "gate_up_proj" in config.declared.fused
-    dense = _gated(
-        "mlp", "intermediate_size", ("gate_up_proj", _GATED[2]) if fused else _GATED
+def implied_weights(config: ModelConfig) -> list[MatrixGroup]:
+    """Returns all matrices of the model."""
+    fields = _fields(config)
+    table_shape = (_evaluate("vocab_size", fields), _evaluate("hidden_size", fields))
+    groups = [MatrixGroup("model.embed_tokens.weight", table_shape)]
+    if not config.tie_embeddings:
+        groups.append(MatrixGroup("lm_head.weight", table_shape))
+    projections: Sequence[str] = _GATED_PROJECTIONS
+    if "gate_up_proj" in config.traits.fused:
+        projections = ("gate_up_proj", "down_proj")
+    layers = range(config.num_layers)
+    dense_layers = [layer for layer in layers if not config.is_moe_layer(layer)]
+    moe_layers = [layer for layer in layers if config.is_moe_layer(layer)]
+    groups += _layer_groups(config, layers, _attention_shapes(config))
+    groups += _layer_groups(
+        config, dense_layers, _gated_shapes("mlp", "intermediate_size", projections)
     )
-    for count, which, shapes in (
-        (config.num_layers, iter(layers), _attention(config)),
-        (num_dense, (layer for layer in layers if not config.is_mixed(layer)), dense),
-        (
-            config.num_layers - num_dense,
-            filter(config.is_mixed, layers),
-            _mixture(config),
-        ),
-    ):
-        of = {**fields, "num_hidden_layers": count}
-        first = next(which) if count else 0
-        for name, shape in shapes.items() if count else ():
-            each = f" x {mixture.count}" if mixture and ".experts.0." in name else ""
-            sizes = tuple(_size(formula, of) for formula in shape)
-            counted = _size(f"num_hidden_layers{each}", of)
-            found.append(Weights(f"model.layers.{first}.{name}", sizes, counted))
-    return found
+    groups += _layer_groups(config, moe_layers, _mixture_shapes(config))
+    return groups
+
+
+def _layer_groups(
+    config: ModelConfig, layers: Sequence[int], shapes: Shapes
+) -> list[MatrixGroup]:
+    """Returns the matrices that each of `layers` has."""
+    if not layers:
+        return []
+    mixture = config.traits.mixture
+    fields = {**_fields(config), "num_hidden_layers": len(layers)}
+    groups = []
+    for name, shape in shapes.items():
+        count = "num_hidden_layers"
+        if mixture and ".experts.0." in name:
+            count += f" x {mixture.count_field}"
+        groups.append(
+            MatrixGroup(
+                name=f"model.layers.{layers[0]}.{name}",
+                shape=tuple(_evaluate(formula, fields) for formula in shape),
+                count=_evaluate(count, fields),
+            )
+        )
+    return groups
 
 
 def _fields(config: ModelConfig) -> dict[str, int]:
-    """By the names that config.json has for them."""
+    """Returns the sizes of the model by their names in config.json."""
     values: dict[str, int | None] = {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -149,137 +157,192 @@ def _fields(config: ModelConfig) -> dict[str, int]:
         "head_dim": config.head_dim,
         **(dataclasses.asdict(config.mla) if config.mla else {}),
     }
-    if (moe := config.moe) and (names := config.declared.mixture):
-        values[names.count] = moe.num_experts
+    moe = config.moe
+    mixture = config.traits.mixture
+    if moe and mixture:
+        values[mixture.count_field] = moe.num_experts
         values["n_shared_experts"] = moe.num_shared_experts
-        values[names.width] = moe.expert_intermediate_size
-        if names.shared_width:
-            values[names.shared_width] = moe.shared_intermediate_size
+        values[mixture.width_field] = moe.expert_intermediate_size
+        if mixture.shared_width_field:
+            values[mixture.shared_width_field] = moe.shared_intermediate_size
     return {name: value for name, value in values.items() if value}
 
 
-def _attention(config: ModelConfig) -> Shapes:
-    hidden, queries = "hidden_size", "num_attention_heads x head_dim"
+def _attention_shapes(config: ModelConfig) -> Shapes:
     if config.mla:
-        queries = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)"
-        each: Shapes = {
-            "kv_a_proj_with_mqa": ("(kv_lora_rank + qk_rope_head_dim)", hidden),
-            "kv_b_proj": (
-                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
-                "kv_lora_rank",
-            ),
-            "o_proj": (hidden, "num_attention_heads x v_head_dim"),
-        }
-        if config.mla.q_lora_rank is None:
-            each["q_proj"] = (queries, hidden)
-        else:
-            each |= {
-                "q_a_proj": ("q_lora_rank", hidden),
-                "q_b_proj": (queries, "q_lora_rank"),
-            }
-    elif "qkv_proj" in config.declared.fused:
-        heads = "num_attention_heads + num_key_value_heads + num_key_value_heads"
-        each = {
-            "qkv_proj": (f"({heads}) x head_dim", hidden),
-            "o_proj": (hidden, queries),
-        }
+        shapes = _latent_attention_shapes(has_q_lora=config.mla.q_lora_rank is not None)
     else:
+        queries = "num_attention_heads x head_dim"
         keys = "num_key_value_heads x head_dim"
-        each = {
-            "q_proj": (queries, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
-        }
-        each["o_proj"] = (hidden, queries)
-    return {f"self_attn.{name}.weight": shape for name, shape in each.items()}
+        if "qkv_proj" in config.traits.fused:
+            heads = "num_attention_heads + num_key_value_heads + num_key_value_heads"
+            shapes = {"qkv_proj": (f"({heads}) x head_dim", "hidden_size")}
+        else:
+            shapes = {
+                "q_proj": (queries, "hidden_size"),
+                "k_proj": (keys, "hidden_size"),
+                "v_proj": (keys, "hidden_size"),
+            }
+        shapes["o_proj"] = ("hidden_size", queries)
+    return {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _gated(prefix: str, width: str, names: Sequence[str] = _GATED) -> Shapes:
-    """`names`: of gates and ups, perhaps in one, and of downs."""
-    *wide, down = names
-    shape = (width if len(wide) == 2 else f"2 x {width}", "hidden_size")
-    each = dict.fromkeys(wide, shape) | {down: ("hidden_size", width)}
-    return {f"{prefix}.{name}.weight": shape for name, shape in each.items()}
+def _latent_attention_shapes(*, has_q_lora: bool) -> Shapes:
+    queries = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)"
+    keys_values = "num_attention_heads x (qk_nope_head_dim + v_head_dim)"
+    shapes: Shapes = {
+        "kv_a_proj_with_mqa": ("(kv_lora_rank + qk_rope_head_dim)", "hidden_size"),
+        "kv_b_proj": (keys_values, "kv_lora_rank"),
+        "o_proj": ("hidden_size", "num_attention_heads x v_head_dim"),
+    }
+    if has_q_lora:
+        shapes["q_a_proj"] = ("q_lora_rank", "hidden_size")
+        shapes["q_b_proj"] = (queries, "q_lora_rank")
+    else:
+        shapes["q_proj"] = (queries, "hidden_size")
+    return shapes
 
 
-def _mixture(config: ModelConfig) -> Shapes:
-    names, hidden = config.declared.mixture, "hidden_size"
-    if config.moe is None or names is None:
+def _gated_shapes(
+    prefix: str, width: str, projections: Sequence[str] = _GATED_PROJECTIONS
+) -> Shapes:
+    """Returns the shapes of a gated feed-forward.
+
+    Args:
+        width: formula of its intermediate size.
+        projections: gate, up and down, or gate and up fused, and down.
+    """
+    *gate_up, down = projections
+    rows = width if len(gate_up) == 2 else f"2 x {width}"
+    shapes: Shapes = {}
+    for name in gate_up:
+        shapes[f"{prefix}.{name}.weight"] = (rows, "hidden_size")
+    shapes[f"{prefix}.{down}.weight"] = ("hidden_size", width)
+    return shapes
+
+
+def _mixture_shapes(config: ModelConfig) -> Shapes:
+    mixture = config.traits.mixture
+    if config.moe is None or mixture is None:
         return {}
-    count, width = names.count, names.width
-    each: Shapes = {f"{names.router}.weight": (count, hidden)}
-    if names.shared_gate:
-        each[f"{names.shared_gate}.weight"] = ("1", hidden)
+    count = mixture.count_field
+    width = mixture.width_field
+    shapes: Shapes = {f"{mixture.router}.weight": (count, "hidden_size")}
+    if mixture.shared_gate:
+        shapes[f"{mixture.shared_gate}.weight"] = ("1", "hidden_size")
     if config.moe.num_shared_experts:
-        each |= _gated(
-            names.shared, names.shared_width or f"{width} x n_shared_experts"
+        shared_width = mixture.shared_width_field or f"{width} x n_shared_experts"
+        shapes |= _gated_shapes(mixture.shared, shared_width)
+    if mixture.stacked:
+        gate_up = (f"2 x {width}", "hidden_size")
+        down = ("hidden_size", width)
+        for name, weight, matrix in zip(
+            mixture.stacked, mixture.stacked_weights, (gate_up, down), strict=True
+        ):
+            rows, columns = matrix
+            if mixture.transposed:
+                shapes[weight] = (count, columns, rows)
+            else:
+                shapes[weight] = (count, rows, columns)
+            if mixture.biased:
+                shapes[f"{name}_bias"] = (count, rows)
+    else:
+        shapes |= _gated_shapes("experts.0", width, mixture.expert_weights)
+    return {f"{mixture.prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def bits_per_element(
+    config: ModelConfig, name: str, itemsize: int, *, keep_quantised: bool
+) -> float:
+    """Returns how many bits an element of a weight takes in memory.
+
+    Weights that the config excludes from quantisation are counted as quantised.
+
+    Args:
+        itemsize: bytes of an element that is not quantised.
+        keep_quantised: quantised weights stay so, instead of being dequantised at load.
+    """
+    quantization = config.quantization
+    if not keep_quantised or quantization is None:
+        return 8 * itemsize
+    is_excluded = name.endswith(_UNQUANTISED_SUFFIXES)
+    if quantization.stored == "mxfp4" and ".experts." not in name:
+        is_excluded = True
+    return 8 * itemsize if is_excluded else quantization.bits
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, *, keep_quantised: bool) -> int:
+    """Returns the bytes of all matrices of the model. See bits_per_element."""
+    bits = 0.0
+    for group in implied_weights(config):
+        bits += group.elements * bits_per_element(
+            config, group.name, itemsize, keep_quantised=keep_quantised
         )
-    if not names.stacked:
-        each |= _gated("experts.0", width, names.each)
-    matrices = (f"2 x {width}", hidden), (hidden, width)
-    stacks = zip(names.stacked or (), names.stacked_weights, matrices, strict=False)
-    for name, weight, matrix in stacks:
-        each[weight] = (count, *(matrix[::-1] if names.transposed else matrix))
-        if names.biased:
-            each[f"{name}_bias"] = (count, matrix[0])
-    return {f"{names.prefix}.{name}": shape for name, shape in each.items()}
+    return int(bits) // 8
 
 
-def bits_of(config: ModelConfig, name: str, itemsize: int, *, keeps: bool) -> float:
-    """Of an element of a weight; of those that are not kept quantised `itemsize` bytes. What is
-    told to be left out of quantisation is not looked for."""
-    how = config.quantization if keeps else None
-    part = ".experts." if how and how.stored == "mxfp4" else ""
-    return (
-        how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
-    )
-
-
-def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
-    """Of all matrices of the model; see bits_of."""
-    found = implied_weights(config)
-    bits = (w.elements * bits_of(config, w.name, itemsize, keeps=keeps) for w in found)
-    return int(sum(bits)) // 8
-
-
-def largest(config: ModelConfig) -> Weights:
-    """The matrices that most of the model is made of."""
-    return max(implied_weights(config), key=lambda weights: weights.elements)
+def largest_group(config: ModelConfig) -> MatrixGroup:
+    """Returns the group of matrices with the largest total size."""
+    return max(implied_weights(config), key=lambda group: group.elements)
 
 
 def check_parallelism(
     config: ModelConfig, size: int, dcp: int = 1, ep: int = 1
 ) -> None:
-    """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
-    of ranks that hold the same KV heads its KV heads, and `ep` groups its experts. `dcp` and `ep`
-    divide `size`."""
-    experts = config.moe.num_experts if config.moe else 1
-    if experts % ep:
-        told = f"does not divide the model's {experts} experts: use a divisor"
-        none = "needs a mixture of experts, and this model has none: leave it out"
-        raise InvalidParallelism(f"--ep {ep} {told if config.moe else none}")
-    if problem := _problem(config, size, ep):
+    """Checks that `size` ranks can share the model.
+
+    Args:
+        dcp: ranks that hold the same KV heads and share the tokens; divides `size`.
+        ep: groups of ranks that split the experts; divides `size`.
+
+    Raises:
+        InvalidParallelism: the ranks cannot share the heads or the widths, the
+            `size / dcp` groups cannot share the KV heads, or `ep` groups cannot share
+            the experts.
+    """
+    num_experts = config.moe.num_experts if config.moe else 1
+    if num_experts % ep:
+        if config.moe:
+            problem = (
+                f"does not divide the model's {num_experts} experts: use a divisor"
+            )
+        else:
+            problem = (
+                "needs a mixture of experts, and this model has none: leave it out"
+            )
+        raise InvalidParallelism(f"--ep {ep} {problem}")
+    tp_problem = _tp_problem(config, size, ep)
+    if tp_problem:
         sizes = " or ".join(map(str, tp_sizes(config, ep)))
         fix = f"use {sizes}" if sizes else "use another --ep"
-        raise InvalidParallelism(f"--tp {size} {problem}; {fix}")
-    if dcp > 1 and (special := config.special_attention):
+        raise InvalidParallelism(f"--tp {size} {tp_problem}; {fix}")
+    special_attention = config.special_attention
+    if dcp > 1 and special_attention:
         raise InvalidParallelism(
-            f"--dcp {dcp} does not serve {special}, which this model has; use --dcp 1"
+            f"--dcp {dcp} does not serve {special_attention}, which this model has; "
+            "use --dcp 1"
         )
-    groups, kv_heads = size // dcp, config.kv_heads_total
-    if kv_heads % groups and groups % kv_heads:
+    num_groups = size // dcp
+    kv_heads = config.kv_heads_total
+    if kv_heads % num_groups and num_groups % kv_heads:
         raise InvalidParallelism(
-            f"--dcp {dcp} with --tp {size} makes {groups} groups of ranks, which neither "
-            f"divides nor is a multiple of the model's {kv_heads} KV heads; use another --dcp"
+            f"--dcp {dcp} with --tp {size} makes {num_groups} groups of ranks, which "
+            f"neither divides nor is a multiple of the model's {kv_heads} KV heads; "
+            "use another --dcp"
         )
 
 
 def tp_sizes(config: ModelConfig, ep: int) -> list[int]:
-    """All numbers of ranks that can share the model."""
-    return [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
+    """Returns all numbers of ranks that can share the model."""
+    return [
+        size
+        for size in range(1, config.num_heads + 1)
+        if not _tp_problem(config, size, ep)
+    ]
 
 
-def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
+def _tp_problem(config: ModelConfig, size: int, ep: int) -> str | None:
+    """Returns why `size` ranks cannot share the model, or None if they can."""
     if config.num_heads % size:
         return f"does not divide the model's {config.num_heads} query heads"
     kv_heads = config.kv_heads_total
@@ -287,154 +350,63 @@ def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
         return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
     if size % ep:
         return f"is no multiple of --ep {ep}"
-    fields, moe, names = _fields(config), config.moe, config.declared.mixture
-    shared = [("intermediate_size", size)] if config.num_dense_layers else []
-    if moe and names:
-        shared.append((names.width, size // ep))
-        if moe.num_shared_experts:
-            shared.append(
-                (names.shared_width or f"{names.width} x n_shared_experts", size)
-            )
-    for widths, ranks in shared:
-        if (width := _size(widths, fields).value) % ranks:
-            return f"does not divide the model's {widths} {width}"
+    fields = _fields(config)
+    for formula, ranks in _shared_widths(config, size, ep):
+        width = _evaluate(formula, fields).value
+        if width % ranks:
+            return f"does not divide the model's {formula} {width}"
     return None
 
 
-# -- safetensors files
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies: bytes [start, stop) of a safetensors file."""
-
-    path: Path
-    dtype: str  # by its name there
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def content(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, mapped; who writes to them has a copy."""
-        if self.start >= self.stop:
-            return np.empty(0, np.uint8)
-        return np.memmap(
-            self.path, np.uint8, "c", self.start, (self.stop - self.start,)
-        )
-
-
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory's safetensors files, by name; reads their headers only.
-
-    Raises:
-        ModelLoadError: there are none, the index names one that is missing, a file is no such
-            file, or the end of it is missing.
-    """
-    found, where = dict[str, StoredTensor](), _weight_map(folder)
-    for file in sorted(set(where.values())) or [_SINGLE]:
-        for name, tensor in _header_of(folder / file).items():
-            if where.get(name, file) == file:  # of two by this name, it is the index's
-                # Of the text of a model that takes images, too, by its name in one of text.
-                found[re.sub(_OF_TEXT, r"\1", name)] = tensor
-    return found
-
-
-class _Index(msgspec.Struct):
-    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each weight, as an index says; empty where a directory has a single file."""
-    if (folder / _SINGLE).is_file():
-        return {}
-    index = folder / f"{_SINGLE}.index.json"
-    if not index.is_file():
-        told = "weights in other files are not read: save_pretrained of transformers makes such"
-        raise ModelLoadError(f"{folder} has neither {_SINGLE} nor {index.name}; {told}")
-    try:
-        where = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{index} is no index of weights: {error}") from error
-    names = sorted(set(where.values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelLoadError(
-            f"{index} names {', '.join(missing)}, which {folder} lacks"
-        )
-    return where
-
-
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[_Natural, ...]
-    data_offsets: tuple[_Natural, _Natural]
-
-
-def _header_of(path: Path) -> dict[str, StoredTensor]:
-    try:
-        with path.open("rb") as file:
-            data = 8 + (size := int.from_bytes(first := file.read(8), "little"))
-            header = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        entries = {
-            n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()
-        }
-    except (msgspec.MsgspecError, MemoryError, OverflowError, RecursionError) as error:
-        why = (
-            f"{error}"
-            if first != _LFS
-            else "Git LFS left a pointer to it: run `git lfs pull`"
-        )
-        raise ModelLoadError(f"{path} is not a safetensors file: {why}") from error
-    found = {
-        name: StoredTensor(
-            path, entry.dtype, entry.shape, *(data + o for o in entry.data_offsets)
-        )
-        for name, entry in entries.items()
-    }
-    wanted = max((data, *(tensor.stop for tensor in found.values())))
-    if (there := path.stat().st_size) < wanted:
-        raise ModelLoadError(f"{path} has {there} of {wanted} bytes: download it again")
-    return found
-
-
-def stored_elements(folder: Path) -> Counter[str]:
-    """How many elements a directory's safetensors files have of each dtype, by its name there."""
-    found: Counter[str] = Counter()
-    for tensor in read_headers(folder).values():
-        found[tensor.dtype] += tensor.size
-    return found
+def _shared_widths(config: ModelConfig, size: int, ep: int) -> list[tuple[str, int]]:
+    """Returns the formula of each width that ranks split, with the number of ranks."""
+    widths = []
+    if config.num_dense_layers:
+        widths.append(("intermediate_size", size))
+    mixture = config.traits.mixture
+    if config.moe and mixture:
+        widths.append((mixture.width_field, size // ep))
+        if config.moe.num_shared_experts:
+            shared_width = mixture.shared_width_field
+            if shared_width is None:
+                shared_width = f"{mixture.width_field} x n_shared_experts"
+            widths.append((shared_width, size))
+    return widths
 
 
 def check_files(config: ModelConfig, folder: Path) -> None:
-    """Compares a config with the headers of the safetensors files beside it.
+    """Compares a config with the headers of the safetensors files in its folder.
 
     Raises:
-        ModelLoadError: names the field of config.json, its value, and what the files have.
+        ModelLoadError: a size differs. The message names the field of config.json, its
+            value, and the value in the files.
     """
-    entries = read_headers(folder)
-    told = f"in {folder}: correct config.json, or take the one that came with these weights"
-    for weights in implied_weights(config):
-        found = entries[weights.name].shape if weights.name in entries else ()
-        kinds = ("experts", "rows", "columns")[-len(weights.shape) :]
-        for size, actual, kind in zip(weights.shape, found, kinds, strict=False):
+    tensors = read_headers(folder)
+    fix = (
+        f"in {folder}: correct config.json, or take the one that came with these "
+        "weights"
+    )
+    for group in implied_weights(config):
+        if group.name not in tensors:
+            continue
+        dimensions = ("experts", "rows", "columns")[-len(group.shape) :]
+        for size, actual, dimension in zip(
+            group.shape, tensors[group.name].shape, dimensions, strict=False
+        ):
             if size.value != actual:
                 raise ModelLoadError(
-                    f"config.json: {size}, but {weights.name} has {actual} {kind} {told}"
+                    f"config.json: {size}, but {group.name} has {actual} {dimension} "
+                    f"{fix}"
                 )
-    indices = {
-        name.split(".")[2] for name in entries if name.startswith("model.layers.")
+    layers = {
+        name.split(".")[2] for name in tensors if name.startswith("model.layers.")
     }
-    drafts = {str(config.num_layers + layer) for layer in range(config.draft_layers)}
-    if (indices := indices - drafts) and len(indices) != config.num_layers:
+    for layer in range(config.draft_layers):
+        layers.discard(str(config.num_layers + layer))
+    if layers and len(layers) != config.num_layers:
         raise ModelLoadError(
-            f"config.json: num_hidden_layers is {config.num_layers}, but there are weights of "
-            f"{len(indices)} layers {told}"
+            f"config.json: num_hidden_layers is {config.num_layers}, but there are "
+            f"weights of {len(layers)} layers {fix}"
         )
 
 
@@ -445,36 +417,38 @@ def fingerprint(
     load_format: str = "auto",
     seed: int = 0,
 ) -> str:
-    """32 hex digits, equal for equal config and weights.
+    """Returns 32 hex digits that are equal for equal config and weights.
 
-    A fine-tune differs in nearly every element it trained, so samples of each tensor tell it
-    apart; hashing whole files would take longer than loading them. But one may have trained the
-    rows of a few tokens only: of what has a row for each token, all rows are looked at.
+    A fine-tuned model differs in nearly every element that was trained, so samples of
+    each tensor distinguish it. Hashing whole files would take longer than loading them.
+    But training may have changed the rows of only a few tokens. A tensor with one row
+    for each token therefore contributes the start of every row.
 
     Args:
-        model_dir: as `hub.resolve_model` returns it; not read when load_format is "dummy".
-        seed: of dummy weights.
+        model_dir: as `hub.resolve_model` returns it; not read if load_format is
+            "dummy".
+        seed: the seed of dummy weights.
     """
     digest = hashlib.blake2b(config.semantic_json.encode(), digest_size=16)
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
         return digest.hexdigest()
     for name, tensor in sorted(read_headers(Path(model_dir)).items()):
-        described = json.dumps([tensor.dtype, tensor.shape])
-        digest.update(
-            name.encode() + described.encode() + _samples(tensor, config.vocab_size)
-        )
+        header = json.dumps([tensor.dtype, tensor.shape])
+        digest.update(name.encode())
+        digest.update(header.encode())
+        digest.update(_samples(tensor, config.vocab_size))
     return digest.hexdigest()
 
 
 def _samples(tensor: StoredTensor, vocab_size: int) -> bytes:
     content = tensor.content()
-    starts = range(
-        0, len(content), math.ceil(max(1, len(content)) / _SAMPLES_PER_TENSOR)
-    )
-    found = b"".join(
-        content[start : start + _SAMPLE_BYTES].tobytes() for start in starts
-    )
+    step = math.ceil(max(1, len(content)) / _SAMPLES_PER_TENSOR)
+    samples = [
+        content[start : start + _SAMPLE_BYTES].tobytes()
+        for start in range(0, len(content), step)
+    ]
     if len(tensor.shape) == 2 and tensor.shape[0] >= vocab_size:
-        found += content.reshape(tensor.shape[0], -1)[:, :_ROW_BYTES].tobytes()
-    return found
+        rows = content.reshape(tensor.shape[0], -1)
+        samples.append(rows[:, :_ROW_BYTES].tobytes())
+    return b"".join(samples)

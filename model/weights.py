@@ -1,7 +1,7 @@
-"""Where weights come from: safetensors files, mapped, or a function of name and seed.
+"""Loading of weights: from mapped safetensors files, or made from names and a seed.
 
-On the CPU a tensor whose dtype already fits is used where the file is mapped, so that weights cost
-no memory of their own and two engines on one host share them.
+On the CPU, a tensor that has the data type of the computation is used in its mapped
+file. Such weights take no memory of their own, and two engines on one host share them.
 """
 
 import math
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import kv_scales
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.errors import ModelLoadError
+from model.files import kv_scales
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, quantise
 from model.quantization.stored import StoredWeights
@@ -27,26 +27,31 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 
-# Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
-# kv_scales.py, where they are wanted.
+# Tensors that are not loaded here. Some exporters save buffers that follow from the
+# config. kv_scales.py reads the scales of FP8 KV.
 _IGNORED_SUFFIXES: Final = (
     "rotary_emb.inv_freq",
     "self_attn.masked_bias",
     *kv_scales.SUFFIXES,
 )
-# Of an upload: threads, buffers beside one for each, the least part of a tensor, and the largest.
-_THREADS, _MORE_SLOTS, _PART_BYTES, _SLOT_BYTES = 8, 4, 1 << 20, 1 << 23
+_UPLOAD_THREADS: Final = 8
+# Pinned buffers in addition to one for each thread.
+_EXTRA_SLOTS: Final = 4
+# Smaller tensors are copied without threads; larger ones in parts of at least this
+# size.
+_MIN_PART_BYTES: Final = 1 << 20
+_SLOT_BYTES: Final = 1 << 23
 _new_event: Any = torch.cuda.Event
-_HASH_CHUNK: Final = (
-    1 << 24
-)  # elements made at a time: bounds the int64 scratch to 128 MiB each
+# Elements of dummy weights made at a time, so that an int64 scratch tensor has 128 MiB.
+_HASH_CHUNK: Final = 1 << 24
 
 
 class DummySource:
-    """Weights made from (name, seed) alone: element i does not depend on which part is asked for.
+    """Weights made from their name and a seed.
 
-    Matrices are uniform with variance 1 / columns, so that activations keep their size through
-    any depth; vectors named as norms are 1, other vectors small.
+    An element is the same in each part of a weight that contains it. Matrices are
+    uniform with variance 1 / columns, so that the size of activations is independent of
+    the depth. Norms are 1, and other vectors are small.
     """
 
     def __init__(self, seed: int, device: torch.device | str) -> None:
@@ -54,9 +59,11 @@ class DummySource:
         self._device = device
 
     def names(self) -> set[str]:
-        return set()  # any can be made
+        """Returns an empty set, since any weight can be made."""
+        return set()
 
     def quantised(self, *_part: object) -> None:
+        """Returns None, since no weight is quantised."""
         return None
 
     def part(
@@ -69,18 +76,13 @@ class DummySource:
         columns = range(width) if cols is None else cols
         stream = zlib.crc32(f"{self._seed}/{name}".encode())
         step = max(1, _HASH_CHUNK // len(columns))
-        parts = [
-            self._uniform(
-                range(start, min(start + step, rows.stop)),
-                columns,
-                width,
-                stream,
-                scale,
-            )
-            for start in range(rows.start, rows.stop, step)
-        ]
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return flat.reshape(len(rows), *(shape[1:] if cols is None else (len(cols),)))
+        chunks = []
+        for start in range(rows.start, rows.stop, step):
+            chunk_rows = range(start, min(start + step, rows.stop))
+            chunks.append(self._uniform(chunk_rows, columns, width, stream, scale))
+        flat = torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+        row_shape = shape[1:] if cols is None else (len(cols),)
+        return flat.reshape(len(rows), *row_shape)
 
     def _uniform(
         self, rows: range, cols: range, width: int, stream: int, scale: float
@@ -91,66 +93,87 @@ class DummySource:
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> shift).mul_(factor)
         bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> 16)
-        # 24 bits are exact in float32, so every device and rank computes the same value.
+        # float32 is exact for 24 bits, so every device and rank computes the same
+        # value.
         return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
 
 
 class Upload:
-    """Brings mapped tensors to a GPU, for the thread that made it: others copy a part each into
-    pinned memory, from where it goes on meanwhile. From pageable memory one thread would. On a
-    CPU tensors stay mapped, unless it `copies` there, too."""
+    """Copies mapped tensors to a GPU, for use by the thread that made the upload.
+
+    Threads of a pool copy parts of a tensor to pinned buffers. From there the GPU
+    copies them while the threads continue. Without pinned memory a single thread would
+    copy everything. On the CPU, tensors stay mapped.
+
+    Args:
+        copies: copy tensors on the CPU, too.
+    """
 
     def __init__(self, device: torch.device, *, copies: bool = False) -> None:
-        self._device, on_gpu = device, device.type == "cuda"
-        # The stream of whoever uses them; a thread that enters another device would make a context.
-        bind = (
-            partial(torch.cuda.set_stream, torch.cuda.current_stream(device))
-            if on_gpu
-            else None
-        )
-        self._pool = ThreadPoolExecutor(_THREADS, "weights", bind)
-        self._slots = queue.SimpleQueue[
-            Any
-        ]()  # with the end of the last copy out of each
-        for _ in range(_THREADS + _MORE_SLOTS if copies or on_gpu else 0):
-            slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
-            self._slots.put((slot, _new_event() if on_gpu else None))
-        self._copies = not self._slots.empty()
+        self._device = device
+        is_gpu = device.type == "cuda"
+        bind_stream = None
+        if is_gpu:
+            # The threads use the stream of the current thread, on the same device. A
+            # thread that used another device would create a context there.
+            stream = torch.cuda.current_stream(device)
+            bind_stream = partial(torch.cuda.set_stream, stream)
+        self._pool = ThreadPoolExecutor(_UPLOAD_THREADS, "weights", bind_stream)
+        self._copies = copies or is_gpu
+        # Pinned buffers, each with the event at the end of the last copy out of it.
+        self._slots = queue.SimpleQueue[Any]()
+        if self._copies:
+            for _ in range(_UPLOAD_THREADS + _EXTRA_SLOTS):
+                slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=is_gpu)
+                self._slots.put((slot, _new_event() if is_gpu else None))
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        is_flat = tensor.is_contiguous()
-        is_mapped = tensor.device.type == "cpu" and (is_flat or tensor.stride(-1) == 1)
-        if not self._copies or tensor.nbytes < _PART_BYTES or not is_mapped:
-            return tensor.to(self._device)  # words of 4 bits are there, for one
+        """Returns the tensor on the device of the upload.
+
+        On a GPU the copy may still run, but work that is put on the stream from now on
+        runs after it.
+        """
+        is_contiguous = tensor.is_contiguous()
+        has_contiguous_rows = is_contiguous or tensor.stride(-1) == 1
+        # Some tensors were copied before, such as words of 4-bit codes.
+        is_mapped = tensor.device.type == "cpu" and has_contiguous_rows
+        if not self._copies or tensor.nbytes < _MIN_PART_BYTES or not is_mapped:
+            return tensor.to(self._device)
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        last = -1 if is_flat else -2  # of the dimensions that are split as one
-        parts = [each.flatten(0, last).view(torch.uint8) for each in (tensor, out)]
-        nbytes = min(max(_PART_BYTES, tensor.nbytes // _THREADS), _SLOT_BYTES)
-        rows = max(1, nbytes * len(parts[0]) // tensor.nbytes)
-        list(self._pool.map(self._copy, *(torch.split(each, rows) for each in parts)))
-        return out  # there, for what is put on the stream from now on
+        last_dim = -1 if is_contiguous else -2  # of the dimensions that are split
+        source = tensor.flatten(0, last_dim).view(torch.uint8)
+        target = out.flatten(0, last_dim).view(torch.uint8)
+        part_bytes = max(_MIN_PART_BYTES, tensor.nbytes // _UPLOAD_THREADS)
+        part_bytes = min(part_bytes, _SLOT_BYTES)
+        rows = max(1, part_bytes * len(source) // tensor.nbytes)
+        copies = self._pool.map(
+            self._copy, torch.split(source, rows), torch.split(target, rows)
+        )
+        list(copies)  # waits for the threads, and raises their errors
+        return out
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        slot, copied = self._slots.get()
+        slot, copy_end = self._slots.get()
         try:
-            if copied is not None:
-                copied.synchronize()
+            if copy_end is not None:
+                copy_end.synchronize()
             with torch.inference_mode():
                 staged = slot[: source.nbytes].view(source.shape)
                 np.copyto(staged.numpy(), source.numpy())
                 target.copy_(staged, non_blocking=True)
-                if copied is not None:
-                    copied.record()
-        finally:  # whoever waits for it ends as well
-            self._slots.put((slot, copied))
+                if copy_end is not None:
+                    copy_end.record()
+        finally:
+            # Other threads may wait for a slot, also after an error.
+            self._slots.put((slot, copy_end))
 
 
 class WeightLoader:
-    """Hands out a rank's parts of the weights and knows which were never asked for.
+    """Loads a rank's parts of the weights, and records which weights were not used.
 
     Args:
-        pack: whoever multiplies by a weight may keep a reordered copy of it (layers.Linear).
-        on_load: told the name of each weight when it is first asked for, or ignored.
+        pack: layers may copy a weight into a faster order (layers.Linear).
+        on_load: called with the name of each weight when it is first loaded or ignored.
     """
 
     def __init__(
@@ -164,11 +187,14 @@ class WeightLoader:
         on_load: Callable[[str], None] | None = None,
     ) -> None:
         self._on_load = on_load
-        self.pack, self.dtype, self.device = pack, dtype, torch.device(device)
-        self.quantises = quantization is not None and quantization.stored == AT_LOAD
+        self.pack = pack
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._quantises = quantization is not None and quantization.stored == AT_LOAD
         self._source = source
         self._used: set[str] = set()
-        # By reason: bytes of quantised weights, and those that they take instead.
+        # For each reason to dequantise: bytes of the quantised weights, and the bytes
+        # that they take instead.
         self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(
             lambda: (0, 0)
         )
@@ -182,18 +208,27 @@ class WeightLoader:
         cols: range | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The part of weight `name` (of full shape `shape`) in `dtype`, else in our dtype, on our
-        device.
+        """Loads a part of a weight to the device of this rank.
+
+        A quantised weight is dequantised.
+
+        Args:
+            shape: the shape that the complete weight must have.
+            rows, cols: the part; None: all.
+            dtype: data type of the result; None: that of the loader.
 
         Raises:
-            ModelLoadError: missing, or of another shape or an unsupported dtype.
+            ModelLoadError: the weight is missing, or has another shape or an
+                unsupported data type.
         """
-        self._note(name)
-        rows, dtype = range(shape[0]) if rows is None else rows, dtype or self.dtype
-        if (found := self._source.quantised(name, shape, rows, cols)) is not None:
-            return self._dequantised(found, "a kind of product without a kernel").to(
-                dtype
-            )
+        self._record_use(name)
+        if rows is None:
+            rows = range(shape[0])
+        dtype = dtype or self.dtype
+        weight = self._source.quantised(name, shape, rows, cols)
+        if weight is not None:
+            reason = "a kind of product without a kernel"
+            return self._dequantise(weight, reason).to(dtype)
         part = self._source.part(name, shape, rows, cols)
         return part.to(self.device, dtype).contiguous()
 
@@ -206,59 +241,90 @@ class WeightLoader:
         cols: range | None = None,
         transposed: bool = False,
     ) -> Weight:
-        """As `load`, of a matrix of a linear layer: it stays quantised, or becomes so, where there
-        is a kernel to multiply by it. `transposed`: [..., in, out] where it is not quantised."""
-        self._note(name)
-        rows = range(shape[0]) if rows is None else rows
-        found = self._source.quantised(name, shape, rows, cols)
-        if found is None:
-            if not (self.quantises or len(shape) > 2):
-                return self.load(name, shape, rows=rows, cols=cols)
-            lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-            # By whole rows, whatever part of them this rank has: so all geometries are alike.
-            whole = self.load(name, lies, rows=rows)
-            whole = whole.mT if transposed else whole
-            if not self.quantises:
-                return whole if cols is None else whole[..., cols.start : cols.stop]
-            found = quantise(whole) if cols is None else quantise(whole).columns(cols)
-        found = found.to(self.device, self.dtype)
-        why = products.problem(found)
-        return found if why is None else self._dequantised(found, why)
+        """Loads a part of the matrix of a linear layer.
 
-    def _note(self, name: str) -> None:
+        The matrix stays quantised, or is quantised at load, if there is a kernel to
+        multiply by it. Otherwise this is `load`.
+
+        Args:
+            transposed: the file has [..., in, out] if the matrix is not quantised
+                there.
+        """
+        self._record_use(name)
+        if rows is None:
+            rows = range(shape[0])
+        weight = self._source.quantised(name, shape, rows, cols)
+        if weight is None:
+            if not (self._quantises or len(shape) > 2):
+                return self.load(name, shape, rows=rows, cols=cols)
+            stored_shape = shape
+            if transposed:
+                stored_shape = (*shape[:-2], shape[-1], shape[-2])
+            # Complete rows are loaded and quantised, whatever columns this rank has.
+            # The scales are then the same for every number of ranks.
+            matrix = self.load(name, stored_shape, rows=rows)
+            if transposed:
+                matrix = matrix.mT
+            if not self._quantises:
+                return matrix if cols is None else matrix[..., cols.start : cols.stop]
+            weight = quantise(matrix)
+            if cols is not None:
+                weight = weight.columns(cols)
+        weight = weight.to(self.device, self.dtype)
+        reason = products.unsupported_reason(weight)
+        return weight if reason is None else self._dequantise(weight, reason)
+
+    def _record_use(self, name: str) -> None:
         if self._on_load and name not in self._used:
             self._on_load(name)
         self._used.add(name)
 
-    def _dequantised(self, part: Quantized, why: str) -> Tensor:
-        found = part.to(self.device, self.dtype).dequantise()
-        before, after = self._dequantised_bytes[why]
-        before += sum(each.nbytes for each in part.parts)
-        self._dequantised_bytes[why] = before, after + found.nbytes
-        return found
+    def _dequantise(self, weight: Quantized, reason: str) -> Tensor:
+        matrix = weight.to(self.device, self.dtype).dequantise()
+        before, after = self._dequantised_bytes[reason]
+        before += sum(part.nbytes for part in weight.parts)
+        after += matrix.nbytes
+        self._dequantised_bytes[reason] = (before, after)
+        return matrix
 
     def has(self, name: str) -> bool:
         return name in self._source.names()
 
     def ignore(self, *names: str) -> None:
-        """Declares weights that the model knows and does not need; those whose names begin with
-        one that ends in a dot, too."""
+        """Declares weights that the model does not need.
+
+        A name that ends in a dot stands for all names with this prefix.
+        """
         for name in names:
-            self._note(name)
-        if folders := tuple(name for name in names if name.endswith(".")):
+            self._record_use(name)
+        prefixes = tuple(name for name in names if name.endswith("."))
+        if prefixes:
             self._used |= {
-                name for name in self._source.names() if name.startswith(folders)
+                name for name in self._source.names() if name.startswith(prefixes)
             }
 
     def finish(self) -> None:
-        """Tells what quantised weights cost that are kept otherwise. Raises ModelLoadError if the
-        files hold weights that nobody asked for."""
-        for why, (before, after) in self._dequantised_bytes.items():
-            told = "quantised weights are dequantised at load (%s): in %s they take %.3f GiB, not %.3f"
-            dtype = str(self.dtype).removeprefix("torch.")
-            _log.warning(told, why, dtype, after / 2**30, before / 2**30)
-        unused = sorted(self._source.names() - self._used)
-        if unused := [name for name in unused if not name.endswith(_IGNORED_SUFFIXES)]:
+        """Logs the memory of dequantised weights, and checks that all weights were
+        used.
+
+        Raises:
+            ModelLoadError: the files hold weights that were neither loaded nor ignored.
+        """
+        for reason, (before, after) in self._dequantised_bytes.items():
+            _log.warning(
+                "quantised weights are dequantised at load (%s): in %s they take %.3f "
+                "GiB, not %.3f",
+                reason,
+                str(self.dtype).removeprefix("torch."),
+                after / 2**30,
+                before / 2**30,
+            )
+        unused = sorted(
+            name
+            for name in self._source.names() - self._used
+            if not name.endswith(_IGNORED_SUFFIXES)
+        )
+        if unused:
             shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
             raise ModelLoadError(
                 f"{len(unused)} weights are not used by this architecture: {shown}"

@@ -25,7 +25,7 @@ from torch import Tensor
 from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
-from model.attention_layers import Asking, Query
+from model.attention_layers import AttentionQueries, AttentionQuery
 from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
@@ -185,7 +185,7 @@ def _null_batch(num_groups: int) -> AttentionBatch:
 
 class _Piece(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    query: Query | None  # that it ends with; None: the step ends
+    query: AttentionQuery | None  # that it ends with; None: the step ends
 
 
 class PromptGraphs:
@@ -234,14 +234,16 @@ class PromptGraphs:
         for graph, query in self._pieces[size]:
             graph.replay()
             if query is not None:
-                answer = query.first(num_tokens).answer(self._backend)
+                answer = query.truncated(num_tokens).run_on(self._backend)
                 self._buffer("answer", query.inputs[0])[:num_tokens].copy_(answer)
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
         """Captures them in a pool; without one they run."""
         token_ids, positions = self._inputs[:, :size]
-        asking = self._model.asking(token_ids, positions, self._backend.applies_rope)
+        asking = self._model.attention_queries(
+            token_ids, positions, self._backend.applies_rope
+        )
         pieces: list[_Piece] = []
         answer = query = None
         while not pieces or query is not None:
@@ -257,7 +259,9 @@ class PromptGraphs:
                 answer = self._buffer("answer", query.inputs[0])[:size]
         return pieces
 
-    def _next(self, asking: Asking, answer: Tensor | None, size: int) -> Query | None:
+    def _next(
+        self, asking: AttentionQueries, answer: Tensor | None, size: int
+    ) -> AttentionQuery | None:
         try:
             query = next(asking) if answer is None else asking.send(answer)
         except StopIteration as end:

@@ -18,8 +18,9 @@ from engine.worker.memory import MemoryTooSmall, fitting
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
+from model.files.safetensors_files import StoredTensor, read_headers
 from model.parallel import Parallel
-from model.sizes import StoredTensor, read_headers, tp_sizes, weight_bytes
+from model.sizes import tp_sizes, weight_bytes
 from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes
 
@@ -153,7 +154,7 @@ def check_weights_fit(
 
     def of_rank(model: ModelConfig) -> int:  # at least: some are whole on each
         itemsize = getattr(torch, config.dtype).itemsize
-        return weight_bytes(model, itemsize, keeps=True) // config.tp
+        return weight_bytes(model, itemsize, keep_quantised=True) // config.tp
 
     if (needed_bytes := of_rank(model)) <= free_bytes:
         return

@@ -1,1 +1,1 @@
-"""What each architecture declares, and how a config.json is read: no torch here."""
+"""Declarations of all architectures, and the reading of config.json, without torch."""

@@ -1,17 +1,18 @@
-"""How the weights of a model are stored, from its quantization_config."""
+"""How the weights of a model are stored, according to its quantization_config."""
 
 from dataclasses import dataclass
 from typing import Any, Final
 
-from model.architectures.values import unsupported, wrong
+from model.architectures.values import config_error, unsupported_error
 from protocol.short_repr import short_repr
 
 _SUPPORTED: Final = (
-    "weights in float32, bfloat16 or float16; fp8, fbgemm_fp8, modelopt and compressed-tensors in "
-    "FP8 (e4m3, with a scale for each tensor, row or block); compressed-tensors (pack-quantized), "
-    "awq (gemm) and gptq in 4 bits; mxfp4; GGUF files, dequantised at load; --quantization fp8"
+    "weights in float32, bfloat16 or float16; fp8, fbgemm_fp8, modelopt and "
+    "compressed-tensors in FP8 (e4m3, with a scale for each tensor, row or block); "
+    "compressed-tensors (pack-quantized), awq (gemm) and gptq in 4 bits; mxfp4; "
+    "GGUF files, dequantised at load; --quantization fp8"
 )
-_MODELOPT: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_MODELOPT_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 AT_LOAD: Final = "fp8 at load"
 
 
@@ -20,11 +21,13 @@ class Quantization:
     """How linear weights are quantised.
 
     Attributes:
-        stored: "fp8", "packed" (compressed-tensors, 4 bits), "awq", "gptq", "mxfp4", or AT_LOAD,
-            of weights that are stored as they are.
-        block: rows and columns of a matrix in FP8 that share a scale; None: its scales tell.
-        group: columns that share a scale in 4 bits; None: all.
-        zero_offset: added to the zeros that files hold.
+        stored: "fp8", "packed" (compressed-tensors, 4 bits), "awq", "gptq", "mxfp4", or
+            AT_LOAD. AT_LOAD means that the files hold plain weights, which are
+            quantised to FP8 while they are loaded.
+        block: rows and columns of an FP8 matrix that share a scale. None: the shape of
+            the scales in the files decides.
+        group: number of columns that share a scale in 4-bit formats. None: all columns.
+        zero_offset: number that is added to the zero points in the files.
     """
 
     stored: str
@@ -34,117 +37,122 @@ class Quantization:
 
     @property
     def bits(self) -> float:
-        """Of an element, with its share of a scale and a zero, as they are kept."""
+        """Bits of one element in memory, with its share of a scale and a zero point."""
         if self.stored in ("fp8", AT_LOAD):
             return 8 + (32 / self.block[1] if self.block else 0)
-        return 4 + (
-            8 / 32 if self.stored == "mxfp4" else 24 / self.group if self.group else 0
-        )
+        if self.stored == "mxfp4":
+            return 4 + 8 / 32
+        return 4 + (24 / self.group if self.group else 0)
 
 
-def parse_quantization(found: Any) -> Quantization | None:
-    """None where weights are plain. Raises UnsupportedModel for those stored in another way."""
-    if not found:
+def parse_quantization(raw: Any) -> Quantization | None:
+    """Reads a quantization_config. Returns None if the weights are plain.
+
+    Raises:
+        UnsupportedModel: the weights are stored in a format that is not implemented.
+        ModelLoadError: a block or group size is not a positive integer.
+    """
+    if not raw:
         return None
-    if not isinstance(found, dict):
-        raise unsupported(f"quantization_config {short_repr(found)}", _SUPPORTED)
-    method = found.get("quant_method")
+    if not isinstance(raw, dict):
+        raise unsupported_error(f"quantization_config {short_repr(raw)}", _SUPPORTED)
+    method = raw.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed(found)
+        return _parse_compressed_tensors(raw)
     if method in ("awq", "gptq"):
-        return _of_four_bits(found, method)
+        return _parse_four_bits(raw, method)
     if method == "mxfp4":
         return Quantization("mxfp4")
-    algorithm = found.get("quant_algo")
-    of_kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
-    if (
-        method == "modelopt"
-        and of_kv
-        and not algorithm
-        and not found.get("config_groups")
-    ):
+    algorithm = raw.get("quant_algo")
+    if method == "modelopt" and not algorithm and not raw.get("config_groups"):
+        if raw.get("kv_cache_scheme") or raw.get("kv_cache_quant_algo"):
+            return None  # only the KV cache is quantised
+    is_modelopt_fp8 = method == "modelopt" and algorithm in _MODELOPT_ALGORITHMS
+    if method not in ("fp8", "fbgemm_fp8") and not is_modelopt_fp8:
+        raise _unsupported_format(algorithm or method or raw)
+    return Quantization("fp8", block=_parse_block(raw.get("weight_block_size")))
+
+
+def _unsupported_format(description: Any) -> Exception:
+    return unsupported_error(
+        f"quantization_config {short_repr(description)}", _SUPPORTED
+    )
+
+
+def _parse_compressed_tensors(raw: dict[str, Any]) -> Quantization | None:
+    """Reads the config of compressed-tensors.
+
+    The weights of all groups of layers must have one format. In FP8 some groups may
+    have a scale for each block, and others one for each row or one for the tensor.
+    """
+    sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
+    if (raw.get("transform_config") or {}).get("config_groups"):
+        raise _unsupported_format("compressed-tensors with transform_config")
+    if sparsity != "dense":
+        raise _unsupported_format(f"compressed-tensors with {sparsity}")
+    # A group whose weights are null quantises only its inputs.
+    schemes = []
+    for config_group in (raw.get("config_groups") or {}).values():
+        weights = config_group.get("weights", {})
+        if weights is not None:
+            schemes.append(weights)
+    kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
+    if not kinds and raw.get("kv_cache_scheme"):
+        return None  # only the KV cache is quantised
+    group_sizes = {scheme.get("group_size") for scheme in schemes}
+    if kinds == {("float", 8)} and group_sizes <= {None, -1}:
+        blocks = [scheme.get("block_structure") for scheme in schemes]
+        blocks = [block for block in blocks if block]
+        return Quantization("fp8", block=_parse_block(blocks[0] if blocks else None))
+    is_packed = raw.get("format") == "pack-quantized"
+    if kinds != {("int", 4)} or not is_packed or len(group_sizes) > 1:
+        descriptions = {_describe_scheme(scheme) for scheme in schemes}
+        raise _unsupported_format(
+            f"compressed-tensors {raw.get('format')} of "
+            f"{', '.join(sorted(descriptions))}"
+        )
+    return Quantization("packed", group=_parse_group(group_sizes.pop()))
+
+
+def _describe_scheme(scheme: dict[str, Any]) -> str:
+    kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
+    group_size = scheme.get("group_size")
+    return kind if group_size is None else f"{kind} by {group_size}"
+
+
+def _parse_four_bits(raw: dict[str, Any], method: str) -> Quantization:
+    """Reads the config of awq or gptq."""
+    # transformers 5 names this field "format".
+    version_field = "version" if method == "awq" else "checkpoint_format"
+    version = str(raw.get(version_field) or raw.get("format") or "")
+    supported = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")
+    bits = raw.get("bits", raw.get("w_bit"))
+    if bits != 4 or version.lower() not in supported:
+        suffix = f", {version}" if version else ""
+        raise _unsupported_format(f"{method} of {short_repr(bits)} bits{suffix}")
+    if method == "awq" and not raw.get("zero_point", True):
+        raise _unsupported_format("awq without zero_point")
+    group = _parse_group(raw.get("group_size", raw.get("q_group_size", 128)))
+    # The first version of gptq stores each zero point minus 1.
+    zero_offset = 1 if method == "gptq" and version.lower() != "gptq_v2" else 0
+    return Quantization(method, group=group, zero_offset=zero_offset)
+
+
+def _parse_group(group_size: Any) -> int | None:
+    if group_size in (None, -1):
         return None
-    is_known = method in ("fp8", "fbgemm_fp8")
-    if not is_known and (method != "modelopt" or algorithm not in _MODELOPT):
-        raise _refused(algorithm or method or found)
-    return Quantization("fp8", block=_block(found.get("weight_block_size")))
+    return _parse_sizes("group_size", [group_size], count=1)[0]
 
 
-def _refused(told: Any) -> Exception:
-    return unsupported(f"quantization_config {short_repr(told)}", _SUPPORTED)
+def _parse_block(block: Any) -> tuple[int, ...] | None:
+    return None if block is None else _parse_sizes("weight_block_size", block, count=2)
 
 
-def _compressed(found: dict[str, Any]) -> Quantization | None:
-    """Of the weights of all groups of layers, which are to be alike; in FP8 some may have a scale
-    for each block, and others one for each row or one for all."""
-    sparsity = (found.get("sparsity_config") or {}).get("format") or "dense"
-    transforms = (found.get("transform_config") or {}).get("config_groups")
-    if transforms or sparsity != "dense":
-        raise _refused(
-            f"compressed-tensors with {'transform_config' if transforms else sparsity}"
-        )
-    each_group = (found.get("config_groups") or {}).values()
-    # A group of null weights is one of inputs alone.
-    schemes = [
-        weights
-        for each in each_group
-        if (weights := each.get("weights", {})) is not None
-    ]
-    kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
-    if not kinds and found.get("kv_cache_scheme"):
-        return None  # only a KV cache is
-    groups = {each.get("group_size") for each in schemes}
-    if kinds == {("float", 8)} and groups <= {None, -1}:
-        blocks = (block for each in schemes if (block := each.get("block_structure")))
-        return Quantization("fp8", block=_block(next(blocks, None)))
-    if (
-        kinds != {("int", 4)}
-        or found.get("format") != "pack-quantized"
-        or len(groups) > 1
+def _parse_sizes(name: str, sizes: Any, *, count: int) -> tuple[int, ...]:
+    if len(sizes) != count or any(
+        not isinstance(size, int) or size < 1 for size in sizes
     ):
-        each = {
-            f"{w.get('type')}{w.get('num_bits')} by {w.get('group_size')}"
-            for w in schemes
-        }
-        told = f"compressed-tensors {found.get('format')} of {', '.join(sorted(each))}"
-        raise _refused(told.replace(" by None", ""))
-    return Quantization("packed", group=_group(groups.pop()))
-
-
-def _of_four_bits(found: dict[str, Any], method: str) -> Quantization:
-    older = (
-        "version" if method == "awq" else "checkpoint_format"
-    )  # transformers 5 says format
-    version = str(found.get(older) or found.get("format") or "")
-    known = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")
-    if (
-        bits := found.get("bits", found.get("w_bit"))
-    ) != 4 or version.lower() not in known:
-        raise _refused(
-            f"{method} of {short_repr(bits)} bits{version and ', '}{version}"
+        raise config_error(
+            f"{name} is {short_repr(sizes)}, expected {count} positive integers"
         )
-    if method == "awq" and not found.get("zero_point", True):
-        raise _refused("awq without zero_point")
-    group = _group(found.get("group_size", found.get("q_group_size", 128)))
-    less = int(
-        method == "gptq" and version.lower() != "gptq_v2"
-    )  # as the first kind holds them
-    return Quantization(method, group=group, zero_offset=less)
-
-
-def _group(size: Any) -> int | None:
-    return None if size in (None, -1) else _sizes("group_size", [size])[0]
-
-
-def _block(block: Any) -> tuple[int, ...] | None:
-    return None if block is None else _sizes("weight_block_size", block, 2)
-
-
-def _sizes(name: str, found: Any, count: int = 1) -> tuple[int, ...]:
-    if len(found) != count or any(
-        not isinstance(size, int) or size < 1 for size in found
-    ):
-        raise wrong(
-            f"{name} is {short_repr(found)}, expected {count} positive integers"
-        )
-    return tuple(found)
+    return tuple(sizes)

@@ -1,4 +1,7 @@
-"""Rotary embeddings as config.json describes them: one for all layers, or several, or none."""
+"""The rotary embeddings (ropes) of a config.json.
+
+A model has one rope for all layers, one for each kind of layer, or layers without one.
+"""
 
 import dataclasses
 import math
@@ -6,324 +9,379 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from model.architectures.table import Architecture
-from model.architectures.values import number, size, unsupported, wrong
+from model.architectures.values import (
+    config_error,
+    read_number,
+    read_size,
+    unsupported_error,
+)
 from model.architectures.windows import FULL, SLIDING, layer_kinds, rotated_layers
 from model.errors import ModelLoadError
 from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# Of these types: fields of rope_parameters that RopeConfig takes as they are.
-_FIELDS: Final = {
+# Fields of rope_parameters that RopeConfig takes unchanged, by rope type.
+_COPIED_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
 }
-_REQUIRED: Final = {
+_REQUIRED_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-NOT_ROTATED: Final = -1  # instead of the index of a layer's rope
+NOT_ROTATED: Final = -1  # replaces the index of the rope in layers without one
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. Fields that a rope type does not use keep their defaults."""
+    """A rotary embedding. Fields that a rope type does not use keep their defaults.
 
-    dim: int  # rotated elements of a head, even
+    Attributes:
+        dim: rotated elements of a head, an even number.
+        theta: base of the frequencies.
+        low_freq_factor, high_freq_factor: used by llama3.
+        original_max_position: tokens of the context before it was extended; used by
+            llama3, yarn and longrope.
+        beta_fast, beta_slow, truncate: used by yarn.
+        attention_factor: used by yarn and longrope. None: yarn derives it from the
+            factor and the mscales.
+        mscale, mscale_all_dim: used by yarn; 0 means absent.
+        divisors: used by longrope; the frequency of each pair is divided by these.
+        exponent_dim: divisor of the exponents of theta; 0 means dim.
+        interleaved: neighbouring elements form a pair, as in DeepSeek and GLM-4. In all
+            other models the two halves of the rotated part form the pairs.
+    """
+
+    dim: int
     theta: float = 10000.0
     rope_type: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn, longrope: tokens
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = (
-        None  # yarn: None derives it from factor and the mscales
-    )
-    mscale: float = 0.0  # yarn: 0 means absent
-    mscale_all_dim: float = 0.0  # yarn: 0 means absent
-    truncate: bool = True  # yarn
-    divisors: tuple[float, ...] = ()  # longrope: of the frequency of each pair
-    exponent_dim: int = 0  # what exponents of theta are divided by; 0: dim
-    interleaved: bool = (
-        False  # DeepSeek and GLM-4 rotate neighbours, the others rotate halves
-    )
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    exponent_dim: int = 0
+    interleaved: bool = False
 
 
 def parse_ropes(
-    raw: dict[str, Any], head_dim: int, declared: Architecture
+    raw: dict[str, Any], head_dim: int, architecture: Architecture
 ) -> tuple[list[RopeConfig], tuple[int, ...]]:
-    """Returns a model's distinct ropes, and the index of each layer's; () where all use the first.
+    """Returns a model's distinct ropes, and the index of the rope of each layer.
+
+    The tuple of indices is empty if all layers use the first rope.
 
     Raises:
-        UnsupportedModel: a rope type, or a use of one, that is not implemented.
-        ModelLoadError: parameters are missing, contradict each other, or stand where the class
-            does not read them.
+        UnsupportedModel: a rope type, or the use of one, is not implemented.
+        ModelLoadError: parameters are missing, contradict each other, or are in a place
+            where the class does not read them.
     """
-    kinds = layer_kinds(raw, declared) if declared.ropes_by_kind else []
-    if declared.ropes_by_kind:
-        of_kinds = _ropes_by_kind(raw, declared)
+    if architecture.ropes_by_kind:
+        kinds = layer_kinds(raw, architecture)
+        parameters_by_kind = _parameters_by_kind(raw, architecture)
     else:
-        of_kinds = {FULL: _only_rope(raw)}
+        kinds = []
+        parameters_by_kind = {FULL: _shared_parameters(raw)}
     ropes: list[RopeConfig] = []
-    of_layer: dict[str, int] = {}
+    index_by_kind: dict[str, int] = {}
     for kind in sorted(set(kinds) or {FULL}):
-        rope = _rope(raw, of_kinds[kind], head_dim, declared)
+        rope = _parse_rope(raw, parameters_by_kind[kind], head_dim, architecture)
         if rope not in ropes:
             ropes.append(rope)
-        of_layer[kind] = ropes.index(rope)
-    layers = [of_layer[kind] for kind in kinds]
-    if rotated := rotated_layers(raw):
-        layers = [0 if is_rotated else NOT_ROTATED for is_rotated in rotated]
-    return ropes, tuple(layers) if any(layers) else ()
+        index_by_kind[kind] = ropes.index(rope)
+    indices = [index_by_kind[kind] for kind in kinds]
+    rotated = rotated_layers(raw)
+    if rotated:
+        indices = [0 if is_rotated else NOT_ROTATED for is_rotated in rotated]
+    return ropes, tuple(indices) if any(indices) else ()
 
 
-def _only_rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a rope that all layers share, as transformers chooses them.
+def _shared_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of the shared rope, as transformers chooses them.
 
-    transformers 5 stores rope_parameters. Before, rope_theta and rope_scaling lay side by side.
+    transformers 5 stores rope_parameters. Earlier versions stored rope_theta and
+    rope_scaling.
     """
     scaling = raw.get("rope_scaling") or {}
     stored = raw.get("rope_parameters") or {}
-    for name, found in (("rope_scaling", scaling), ("rope_parameters", stored)):
-        if found.keys() & {FULL, SLIDING}:
-            raise unsupported(
+    for name, parameters in (("rope_scaling", scaling), ("rope_parameters", stored)):
+        if parameters.keys() & {FULL, SLIDING}:
+            raise unsupported_error(
                 f"{name} by kind of layer in this architecture",
                 "one rope for all layers",
             )
     if not scaling:
         return dict(stored)
-    # transformers reads rope_scaling alone where both are there. What it would ignore is refused.
+    # If both are present, transformers ignores rope_parameters. A difference is
+    # refused.
     theta = raw["rope_theta"]
-    if stored and _comparable(stored, theta) != _comparable(scaling, theta):
-        raise _says_otherwise(scaling)
+    if stored and _normalize(stored, theta) != _normalize(scaling, theta):
+        raise _contradicting_ropes(scaling)
     return dict(scaling)
 
 
-def _comparable(found: dict[str, Any], theta: float) -> dict[str, Any]:
+def _normalize(parameters: dict[str, Any], theta: float) -> dict[str, Any]:
     """Returns rope parameters with one spelling of the type, and with a rope_theta."""
-    rest = {
+    others = {
         name: value
-        for name, value in found.items()
+        for name, value in parameters.items()
         if name not in ("type", "rope_type")
     }
-    return {"rope_theta": theta, **rest, "rope_type": _type_of(found)}
+    return {"rope_theta": theta, **others, "rope_type": _type_of(parameters)}
 
 
-def _says_otherwise(scaling: dict[str, Any]) -> ModelLoadError:
-    return wrong(
-        "rope_scaling stands beside rope_parameters that say otherwise: put "
+def _contradicting_ropes(scaling: dict[str, Any]) -> ModelLoadError:
+    return config_error(
+        "rope_scaling and rope_parameters contradict each other: put "
         f"{short_repr(scaling)} into rope_parameters and leave rope_scaling out"
     )
 
 
-def _ropes_by_kind(
-    raw: dict[str, Any], declared: Architecture
+def _parameters_by_kind(
+    raw: dict[str, Any], architecture: Architecture
 ) -> dict[str, dict[str, Any]]:
-    """Returns the parameters of each kind of layer's rope, as transformers chooses them."""
+    """Returns the rope parameters by kind of layer, as transformers chooses them."""
     scaling = raw.get("rope_scaling") or {}
     stored = raw.get("rope_parameters") or {}
     if scaling.keys() & {FULL, SLIDING}:
-        raise unsupported(
+        raise unsupported_error(
             "rope_scaling by kind of layer in this architecture", "rope_parameters"
         )
     if stored and not stored.keys() & {FULL, SLIDING}:
-        raise wrong(
-            f"rope_parameters is {short_repr(stored)}; in this architecture rope_parameters has an "
-            f"object for each of {FULL} and {SLIDING}: put it into them"
+        raise config_error(
+            f"rope_parameters is {short_repr(stored)}; in this architecture "
+            f"rope_parameters has an object for each of {FULL} and {SLIDING}: "
+            "put it into them"
         )
     full = dict(stored.get(FULL) or {})
     sliding = dict(stored.get(SLIDING) or {})
     if stored and not scaling.items() <= full.items():
-        raise _says_otherwise(scaling)
-    if (
-        not stored
-        and "rope_type" not in scaling
-        and scaling.get("type", "default") != "default"
-    ):
-        # transformers 4 reads type, and transformers 5 takes the default rope.
-        raise wrong(
-            f"rope_scaling has the type {short_repr(scaling['type'])} and no rope_type: write it "
-            "as rope_type in this architecture"
+        raise _contradicting_ropes(scaling)
+    has_rope_type = bool(stored) or "rope_type" in scaling
+    if not has_rope_type and scaling.get("type", "default") != "default":
+        # transformers 4 reads `type`; transformers 5 ignores it and takes the default
+        # rope.
+        raise config_error(
+            f"rope_scaling has the type {short_repr(scaling['type'])} and no "
+            "rope_type: write it as rope_type in this architecture"
         )
     full = {"rope_theta": raw["rope_theta"], **full, **scaling}
-    if "rope_local_base_freq" in declared.defaults:
-        return {
-            FULL: full,
-            SLIDING: {"rope_theta": raw["rope_local_base_freq"], **sliding},
-        }
-    # Olmo 3: transformers 5 takes the default here, transformers 4 the rope_theta of all layers.
-    default = declared.defaults["rope_theta"]
-    if raw["rope_theta"] != default and "rope_theta" not in sliding:
-        raise wrong(
-            f"rope_theta is {short_repr(raw['rope_theta'])}, which does not say whether layers of "
-            f"{SLIDING} have it: give rope_parameters with a rope_theta for {FULL} and {SLIDING}"
+    if "rope_local_base_freq" in architecture.defaults:
+        sliding_theta = raw["rope_local_base_freq"]
+        return {FULL: full, SLIDING: {"rope_theta": sliding_theta, **sliding}}
+    # Olmo 3: for sliding layers transformers 5 takes the default rope_theta, and
+    # transformers 4 takes the rope_theta of all layers.
+    default_theta = architecture.defaults["rope_theta"]
+    if raw["rope_theta"] != default_theta and "rope_theta" not in sliding:
+        raise config_error(
+            f"rope_theta is {short_repr(raw['rope_theta'])}, which does not say "
+            f"whether layers of {SLIDING} have it: give rope_parameters with a "
+            f"rope_theta for {FULL} and {SLIDING}"
         )
-    return {FULL: full, SLIDING: {"rope_theta": default, **sliding}}
+    return {FULL: full, SLIDING: {"rope_theta": default_theta, **sliding}}
 
 
-def _type_of(found: dict[str, Any]) -> str:
-    return str(found.get("rope_type") or found.get("type") or "default")
+def _type_of(parameters: dict[str, Any]) -> str:
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
-def _rope(
-    raw: dict[str, Any], found: dict[str, Any], head_dim: int, declared: Architecture
+def _parse_rope(
+    raw: dict[str, Any],
+    parameters: dict[str, Any],
+    head_dim: int,
+    architecture: Architecture,
 ) -> RopeConfig:
-    """`found`: the parameters of this rope, which count before those of all of the model."""
-    aliases = declared.rope_aliases or {name: name for name in ROPE_TYPES}
-    if (written := _type_of(found)) not in aliases:
-        raise unsupported(f"rope type {short_repr(written)}", ", ".join(aliases))
-    rope_type = aliases[written]
-    given = {name: value for name, value in found.items() if value is not None}
-    both = {**raw, **given}
-    rotated, exponent_dim = _rotated_elements(both, rope_type, head_dim, declared)
-    is_interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))
-    theta = number(both, "rope_theta", declared.defaults["rope_theta"])
-    plain = RopeConfig(
-        rotated, theta, exponent_dim=exponent_dim, interleaved=is_interleaved
+    """Reads one rope.
+
+    Args:
+        raw: the keys of the whole model.
+        parameters: the parameters of this rope, which take precedence over `raw`.
+    """
+    aliases = architecture.rope_aliases or {name: name for name in ROPE_TYPES}
+    written_type = _type_of(parameters)
+    if written_type not in aliases:
+        raise unsupported_error(
+            f"rope type {short_repr(written_type)}", ", ".join(aliases)
+        )
+    rope_type = aliases[written_type]
+    given = {name: value for name, value in parameters.items() if value is not None}
+    merged = {**raw, **given}
+    dim, exponent_dim = _rotated_elements(merged, rope_type, head_dim, architecture)
+    unscaled = RopeConfig(
+        dim=dim,
+        theta=read_number(merged, "rope_theta", architecture.defaults["rope_theta"]),
+        exponent_dim=exponent_dim,
+        interleaved=architecture.interleaved and bool(raw.get("rope_interleave", True)),
     )
-    if (
-        declared.mla
-        and given.get("mscale_all_dim")
-        and rope_type not in ("default", "yarn")
-    ):
-        raise unsupported(
+    is_mla_scaled = architecture.mla and given.get("mscale_all_dim")
+    if is_mla_scaled and rope_type not in ("default", "yarn"):
+        raise unsupported_error(
             f"mscale_all_dim of rope type {short_repr(rope_type)} in this architecture",
-            "yarn's",
+            "mscale_all_dim of rope type yarn",
         )
     if rope_type == "dynamic":
-        _check_given(given, rope_type, ("factor",))
-    # Within max_position_embeddings, beyond which nothing is served, `dynamic` stretches nothing.
+        _require_fields(given, rope_type, ("factor",))
+    # `dynamic` scales nothing within max_position_embeddings, and nothing beyond is
+    # served.
     if rope_type in ("default", "dynamic"):
-        return plain
-    return dataclasses.replace(
-        plain, rope_type=rope_type, **_scaling(raw, given, rope_type, rotated, declared)
-    )
+        return unscaled
+    scaling_fields = _scaling_fields(raw, given, rope_type, dim, architecture)
+    return dataclasses.replace(unscaled, rope_type=rope_type, **scaling_fields)
 
 
 def _rotated_elements(
-    both: dict[str, Any], rope_type: str, head_dim: int, declared: Architecture
+    merged: dict[str, Any], rope_type: str, head_dim: int, architecture: Architecture
 ) -> tuple[int, int]:
-    """Returns how many elements of a head are rotated, and by what their exponents are divided.
+    """Returns the number of rotated elements of a head, and the divisor of exponents.
 
-    An odd part of a head is rotated with the element behind it, in steps of the odd part.
+    If the rotated part is odd, the next element is rotated with it, but the exponents
+    are divided by the odd number.
     """
-    partial = number(both, "partial_rotary_factor", 1.0)
-    if not declared.rotates_part and rope_type == "default":
-        partial = 1.0  # the class does not read it
+    partial = read_number(merged, "partial_rotary_factor", 1.0)
+    if not architecture.rotates_part and rope_type == "default":
+        partial = 1.0  # the class does not read the field
     dim = int(head_dim * partial)
-    if dim != head_dim and not declared.rotates_part:
-        raise unsupported(
-            f"partial_rotary_factor {partial:g} of rope type {short_repr(rope_type)} in this "
-            "architecture",
+    if dim != head_dim and not architecture.rotates_part:
+        raise unsupported_error(
+            f"partial_rotary_factor {partial:g} of rope type {short_repr(rope_type)} "
+            "in this architecture",
             "1",
         )
     needs_even = rope_type in ("yarn", "longrope")
     if not 0 < dim <= head_dim or (dim % 2 and needs_even):
         kind = "an even number" if needs_even else "a number"
-        raise wrong(
-            f"partial_rotary_factor {partial:g} of head_dim {head_dim} rotates {dim} elements, "
-            f"expected {kind} of at least 1 and at most {head_dim}"
+        raise config_error(
+            f"partial_rotary_factor {partial:g} of head_dim {head_dim} rotates {dim} "
+            f"elements, expected {kind} of at least 1 and at most {head_dim}"
         )
     return dim + dim % 2, dim
 
 
-def _check_given(given: dict[str, Any], rope_type: str, names: tuple[str, ...]) -> None:
-    if missing := [name for name in names if name not in given]:
-        raise wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
+def _require_fields(
+    given: dict[str, Any], rope_type: str, names: tuple[str, ...]
+) -> None:
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise config_error(
+            f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}"
+        )
 
 
-def _scaling(
+def _scaling_fields(
     raw: dict[str, Any],
     given: dict[str, Any],
     rope_type: str,
     dim: int,
-    declared: Architecture,
+    architecture: Architecture,
 ) -> dict[str, Any]:
-    """Returns the fields of RopeConfig that this rope type has besides those of all."""
-    max_position = size(raw, "max_position_embeddings")
-    original = _original_context(raw, given, rope_type, declared)
-    _check_given(given, rope_type, _REQUIRED.get(rope_type, ()))
-    used: dict[str, Any] = {
-        name: number(given, name, 1.0)
-        for name in _FIELDS[rope_type]
+    """Returns the fields of RopeConfig that only this rope type has."""
+    max_position = read_size(raw, "max_position_embeddings")
+    original = _original_context(raw, given, rope_type, architecture)
+    _require_fields(given, rope_type, _REQUIRED_FIELDS.get(rope_type, ()))
+    fields: dict[str, Any] = {
+        name: read_number(given, name, 1.0)
+        for name in _COPIED_FIELDS[rope_type]
         if given.get(name) is not None
     }
-    used["factor"] = factor = number(given, "factor", max_position / original)
-    if rope_type == "llama3" and used["high_freq_factor"] <= used["low_freq_factor"]:
-        raise wrong(
-            f"high_freq_factor of rope type llama3 is {used['high_freq_factor']:g}, expected a "
-            f"number above low_freq_factor {used['low_freq_factor']:g}"
-        )
+    factor = read_number(given, "factor", max_position / original)
+    fields["factor"] = factor
+    if rope_type == "linear":
+        return fields
+    fields["original_max_position"] = original
+    if rope_type == "llama3":
+        _check_frequency_factors(fields)
     if rope_type == "longrope":
-        longest = min(raw["max_model_len"] or max_position, max_position)
-        used["divisors"] = _divisors(given, dim, is_long=longest > original)
-        scaling = (
-            math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        )
-        used.setdefault("attention_factor", scaling)
+        max_length = min(raw["max_model_len"] or max_position, max_position)
+        fields["divisors"] = _divisors(given, dim, is_long=max_length > original)
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+        fields.setdefault("attention_factor", attention_factor)
     if rope_type == "yarn":
-        used |= _yarn_switches(given, factor, declared)
-    return (
-        used if rope_type == "linear" else {**used, "original_max_position": original}
-    )
+        fields |= _yarn_fields(given, factor, architecture)
+    return fields
 
 
-def _yarn_switches(
-    given: dict[str, Any], factor: float, declared: Architecture
+def _check_frequency_factors(fields: dict[str, Any]) -> None:
+    low = fields["low_freq_factor"]
+    high = fields["high_freq_factor"]
+    if high <= low:
+        raise config_error(
+            f"high_freq_factor of rope type llama3 is {high:g}, expected a number "
+            f"above low_freq_factor {low:g}"
+        )
+
+
+def _yarn_fields(
+    given: dict[str, Any], factor: float, architecture: Architecture
 ) -> dict[str, Any]:
-    used: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
-    if declared.ropes_by_kind and not used["truncate"]:
-        # transformers looks for it beside the kinds of layers, and so reads true here.
-        raise unsupported(
+    fields: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
+    if architecture.ropes_by_kind and not fields["truncate"]:
+        # transformers looks for the field outside of the kinds of layers, where it is
+        # missing, and so takes true here.
+        raise unsupported_error(
             "truncate false of rope type yarn in this architecture", "truncate true"
         )
-    if given.get(
-        "attn_factor"
-    ):  # as yarn's authors and servers read it, transformers does not
-        used["attention_factor"] = number(given, "attn_factor", 1.0) * yarn_mscale(
-            factor, 1.0
-        )
-    return used
+    # The authors of yarn and other servers read attn_factor; transformers does not.
+    if given.get("attn_factor"):
+        attn_factor = read_number(given, "attn_factor", 1.0)
+        fields["attention_factor"] = attn_factor * yarn_mscale(factor, 1.0)
+    return fields
 
 
 def _original_context(
-    raw: dict[str, Any], given: dict[str, Any], rope_type: str, declared: Architecture
+    raw: dict[str, Any],
+    given: dict[str, Any],
+    rope_type: str,
+    architecture: Architecture,
 ) -> int:
-    """Returns the tokens of the context that a scaled rope was trained with.
+    """Returns how many tokens the context had before the rope was scaled.
 
-    Of ropes that all layers share, what stands outside of their parameters counts first. Of ropes
-    by kind of layer, transformers 4 reads that and transformers 5 does not.
+    For a rope that all layers share, the field outside of the rope's parameters takes
+    precedence. For ropes by kind of layer, transformers 4 reads that field and
+    transformers 5 does not.
     """
     field = "original_max_position_embeddings"
-    max_position = size(raw, "max_position_embeddings")
-    inner, outer = given.get(field), raw.get(field)
-    if not declared.ropes_by_kind:
-        return int(
-            number({field: inner if outer is None else outer}, field, max_position)
-        )
+    max_position = read_size(raw, "max_position_embeddings")
+    inner = given.get(field)
+    outer = raw.get(field)
+    if not architecture.ropes_by_kind:
+        original = inner if outer is None else outer
+        return int(read_number({field: original}, field, max_position))
     if outer not in (None, max_position) and inner is None and rope_type != "linear":
-        raise wrong(
-            f"{field} is {short_repr(outer)} outside of rope_parameters, where this architecture "
-            f"does not read it: put it beside the rope_type {short_repr(rope_type)}"
+        raise config_error(
+            f"{field} is {short_repr(outer)} outside of rope_parameters, where this "
+            f"architecture does not read it: put it next to the rope_type "
+            f"{short_repr(rope_type)}"
         )
-    return int(number({field: inner}, field, max_position))
+    return int(read_number({field: inner}, field, max_position))
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Yarn's correction of attention magnitude for a context stretched by `factor`."""
+    """Returns yarn's correction of attention for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _divisors(given: dict[str, Any], dim: int, *, is_long: bool) -> tuple[float, ...]:
-    """Returns the long ones where some sequence may outgrow the original context, for sequences of
-    any length: keys in the cache cannot be rotated anew when a sequence grows."""
+    """Returns the long or the short factors of longrope, for sequences of any length.
+
+    If any sequence may outgrow the original context, all sequences use the long
+    factors: keys in the cache cannot be rotated again when a sequence grows.
+    """
     for name in ("short_factor", "long_factor"):
-        if (found := len(given.get(name) or ())) != dim // 2:
-            raise wrong(
-                f"{name} of rope type longrope has {found} numbers, not {dim // 2}"
+        num_factors = len(given.get(name) or ())
+        if num_factors != dim // 2:
+            raise config_error(
+                f"{name} of rope type longrope has {num_factors} numbers, not "
+                f"{dim // 2}"
             )
     name = "long_factor" if is_long else "short_factor"
-    return tuple(number({name: each}, name, 0.0) for each in given[name])
+    return tuple(read_number({name: factor}, name, 0.0) for factor in given[name])

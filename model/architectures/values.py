@@ -1,4 +1,4 @@
-"""Values of a config.json, and how a wrong or unsupported one is told."""
+"""Validated reading of single values of a config.json, and the errors for bad ones."""
 
 import math
 from typing import Any, Final
@@ -6,43 +6,58 @@ from typing import Any, Final
 from model.errors import ModelLoadError, UnsupportedModel
 from protocol.short_repr import short_repr
 
-_MOST_LAYERS: Final = 10_000
+# Bounds the work of loops over layers, because config.json may hold any number.
+_MAX_LAYERS: Final = 10_000
 
 
-def size(raw: dict[str, Any], name: str) -> int:
+def read_size(raw: dict[str, Any], name: str) -> int:
+    """Returns raw[name].
+
+    Raises:
+        ModelLoadError: the value is not a positive integer.
+    """
     value = raw.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise wrong(f"{name} is {short_repr(value)}, expected a positive integer")
+        raise config_error(
+            f"{name} is {short_repr(value)}, expected a positive integer"
+        )
     return value
 
 
-def each_layer(raw: dict[str, Any]) -> int:
-    """How many there are in a model whose layers are looked at one by one."""
-    if (found := size(raw, "num_hidden_layers")) > _MOST_LAYERS:
-        raise wrong(f"num_hidden_layers is {found}, expected at most {_MOST_LAYERS}")
-    return found
-
-
-def number(raw: dict[str, Any], name: str, default: float) -> float:
-    """Returns raw[name], or `default` where that is null or missing.
+def read_num_layers(raw: dict[str, Any]) -> int:
+    """Returns num_hidden_layers, for code that loops over the layers.
 
     Raises:
-        ModelLoadError: it is not a number above 0.
+        ModelLoadError: the value is not a positive integer or is above _MAX_LAYERS.
+    """
+    num_layers = read_size(raw, "num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise config_error(
+            f"num_hidden_layers is {num_layers}, expected at most {_MAX_LAYERS}"
+        )
+    return num_layers
+
+
+def read_number(raw: dict[str, Any], name: str, default: float) -> float:
+    """Returns raw[name], or `default` if the value is null or missing.
+
+    Raises:
+        ModelLoadError: the value is not a finite number above 0.
     """
     value = raw.get(name)
-    value = default if value is None else value
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 < value < math.inf
-    ):
-        raise wrong(f"{name} is {short_repr(value)}, expected a number above 0")
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise config_error(f"{name} is {short_repr(value)}, expected a number above 0")
     return float(value)
 
 
-def wrong(what: str) -> ModelLoadError:
-    return ModelLoadError(f"config.json: {what}")
+def config_error(problem: str) -> ModelLoadError:
+    """Returns the error for a value of config.json that is invalid in any model."""
+    return ModelLoadError(f"config.json: {problem}")
 
 
-def unsupported(what: str, supported: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{what} is not supported; supported: {supported}")
+def unsupported_error(feature: str, supported: str) -> UnsupportedModel:
+    """Returns the error for a valid value that this server does not implement."""
+    return UnsupportedModel(f"{feature} is not supported; supported: {supported}")

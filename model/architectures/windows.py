@@ -1,72 +1,93 @@
-"""Which layers see a window of the tokens before them only, as config.json describes it."""
+"""Which layers have sliding-window attention, according to config.json."""
 
 from typing import Any, Final
 
 from model.architectures.table import Architecture
-from model.architectures.values import each_layer, size, unsupported, wrong
+from model.architectures.values import (
+    config_error,
+    read_num_layers,
+    read_size,
+    unsupported_error,
+)
 from protocol.short_repr import short_repr
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 
-def layer_kinds(raw: dict[str, Any], declared: Architecture) -> list[str]:
-    """Returns FULL or SLIDING for each layer; [] where the class does not tell layers apart.
+def layer_kinds(raw: dict[str, Any], architecture: Architecture) -> list[str]:
+    """Returns FULL or SLIDING for each layer.
+
+    The list is empty if the model class treats all layers alike.
 
     Raises:
-        UnsupportedModel: another kind, or SLIDING where the class has no windows.
-        ModelLoadError: layer_types is not as long as the model has layers.
+        UnsupportedModel: a layer has another kind, or it is SLIDING in a class without
+            sliding windows.
+        ModelLoadError: the length of layer_types is not the number of layers.
     """
-    kinds = raw.get("layer_types")
-    if others := set(kinds or []) - {FULL, SLIDING}:
-        raise unsupported(
-            f"layer_types {short_repr(sorted(others))}", f"{FULL}, {SLIDING}"
+    kinds = raw.get("layer_types") or []
+    unknown_kinds = set(kinds) - {FULL, SLIDING}
+    if unknown_kinds:
+        raise unsupported_error(
+            f"layer_types {short_repr(sorted(unknown_kinds))}", f"{FULL}, {SLIDING}"
         )
-    if kinds and len(kinds) != (wanted := size(raw, "num_hidden_layers")):
-        raise wrong(
-            f"num_hidden_layers is {wanted}, but {len(kinds)} layers have a kind"
-        )
-    if kinds and not declared.windows and SLIDING in kinds:
-        raise unsupported(f"layer_types {SLIDING} in this architecture", FULL)
-    if declared.windows in ("", "all"):
+    if kinds:
+        num_layers = read_size(raw, "num_hidden_layers")
+        if len(kinds) != num_layers:
+            raise config_error(
+                f"layer_types has {len(kinds)} entries, but num_hidden_layers is "
+                f"{num_layers}"
+            )
+    if SLIDING in kinds and not architecture.window_rule:
+        raise unsupported_error(f"layer_types {SLIDING} in this architecture", FULL)
+    if architecture.window_rule in ("", "all"):
         return []
-    return list(kinds or _default_kinds(raw, declared.windows))
+    return list(kinds or _default_kinds(raw, architecture.window_rule))
 
 
 def _default_kinds(raw: dict[str, Any], rule: str) -> list[str]:
-    """Of each layer, where there are no layer_types; `rule`: see `Architecture.windows`."""
-    layers = range(each_layer(raw))
+    """Returns the kind of each layer of a config without layer_types.
+
+    Args:
+        rule: a value of `Architecture.window_rule` other than "" and "all".
+    """
+    layers = range(read_num_layers(raw))
     if rule == "typed":
-        every = size(raw, "sliding_window_pattern")
-        sliding = [(layer + 1) % every != 0 for layer in layers]
+        period = read_size(raw, "sliding_window_pattern")
+        is_sliding = [(layer + 1) % period != 0 for layer in layers]
     elif rule == "unrotated":
-        sliding = [
-            _has_window(raw) and not is_rotated for is_rotated in rotated_layers(raw)
-        ]
+        has_window = _has_window(raw)
+        is_sliding = [has_window and not rotated for rotated in rotated_layers(raw)]
     elif rule == "late":
-        first = int(raw["max_window_layers"])
-        sliding = [_has_window(raw) and layer >= first for layer in layers]
+        has_window = _has_window(raw)
+        first_layer = int(raw["max_window_layers"])
+        is_sliding = [has_window and layer >= first_layer for layer in layers]
     else:
-        stop = int(raw["max_window_layers"]) if raw["use_sliding_window"] else 0
-        sliding = [layer < stop and layer % 2 == 0 for layer in layers]
-    return [SLIDING if is_sliding else FULL for is_sliding in sliding]
+        end = int(raw["max_window_layers"]) if raw["use_sliding_window"] else 0
+        is_sliding = [layer < end and layer % 2 == 0 for layer in layers]
+    return [SLIDING if sliding else FULL for sliding in is_sliding]
 
 
 def rotated_layers(raw: dict[str, Any]) -> list[bool]:
-    """Returns for each layer whether positions rotate it: SmolLM3 leaves out some. [] if all are.
+    """Returns for each layer whether it applies rotary embeddings.
+
+    SmolLM3 omits them in some layers. The list is empty if all layers apply them.
 
     Raises:
-        ModelLoadError: no_rope_layers is not as long as the model has layers.
+        ModelLoadError: the length of no_rope_layers is not the number of layers.
     """
-    flags = raw.get(
-        "no_rope_layers"
-    )  # 1 means, despite its name, that the layer has a rope
+    # Despite the name of the field, 1 means that the layer does apply a rope.
+    flags = raw.get("no_rope_layers")
     interval = raw.get("no_rope_layer_interval")
     if flags is None and interval:
-        flags = [(layer + 1) % interval != 0 for layer in range(each_layer(raw))]
-    if flags and len(flags) != (wanted := each_layer(raw)):
-        raise wrong(f"no_rope_layers has {len(flags)} entries for {wanted} layers")
-    return [bool(each) for each in flags or ()]
+        flags = [(layer + 1) % interval != 0 for layer in range(read_num_layers(raw))]
+    if flags:
+        num_layers = read_num_layers(raw)
+        if len(flags) != num_layers:
+            raise config_error(
+                f"no_rope_layers has {len(flags)} entries for {num_layers} layers"
+            )
+    return [bool(flag) for flag in flags or ()]
 
 
 def _has_window(raw: dict[str, Any]) -> bool:
@@ -74,33 +95,35 @@ def _has_window(raw: dict[str, Any]) -> bool:
 
 
 def parse_windows(
-    raw: dict[str, Any], declared: Architecture
+    raw: dict[str, Any], architecture: Architecture
 ) -> tuple[int | None, ...]:
-    """Returns the tokens that a token of each layer sees, itself included; None: all before it.
-    () where all layers see all: a window as wide as the context is none.
+    """Returns how many tokens a token of each layer attends to, itself included.
+
+    None means all earlier tokens. The tuple is empty if all layers attend to all
+    earlier tokens. A window at least as wide as the context counts as no window.
 
     Raises:
-        ModelLoadError: layers have a window, of no width.
+        ModelLoadError: layers need a window, but the config gives no width.
         UnsupportedModel: see `layer_kinds`.
     """
-    kinds = layer_kinds(raw, declared)
-    if declared.windows == "all":
-        # layer_types does not choose the layers, but may still demand that there is a window.
-        has_any = _has_window(raw) or SLIDING in (raw.get("layer_types") or ())
-        kinds = [SLIDING for _ in range(each_layer(raw)) if has_any]
+    kinds = layer_kinds(raw, architecture)
+    if architecture.window_rule == "all":
+        # In these classes layer_types does not choose the layers, but a SLIDING entry
+        # still requires that there is a window.
+        num_layers = read_num_layers(raw)
+        needs_window = _has_window(raw) or SLIDING in (raw.get("layer_types") or ())
+        kinds = [SLIDING] * num_layers if needs_window else []
     if SLIDING not in kinds:
         return ()
     if not _has_window(raw):
-        name = (
-            "sliding_window"
-            if raw.get("use_sliding_window", True)
-            else "use_sliding_window"
+        is_enabled = raw.get("use_sliding_window", True)
+        name = "sliding_window" if is_enabled else "use_sliding_window"
+        raise config_error(
+            f"{name} is {short_repr(raw[name])}, but layer_types has {SLIDING}: set "
+            "sliding_window (and use_sliding_window, where the class has it), or write "
+            f"{FULL}"
         )
-        raise wrong(
-            f"{name} is {short_repr(raw[name])}, but layer_types has {SLIDING}: set sliding_window "
-            f"(and use_sliding_window, where the class has it), or write {FULL}"
-        )
-    window = size(raw, "sliding_window")
-    if window >= size(raw, "max_position_embeddings"):
+    window = read_size(raw, "sliding_window")
+    if window >= read_size(raw, "max_position_embeddings"):
         return ()
     return tuple(window if kind == SLIDING else None for kind in kinds)

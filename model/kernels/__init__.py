@@ -1,1 +1,1 @@
-"""Triton kernels of whole parts of a model; used where fused_ops says."""
+"""Triton kernels for mixtures of experts. `fused_ops` decides where they are used."""

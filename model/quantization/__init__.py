@@ -1,1 +1,1 @@
-"""Weights that stay quantised: what they are, how files hold them, and products by them."""
+"""Weights that stay quantised: their layout, their formats in files, and products."""

@@ -1,197 +1,291 @@
-"""Products by quantised weights: those that proved themselves here against their definition."""
+"""Products with quantised weights.
+
+A kernel is used only if it passes a self-test against its definition on this device.
+"""
 
 import functools
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model import fused_ops
-from model.quantization.quantized import FP8, Kind, Quantized, Weight, plain
+from model.quantization.quantized import FP8, Kind, Quantized, Weight, dequantised
 from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-# Fewer keep their 16 bits: with 8 bits and what makes them they would be 8 % faster, not more.
-_SCALED_ROWS: Final = 9
-# Of fewer, what has one scale for all is 1.2 to 1.8 times as fast as what has one for each row.
-_SCALED_BY_ROW: Final = 129
-_ALIGNMENT: Final = 16  # elements, of the sides of a scaled product
-# Of a proof: norm of the difference by the norm of the product. Kernels round the result alone, to
-# 8 bits or more; scaled products the input too, to 4, whose mean error is 2.6 %.
-_TOLERANCE: Final = 0.01
-_SCALED_TOLERANCE: Final = 0.06
-_PROVED_ROWS: Final = (1, 12, 45, 100, 200)  # of every tile
-_PROVED_OUT: Final = 80
+# Scaled products are used from this number of rows on. Fewer rows stay in 16 bits: in 8
+# bits they would be at most 8 % faster, including their quantisation.
+_MIN_SCALED_ROWS: Final = 9
+# From this number of rows on, the product scales each row itself. For fewer rows a
+# product with one scale for all rows is 1.2 to 1.8 times as fast.
+_MIN_ROWS_SCALED_BY_ROW: Final = 129
+_ALIGNMENT: Final = 16  # elements, of both sides of a scaled product
+# Largest relative error in a self-test. Kernels round only the result, to 8 bits or
+# more. Scaled products also round the input, to 4 bits, with a mean error of 2.6 %.
+_MAX_DEVIATION: Final = 0.01
+_MAX_SCALED_DEVIATION: Final = 0.06
+# Rows of the products in a self-test; they use all tiles of the kernel.
+_SELF_TEST_ROWS: Final = (1, 12, 45, 100, 200)
+_SELF_TEST_OUT: Final = 80
 
 
 @functools.cache
 def _kernels() -> Any:
-    """Imported on first use: Triton is where CUDA builds of torch are."""
+    """Returns the module kernels.
+
+    It is imported on first use, because only CUDA builds of torch come with Triton.
+    """
     from model.quantization import kernels
 
     return kernels
 
 
-# What decides which kernel multiplies by a weight: its kind, the columns that can be multiplied at
-# a time, whether its groups have scales of their own, whether it has zeros, the dtypes of its
-# scales and of products. Some ways divide rows by their width: those are proved for each.
-Like = tuple[Kind, int, bool, bool, torch.dtype, torch.dtype, torch.device]
+class Variant(NamedTuple):
+    """The properties of a weight that decide which variant of a kernel multiplies by
+    it.
+
+    Some methods also divide rows by their width. They are tested for each width.
+
+    Attributes:
+        depth: number of columns that can be multiplied at a time.
+        has_groups: a row has several groups, each with its own scale.
+        dtype: data type of products.
+    """
+
+    kind: Kind
+    depth: int
+    has_groups: bool
+    has_zeros: bool
+    scale_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
 
 
-def problem(weight: Quantized) -> str | None:
-    """Why it cannot be multiplied by as it is, at its device and in its dtype; None: it can."""
+def unsupported_reason(weight: Quantized) -> str | None:
+    """Returns why no kernel can multiply by the weight on its device and in its dtype.
+
+    Returns None if a kernel can.
+    """
     if weight.device.type != "cuda" or weight.dtype not in _DTYPES:
         return f"no kernel for {weight.dtype} on {weight.device.type}"
-    like, least = _like(weight), _kernels().MIN_DEPTH
-    if like[1] < least:
-        sizes = f"{weight.shape[-1]} columns in groups of {weight.group}"
-        return f"no kernel takes {sizes}: both must be multiples of {least}"
-    _can_scale(weight)  # proved here, not while a graph is captured
-    return _disproof("kernel", like) or _disproof("kernel for experts", like)
+    variant = _variant_of(weight)
+    min_depth = _kernels().MIN_DEPTH
+    if variant.depth < min_depth:
+        return (
+            f"no kernel takes {weight.shape[-1]} columns in groups of {weight.group}: "
+            f"both must be multiples of {min_depth}"
+        )
+    _can_scale(weight)  # runs its self-test now, not while a graph is captured
+    return _find_flaw("kernel", variant) or _find_flaw("kernel for experts", variant)
 
 
 def multiply(weight: Quantized, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """x [T, in] by [out, in] -> [T, out]; by its definition on the CPU. A `residual` [T, out] is
-    added to, and returned."""
+    """Multiplies x [T, in] by a weight [out, in].
+
+    On the CPU the weight is dequantised first.
+
+    Args:
+        residual: [T, out], to which the product is added in place.
+
+    Returns:
+        [T, out]: the residual if given, else a new tensor.
+    """
     if x.device.type == "cpu":
-        found = F.linear(x, weight.dequantise())
-        return found if residual is None else residual.add_(found)
-    if len(x) >= _SCALED_ROWS and _can_scale(weight):
-        return _scaled(weight, x, residual)
+        product = F.linear(x, weight.dequantise())
+        return product if residual is None else residual.add_(product)
+    if len(x) >= _MIN_SCALED_ROWS and _can_scale(weight):
+        return _multiply_scaled(weight, x, residual)
     return _kernels().multiply(weight, x, residual=residual)  # type: ignore[no-any-return]
 
 
 def multiply_groups(weight: Weight, x: Tensor, ends: Tensor) -> Tensor:
-    """As grouped_mm, by [experts, out, in]; ends int32 [experts]. Rows behind all are undefined."""
+    """Multiplies groups of rows of x [T, in] by one of [experts, out, in] each.
+
+    Args:
+        ends: int32 [experts], the end of each expert's rows.
+
+    Returns:
+        [T, out]. Rows after the last group are undefined.
+    """
     if isinstance(weight, Tensor) or x.device.type == "cpu":
-        return F.grouped_mm(x, plain(weight).transpose(1, 2), offs=ends)
+        return F.grouped_mm(x, dequantised(weight).transpose(1, 2), offs=ends)
     return _kernels().multiply(weight, x, ends)  # type: ignore[no-any-return]
 
 
-def takes_one_row(weight: Weight, *, gated: bool = False) -> bool:
-    """Whether the product of one row with what is around it, one kernel, takes [out, in] there."""
-    if not fused_ops.kernels().one_row_works(weight, gated=gated):
+def has_one_row_kernel(weight: Weight, *, gated: bool = False) -> bool:
+    """Returns whether `fused_kernels.one_row` can multiply one row by the weight [out,
+    in].
+
+    The kernel includes the norm before the product and the operation after it.
+    """
+    if not fused_ops.kernels().has_one_row_kernel(weight, gated=gated):
         return False
-    way = "gated product of one row" if gated else "product of one row"
-    return (
-        isinstance(weight, Tensor)
-        or _disproof(way, _like(weight), weight.shape[1]) is None
-    )
+    if isinstance(weight, Tensor):
+        return True
+    method = "gated product of one row" if gated else "product of one row"
+    return _find_flaw(method, _variant_of(weight), weight.shape[1]) is None
 
 
-def _like(weight: Quantized) -> Like:
-    depth, has_zeros, scales = (
+def _variant_of(weight: Quantized) -> Variant:
+    # Positional arguments, because this runs for each product outside of CUDA graphs.
+    return Variant(
+        weight.kind,
         _kernels().depth_of(weight),
+        weight.scales.shape[-1] > 1,
         weight.zeros is not None,
-        weight.scales,
+        weight.scales.dtype,
+        weight.dtype,
+        weight.device,
     )
-    of_scales = scales.shape[-1] > 1, has_zeros, scales.dtype
-    return weight.kind, depth, *of_scales, weight.dtype, weight.device
 
 
 def _can_scale(weight: Quantized) -> bool:
-    """Whether torch has a scaled product for it: on Hopper. Sums of products of codes are numbers
-    in bfloat16 alone."""
-    (*_, num_out, width), of_row = weight.shape, weight.scales.shape[-1] == 1
-    if (
-        weight.kind != "fp8"
-        or not of_row
-        or weight.dtype != torch.bfloat16
-        or width % _ALIGNMENT
-    ):
+    """Returns whether torch has a scaled product for the weight, as on Hopper.
+
+    Only bfloat16 is used, because sums of products of codes may overflow float16.
+    """
+    *_, num_out, width = weight.shape
+    has_row_scales = weight.scales.shape[-1] == 1
+    if weight.kind != "fp8" or not has_row_scales or weight.dtype != torch.bfloat16:
         return False
-    return (
-        _disproof("scaled product", _like(weight), width) is None
-        and num_out % _ALIGNMENT == 0
-    )
-
-
-_one: Any = functools.cache(lambda device: torch.ones((), device=device))
-
-
-def _scaled(weight: Quantized, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """With x in FP8 as well, each row by its own scale."""
-    codes, scales = _kernels().quantised(x)
-    by_row = len(x) >= _SCALED_BY_ROW
-    one = _one(x.device)
-    found = torch._scaled_mm(
-        codes, weight.codes.view(FP8).t(), scale_a=scales if by_row else one,
-        scale_b=weight.scales.t() if by_row else one, out_dtype=weight.dtype, use_fast_accum=True,
-    )  # fmt: skip
-    if not by_row:
-        return _kernels().rescaled(found, scales, weight.scales, residual)  # type: ignore[no-any-return]
-    return found if residual is None else residual.add_(found)
+    if width % _ALIGNMENT:
+        return False
+    flaw = _find_flaw("scaled product", _variant_of(weight), width)
+    return flaw is None and num_out % _ALIGNMENT == 0
 
 
 @functools.cache
-def _disproof(way: str, like: Like, width: int = 0) -> str | None:
-    """What is wrong with a way to multiply by such weights, perhaps of some width; None: nothing.
-    Told once, in the log where another way is taken, else by who asks."""
-
-    def errors() -> Tensor:
-        weight, sizes = example(like, width), (1,) if "one row" in way else _PROVED_ROWS
-        return torch.stack([_error(way, weight, rows) for rows in sizes])
-
-    told = fused_ops.flaw(errors, _SCALED_TOLERANCE if "scaled" in way else _TOLERANCE)
-    if told and "kernel" not in way:
-        _log.warning("the %s for %s %s: another is used", way, like[0], told)
-    return f"the {way} for {like[0]} {told}" if told else None
+def _scalar_one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
-def _error(way: str, weight: Quantized, rows: int) -> Tensor:
-    """Of a product, perhaps on top of another: the norm of the difference by that of the result;
-    no number, if the result is none."""
-    exact, width = weight.dequantise().float(), weight.shape[1:]
-    rows = max(rows, _SCALED_ROWS) if "scaled" in way else rows
-    count = 4 * rows if "experts" in way else rows
-    x = F.rms_norm(torch.randn(count, *width, device=weight.device), width).to(
-        weight.dtype
+def _multiply_scaled(
+    weight: Quantized, x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """Multiplies with x in FP8, too. Each row of x has its own scale."""
+    codes, scales = _kernels().quantise_rows(x)
+    weight_codes = weight.codes.view(FP8).t()
+    if len(x) >= _MIN_ROWS_SCALED_BY_ROW:
+        product = torch._scaled_mm(
+            codes,
+            weight_codes,
+            scale_a=scales,
+            scale_b=weight.scales.t(),
+            out_dtype=weight.dtype,
+            use_fast_accum=True,
+        )
+        return product if residual is None else residual.add_(product)
+    one = _scalar_one(x.device)
+    product = torch._scaled_mm(
+        codes,
+        weight_codes,
+        scale_a=one,
+        scale_b=one,
+        out_dtype=weight.dtype,
+        use_fast_accum=True,
     )
-    expected = 2 * F.linear(x.float(), exact)
-    if way == "kernel":  # both ways to divide it
-        found = _kernels().multiply(weight, x, splits=False)
-        found = _kernels().multiply(weight, x, residual=found)
-    elif way == "kernel for experts":
-        experts = weight.each(lambda part: part.expand(4, -1, -1)).to(x.device, x.dtype)
-        ends = torch.tensor(
-            [rows, rows, 3 * rows, count], dtype=torch.int32
-        )  # tiles: by the mean
-        found = 2 * multiply_groups(experts, x, ends.to(x.device))
-    elif "scaled" in way:
-        found = _scaled(weight, x, _scaled(weight, x))
+    return _kernels().rescale(product, scales, weight.scales, residual)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _find_flaw(method: str, variant: Variant, width: int = 0) -> str | None:
+    """Runs the self-test of a method to multiply by weights of a variant.
+
+    If another method replaces this one, the flaw is logged here, once. Otherwise the
+    caller reports it.
+
+    Args:
+        width: columns of the weight; 0: any.
+
+    Returns:
+        The flaw, or None if there is none.
+    """
+
+    def deviations() -> Tensor:
+        weight = example_weight(variant, width)
+        row_counts = (1,) if "one row" in method else _SELF_TEST_ROWS
+        return torch.stack([_deviation(method, weight, rows) for rows in row_counts])
+
+    max_deviation = _MAX_SCALED_DEVIATION if "scaled" in method else _MAX_DEVIATION
+    flaw = fused_ops.find_flaw(deviations, max_deviation)
+    if not flaw:
+        return None
+    if "kernel" not in method:
+        _log.warning("the %s for %s %s: another is used", method, variant.kind, flaw)
+    return f"the {method} for {variant.kind} {flaw}"
+
+
+def _deviation(method: str, weight: Quantized, rows: int) -> Tensor:
+    """Returns the relative error of a product.
+
+    Most products are added to a previous one. The error is NaN if the result has a NaN.
+    """
+    width = weight.shape[1:]
+    if "scaled" in method:
+        rows = max(rows, _MIN_SCALED_ROWS)
+    count = 4 * rows if "experts" in method else rows
+    x = torch.randn(count, *width, device=weight.device)
+    x = F.rms_norm(x, width).to(weight.dtype)
+    expected = 2 * F.linear(x.float(), weight.dequantise().float())
+    if method == "kernel":
+        # The first product is not split, the second one may be.
+        product = _kernels().multiply(weight, x, splits=False)
+        product = _kernels().multiply(weight, x, residual=product)
+    elif method == "kernel for experts":
+        experts = weight.map_parts(lambda part: part.expand(4, -1, -1))
+        experts = experts.to(x.device, x.dtype)
+        # The kernel chooses its tile by the mean number of rows.
+        ends = torch.tensor([rows, rows, 3 * rows, count], dtype=torch.int32)
+        product = 2 * multiply_groups(experts, x, ends.to(x.device))
+    elif "scaled" in method:
+        product = _multiply_scaled(weight, x, _multiply_scaled(weight, x))
     else:
-        one, norm = fused_ops.kernels().one_row, torch.ones_like(x[0])
-        found = one(4 * x, weight, norm=norm, gated="gated" in way)
-        if "gated" in way:
+        one_row = fused_ops.kernels().one_row
+        is_gated = "gated" in method
+        product = one_row(4 * x, weight, norm=torch.ones_like(x[0]), gated=is_gated)
+        if is_gated:
             gate, up = expected.div(2).chunk(2, dim=1)
             expected = F.silu(gate) * up
         else:
-            found = one(x, weight, residual=found)
-    deviation: Tensor = (found.float() - expected).norm() / expected.norm()
+            product = one_row(x, weight, residual=product)
+    deviation: Tensor = (product.float() - expected).norm() / expected.norm()
     return deviation
 
 
-def example(like: Like, width: int = 0) -> Quantized:
-    """Codes of all sorts, scales around 1."""
-    kind, depth, has_groups, has_zeros, scales, dtype, device = like
-    # Of depths that rows and not groups allow, as many as they allow: see `depth_of`.
-    width = width or depth * (4 if has_groups or depth == _kernels().MAX_DEPTH else 5)
-    random = torch.Generator().manual_seed(0)
-    of_groups = (_PROVED_OUT, width // depth if has_groups else 1)
+def example_weight(variant: Variant, width: int = 0) -> Quantized:
+    """Returns a weight with random codes and with scales around 1.
 
-    def draw(least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=random, dtype=torch.uint8)
+    Args:
+        width: columns of the weight; 0: some multiple of the depth.
+    """
+    kind, depth, has_groups, has_zeros, scale_dtype, dtype, device = variant
+    if not width:
+        # Without groups, `depth_of` is the greatest common divisor of the width and
+        # MAX_DEPTH, which is `depth` for these widths.
+        is_max_depth = depth == _kernels().MAX_DEPTH
+        width = depth * (4 if has_groups or is_max_depth else 5)
+    generator = torch.Generator().manual_seed(0)
+    num_groups = width // depth if has_groups else 1
+    group_shape = (_SELF_TEST_OUT, num_groups)
 
-    codes = draw(0, 256, _PROVED_OUT, width if kind == "fp8" else width // 2)
+    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    code_columns = width if kind == "fp8" else width // 2
+    codes = random_bytes(0, 256, _SELF_TEST_OUT, code_columns)
     if kind == "fp8":
-        codes &= (
-            0xBF  # small ones: the largest would outweigh all others, or are no numbers
-        )
-    factors = 0.5 + torch.rand(of_groups, generator=random)
-    found = draw(125, 130, *of_groups) if scales == torch.uint8 else factors.to(scales)
-    zeros = draw(0, 16, *of_groups) if has_zeros else None
-    return Quantized(
-        codes, found, zeros, kind, depth if has_groups else width, dtype
-    ).to(device, dtype)
+        # Clears a bit of the exponent: the largest codes would outweigh all others, and
+        # some are NaN.
+        codes &= 0xBF
+    factors = 0.5 + torch.rand(group_shape, generator=generator)
+    if scale_dtype == torch.uint8:
+        scales = random_bytes(125, 130, *group_shape)
+    else:
+        scales = factors.to(scale_dtype)
+    zeros = random_bytes(0, 16, *group_shape) if has_zeros else None
+    group = depth if has_groups else width
+    weight = Quantized(codes, scales, zeros, kind, group, dtype)
+    return weight.to(device, dtype)

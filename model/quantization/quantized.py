@@ -1,4 +1,5 @@
-"""A quantised matrix: codes and scales of groups of them, in one order whoever wrote the files."""
+"""A quantised matrix: codes and the scales of groups, in one order for all file
+formats."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,27 +11,30 @@ from torch import Tensor
 
 Kind = Literal["fp8", "int4", "fp4"]
 FP8: Final = torch.float8_e4m3fn
-FP8_MOST: Final = torch.finfo(FP8).max
+FP8_MAX: Final = torch.finfo(FP8).max
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; bit 3 is the sign
 _MANTISSA_BITS: Final = 23  # of float32, before its exponent
-_INT4_ZERO: Final = 8  # where no zeros are given
-TINY: Final = 1e-12  # of a row of zeros
-_ROWS: Final = 4096  # quantised at a time: bounds the float32 scratch
+_INT4_ZERO: Final = 8  # the zero point of int4 matrices without zeros
+# Lower bound of a row's largest absolute value, so that a row of zeros has a scale.
+MIN_ROW_MAX: Final = 1e-12
+# Number of rows that are quantised at a time, which bounds the float32 scratch memory.
+_CHUNK_ROWS: Final = 4096
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix [out, in], or [experts, out, in], whose element is (code - zero) x scale.
+    """A matrix [out, in], or [experts, out, in], with elements (code - zero) x scale.
 
-    Each row has scales of its own, so that rows can be taken, reordered and joined like any.
+    Each row has its own scales. Rows can therefore be selected, reordered and joined as
+    in a matrix that is not quantised.
 
     Attributes:
-        codes: uint8 [..., out, in] of FP8 (e4m3), else [..., out, in / 2], the even column in the
-            low half.
-        scales: floats [..., out, groups], or uint8, the exponents of float32s.
-        zeros: uint8 [..., out, groups], the codes of 0; None: 8 of int4, 0 of floats.
-        group: columns; the last one of a row may have fewer.
-        dtype: what products are computed in.
+        codes: uint8 [..., out, in] for FP8 (e4m3), else [..., out, in / 2] with the
+            even column in the low half of a byte.
+        scales: floats [..., out, groups], or uint8, the exponents of float32 numbers.
+        zeros: uint8 [..., out, groups], the code of 0; None: 8 for int4, 0 for floats.
+        group: number of columns in a group; the last group of a row may be smaller.
+        dtype: data type of products.
     """
 
     codes: Tensor
@@ -42,7 +46,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of the matrix that it stands for."""
+        """The shape of the dequantised matrix."""
         *rows, width = self.codes.shape
         return (*rows, width if self.kind == "fp8" else 2 * width)
 
@@ -52,52 +56,61 @@ class Quantized:
 
     @property
     def parts(self) -> list[Tensor]:
-        """What it is made of; rows are the last dimension but one of each."""
+        """Codes, scales and zeros. The rows are the last but one dimension of each."""
         return [
             part for part in (self.codes, self.scales, self.zeros) if part is not None
         ]
 
-    def made_of(self, parts: Iterable[Tensor]) -> "Quantized":
-        """The same of other `parts`."""
+    def with_parts(self, parts: Iterable[Tensor]) -> "Quantized":
+        """Returns a matrix with other `parts`."""
         codes, scales, *zeros = parts
         return replace(
             self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None
         )
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
-        return self.made_of(change(part) for part in self.parts)
+    def map_parts(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
+        """Returns a matrix with `change` applied to each of the parts."""
+        return self.with_parts(change(part) for part in self.parts)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Quantized":
-        return replace(
-            self.each(lambda part: part.to(device).contiguous()), dtype=dtype
-        )
+        """Returns the matrix on another device, for products in `dtype`."""
+        moved = self.map_parts(lambda part: part.to(device).contiguous())
+        return replace(moved, dtype=dtype)
 
     def columns(self, cols: range) -> "Quantized":
-        """Some columns; groups become smaller where `cols` cuts them."""
-        width, old = self.shape[-1], self.group
-        new = len(cols)
+        """Returns some columns. Groups that `cols` cuts are split into smaller ones.
+
+        Raises:
+            ValueError: `cols` cuts a byte that holds two columns.
+        """
+        width = self.shape[-1]
+        new_group = len(cols)
         if self.scales.shape[-1] > 1:
-            new = math.gcd(old, cols.start, 0 if cols.stop == width else cols.stop)
-        at = torch.arange(cols.start, cols.stop, new, device=self.device) // old
-        of_byte = 1 if self.kind == "fp8" else 2
-        if cols.start % of_byte or cols.stop % of_byte:  # one byte belongs to two ranks
-            raise ValueError(f"columns {cols.start} to {cols.stop} of two a byte")
-        codes = self.codes[..., cols.start // of_byte : cols.stop // of_byte]
-        of_groups = (part[..., at] for part in self.parts[1:])
-        return replace(self.made_of([codes, *of_groups]), group=new)
+            stop = 0 if cols.stop == width else cols.stop
+            new_group = math.gcd(self.group, cols.start, stop)
+        starts = torch.arange(cols.start, cols.stop, new_group, device=self.device)
+        old_groups = starts // self.group
+        codes_per_byte = 1 if self.kind == "fp8" else 2
+        if cols.start % codes_per_byte or cols.stop % codes_per_byte:
+            raise ValueError(
+                f"columns {cols.start} to {cols.stop} cut a byte that holds two columns"
+            )
+        first_byte = cols.start // codes_per_byte
+        end_byte = cols.stop // codes_per_byte
+        codes = self.codes[..., first_byte:end_byte]
+        scales_and_zeros = [part[..., old_groups] for part in self.parts[1:]]
+        return replace(self.with_parts([codes, *scales_and_zeros]), group=new_group)
 
     def dequantise(self) -> Tensor:
-        """The matrix that it stands for: computed in float32, then rounded to `dtype`."""
+        """Returns the matrix, computed in float32 and rounded to `dtype`."""
         if self.kind == "fp8":
             values = self.codes.view(FP8).float()
         else:
-            values = (
-                torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2).float()
-            )
+            halves = (self.codes & 15, self.codes >> 4)
+            values = torch.stack(halves, -1).flatten(-2).float()
         if self.kind == "fp4":
-            values = values.new_tensor([*_FP4, *(-value for value in _FP4)])[
-                values.int()
-            ]
+            table = values.new_tensor([*_FP4, *(-value for value in _FP4)])
+            values = table[values.int()]
         if self.kind == "int4":
             values -= _INT4_ZERO if self.zeros is None else self._spread(self.zeros)
         scales = self.scales
@@ -105,77 +118,98 @@ class Quantized:
             scales = (scales.int() << _MANTISSA_BITS).view(torch.float32)
         return values.mul_(self._spread(scales)).to(self.dtype)
 
-    def _spread(self, of_groups: Tensor) -> Tensor:
-        """[..., out, groups] -> float32 [..., out, in]."""
-        column = torch.arange(self.shape[-1], device=self.device) // self.group
-        return of_groups.float()[..., column]
+    def _spread(self, group_values: Tensor) -> Tensor:
+        """Repeats values of groups [..., out, groups] as float32 [..., out, in]."""
+        groups = torch.arange(self.shape[-1], device=self.device) // self.group
+        return group_values.float()[..., groups]
 
 
 Weight = Tensor | Quantized
 
 
-def plain(weight: Weight) -> Tensor:
+def dequantised(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantise()
 
 
-def changed(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
-    """See Quantized.each."""
-    return change(weight) if isinstance(weight, Tensor) else weight.each(change)
+def map_weight(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
+    """Returns a weight with `change` applied to its tensor, or to each of its parts."""
+    return change(weight) if isinstance(weight, Tensor) else weight.map_parts(change)
 
 
 def quantise(weight: Tensor) -> Quantized:
-    """A matrix [..., out, in] in FP8, each row by its own largest element."""
-    codes, scales, (*rows, width) = [], [], weight.shape
-    for rows_of in torch.split(weight.reshape(-1, width), _ROWS):
-        part = rows_of.float()
-        of_row = part.abs().amax(1, keepdim=True).clamp_(min=TINY).div_(FP8_MOST)
-        codes.append(
-            (part / of_row).clamp_(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
-        )
-        scales.append(of_row)
-    joined = torch.cat(codes).view(*rows, width), torch.cat(scales).view(*rows, 1)
-    return Quantized(*joined, None, "fp8", width, weight.dtype)
+    """Quantises a matrix [..., out, in] to FP8.
+
+    The scale of a row maps its largest absolute value to the largest FP8 number.
+    """
+    *rows, width = weight.shape
+    codes = []
+    scales = []
+    for weight_chunk in torch.split(weight.reshape(-1, width), _CHUNK_ROWS):
+        chunk = weight_chunk.float()
+        row_max = chunk.abs().amax(1, keepdim=True).clamp_(min=MIN_ROW_MAX)
+        row_scales = row_max.div_(FP8_MAX)
+        scaled = (chunk / row_scales).clamp_(-FP8_MAX, FP8_MAX)
+        codes.append(scaled.to(FP8).view(torch.uint8))
+        scales.append(row_scales)
+    return Quantized(
+        codes=torch.cat(codes).view(*rows, width),
+        scales=torch.cat(scales).view(*rows, 1),
+        zeros=None,
+        kind="fp8",
+        group=width,
+        dtype=weight.dtype,
+    )
 
 
 def concatenated(parts: list[Weight]) -> Weight | None:
-    """Matrices [out, in] of the same columns, one below the other; None: they are unlike."""
+    """Concatenates matrices [out, in] with the same columns along their rows.
+
+    Returns None if their data types or formats differ.
+    """
     if len(set(map(_layout, parts))) > 1:
         return None
-    joined = map(torch.cat, zip(*map(_parts, parts), strict=True))
-    return parts[0] if len(parts) == 1 else _of(parts[0], joined)
+    if len(parts) == 1:
+        return parts[0]
+    joined = map(torch.cat, zip(*map(_tensors, parts), strict=True))
+    return _with_tensors(parts[0], joined)
 
 
 def stacked(count: int, parts: Iterable[Weight]) -> Weight:
-    """`count` matrices [out, in] as one [count, out, in], without a second copy of all of them.
-    Raises ValueError where they are not stored alike."""
+    """Stacks `count` matrices [out, in] to [count, out, in].
+
+    The matrices are copied one by one, so that not all of them are in memory twice.
+
+    Raises:
+        ValueError: their data types or formats differ.
+    """
     out: list[Tensor] = []
     first: Weight | None = None
     for index, part in enumerate(parts):
         if first is None:
-            first, out = (
-                part,
-                [each.new_empty(count, *each.shape) for each in _parts(part)],
-            )
+            first = part
+            out = [tensor.new_empty(count, *tensor.shape) for tensor in _tensors(part)]
         if _layout(first) != _layout(part):
             raise ValueError("experts of one layer are quantised in different ways")
-        for place, tensor in zip(out, _parts(part), strict=True):
-            place[index] = tensor
+        for target, tensor in zip(out, _tensors(part), strict=True):
+            target[index] = tensor
     assert first is not None
-    return _of(first, out)
+    return _with_tensors(first, out)
 
 
-def _parts(weight: Weight) -> list[Tensor]:
+def _tensors(weight: Weight) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else weight.parts
 
 
-def _of(like: Weight, parts: Iterable[Tensor]) -> Weight:
-    return next(iter(parts)) if isinstance(like, Tensor) else like.made_of(parts)
+def _with_tensors(weight: Weight, tensors: Iterable[Tensor]) -> Weight:
+    """Returns a weight of the same kind as `weight`, made of other tensors."""
+    if isinstance(weight, Tensor):
+        return next(iter(tensors))
+    return weight.with_parts(tensors)
 
 
 def _layout(weight: Weight) -> tuple[object, ...]:
-    """Of weights that can be joined: alike."""
-    dtypes = [part.dtype for part in _parts(weight)]
-    return (
-        *dtypes,
-        *(() if isinstance(weight, Tensor) else (weight.kind, weight.group)),
-    )
+    """Returns a value that is equal for weights that can be concatenated."""
+    dtypes = [tensor.dtype for tensor in _tensors(weight)]
+    if isinstance(weight, Tensor):
+        return tuple(dtypes)
+    return (*dtypes, weight.kind, weight.group)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deploy import models
-from model.architectures.table import ARCHITECTURES, REFUSED
+from model.architectures.table import ARCHITECTURES, UNSUPPORTED_ARCHITECTURES
 from tests.model.test_against_transformers import CASES
 from tests.model.test_config import LLAMA
 
@@ -18,11 +18,13 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
     assert models.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, declared in ARCHITECTURES.items():
-        assert CASES[declared.proof][0] == name
+        assert CASES[declared.test_case][0] == name
         (line,) = [line for line in lines if line.startswith(f"{name} ")]
-        assert line.endswith(f"-k '[{declared.proof}]'")
-    assert {near for near, _ in REFUSED.values()} <= set(ARCHITECTURES)
-    assert not set(REFUSED) & set(ARCHITECTURES)
+        assert line.endswith(f"-k '[{declared.test_case}]'")
+    assert {near for near, _ in UNSUPPORTED_ARCHITECTURES.values()} <= set(
+        ARCHITECTURES
+    )
+    assert not set(UNSUPPORTED_ARCHITECTURES) & set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

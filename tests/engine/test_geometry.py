@@ -159,7 +159,7 @@ def test_steps_over_latents_that_no_plan_holds_are_refused():
 def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic():
     config, needed = (
         _changed(load_format="dummy"),
-        4 * weight_bytes(_MODEL, 1, keeps=False),
+        4 * weight_bytes(_MODEL, 1, keep_quantised=False),
     )
     check_weights(config, _MODEL, needed)
     check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
@@ -185,7 +185,9 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
     with pytest.raises(InvalidGeometry, match="--no-pack-weights"):
         check_weights(_changed(model_dir=str(folder)), model, 0)
     check_weights(
-        _changed(model_dir=str(folder)), model, 4 * weight_bytes(model, 1, keeps=False)
+        _changed(model_dir=str(folder)),
+        model,
+        4 * weight_bytes(model, 1, keep_quantised=False),
     )
     with pytest.raises(InvalidGeometry, match="use --dtype float32, as which"):
         check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)

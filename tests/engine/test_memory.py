@@ -25,8 +25,8 @@ from engine.worker.rank import pool_size
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
 from model.config import load_config, parse_config
+from model.files.safetensors_files import StoredTensor
 from model.parallel import Parallel
-from model.sizes import StoredTensor
 from protocol.settings.machine import free_host_bytes
 from tests.make_models import ensure_model
 from tests.model.test_real_configs import MODELS

@@ -34,7 +34,7 @@ def answered(pair: RealPair, prompt: list[int], **members: object) -> MemoryTran
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
-    architecture, options = CASES[ARCHITECTURES[name].proof]
+    architecture, options = CASES[ARCHITECTURES[name].test_case]
     reference = make(architecture, tmp_path, **options)
     with RealPair(tmp_path, p_block_size=8, block_size=4, p_order="LBCNHD") as pair:
         for prompt in (PROMPT[:170], NEXT):

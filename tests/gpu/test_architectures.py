@@ -44,7 +44,7 @@ MIN_SIMILARITY = 0.995
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_graphs_equal_eager_steps_and_the_cpu(name, tmp_path):
-    architecture, options = CASES[ARCHITECTURES[name].proof]
+    architecture, options = CASES[ARCHITECTURES[name].test_case]
     shape = LATENTS if ARCHITECTURES[name].mla else HEADS
     make(architecture, tmp_path, **{**options, **SIZES, **shape})
     with runner_for(tmp_path) as runner:

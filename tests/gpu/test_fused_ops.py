@@ -98,8 +98,8 @@ def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
     norm = torch.randn(width, **BF16)
     x = torch.randn(1, width, **BF16)
-    assert kernels.one_row_works(weights[0], gated=True)
-    assert kernels.one_row_works(back)
+    assert kernels.has_one_row_kernel(weights[0], gated=True)
+    assert kernels.has_one_row_kernel(back)
     for weight in weights * 3:
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
@@ -140,7 +140,7 @@ def test_gated_product_of_many_rows_equals_float64(sizes, dtype):
     rows, num_out, width = sizes
     weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
     x = torch.randn(rows, width, device="cuda").to(dtype)
-    assert fused_ops.kernels().gated_rows_work(weight)
+    assert fused_ops.kernels().has_gated_rows_kernel(weight)
     x_before = x.clone()
     weight_before = weight.clone()
     actual = fused_ops.kernels().gated_rows(x, weight)
@@ -155,9 +155,13 @@ def test_gated_product_of_many_rows_equals_float64(sizes, dtype):
 
 
 def test_gated_product_refuses_shapes_that_its_tiles_do_not_fit():
-    assert not fused_ops.kernels().gated_rows_work(torch.randn(2 * 100, 128, **BF16))
-    assert not fused_ops.kernels().gated_rows_work(torch.randn(256, 96, **BF16))
-    assert not fused_ops.kernels().gated_rows_work(torch.randn(64, 512, **BF16).t())
+    assert not fused_ops.kernels().has_gated_rows_kernel(
+        torch.randn(2 * 100, 128, **BF16)
+    )
+    assert not fused_ops.kernels().has_gated_rows_kernel(torch.randn(256, 96, **BF16))
+    assert not fused_ops.kernels().has_gated_rows_kernel(
+        torch.randn(64, 512, **BF16).t()
+    )
 
 
 def test_feed_forward_of_many_rows_equals_that_of_few_rows():

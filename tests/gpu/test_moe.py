@@ -64,13 +64,13 @@ def test_experts_in_a_graph_equal_the_cpu(rank_experts, implementation, num_toke
         "first": rank_experts.start,
         "total": NUM_EXPERTS,
         "activation": activation,
-        "chosen": EXPERTS_PER_TOKEN,
+        "num_chosen": EXPERTS_PER_TOKEN,
     }
     on_cpu = Experts(gate_up.float(), down.float(), **options)
     expected = on_cpu(x.float(), weights, expert_ids)
     inputs = [tensor.cuda() for tensor in (x, weights, expert_ids)]
     experts = Experts(gate_up.cuda(), down.cuda(), **options)
-    assert experts.takes_one == (implementation == "kernels")
+    assert experts.has_one_token_kernel == (implementation == "kernels")
     experts(*inputs)  # loads all kernels
     with forbid_waiting():
         eager = experts(*inputs)
@@ -93,9 +93,9 @@ def test_one_token_through_fp8_experts_in_a_graph_equals_the_cpu(size):
         small = weight.to(BF16)
         quantised.append(quantise(small) if size is None else in_groups(small, size))
     plain = Experts(*(weight.dequantise().float() for weight in quantised))
-    on_gpu = [weight.each(Tensor.cuda) for weight in quantised]
+    on_gpu = [weight.map_parts(Tensor.cuda) for weight in quantised]
     experts = Experts(*on_gpu, chosen=EXPERTS_PER_TOKEN)
-    assert experts.takes_one
+    assert experts.has_one_token_kernel
     x = torch.randn(1, HIDDEN).to(BF16)
     weights = torch.rand(1, EXPERTS_PER_TOKEN)
     gpu_x = x.cuda()

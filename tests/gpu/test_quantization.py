@@ -33,8 +33,8 @@ WEIGHT_FORMATS = [
 def test_product_equals_float64(weight_format, rows):
     """The error is below 1 % of the norm; if inputs are in FP8 too, below 6 %."""
     device = torch.device("cuda")
-    weight = products.example((*weight_format, BF16, device))
-    assert products.problem(weight) is None
+    weight = products.example_weight((*weight_format, BF16, device))
+    assert products.unsupported_reason(weight) is None
     x = torch.randn(rows, weight.shape[1], device=device).to(BF16)
     expected = x.double() @ weight.dequantise().double().t()
     residual = torch.randn(expected.shape, device=device).to(BF16)
@@ -43,7 +43,7 @@ def test_product_equals_float64(weight_format, rows):
     for total, out in ((expected, None), (expected + residual, residual)):
         actual = products.multiply(weight, x, out)
         assert (actual.double() - total).norm() / total.norm() < max_error
-    experts = weight.each(lambda part: part.expand(5, -1, -1).contiguous())
+    experts = weight.map_parts(lambda part: part.expand(5, -1, -1).contiguous())
     ends = torch.tensor(
         [0, rows // 2, rows // 2, rows, rows], dtype=torch.int32, device=device
     )
@@ -75,7 +75,7 @@ def test_fused_products_of_one_row_accept_fp8(rows, width):
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_model_equals_the_cpu(tmp_path, name, monkeypatch):
     # Weights are uploaded in parts of this size, as if they were large.
-    monkeypatch.setattr("model.weights._PART_BYTES", 1 << 12)
+    monkeypatch.setattr("model.weights._MIN_PART_BYTES", 1 << 12)
     make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])
     config = load_config(tmp_path)

@@ -244,7 +244,7 @@ def test_parts_of_heads_and_latents_are_rotated_in_place(interleaved, monkeypatc
     expected_parts = plain_rope.rotate_pair(
         q[..., 128:], latent[:, None, 512:], plain_rope.angles(positions)
     )
-    monkeypatch.setattr("model.fused_ops.works", lambda device, dtype: True)
+    monkeypatch.setattr("model.fused_ops.is_supported", lambda device, dtype: True)
     rope = Rope(config, dtype=torch.bfloat16, device="cpu")
     small_q = q.bfloat16()
     small_latent = latent.bfloat16()

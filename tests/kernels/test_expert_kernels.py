@@ -6,8 +6,9 @@ import torch
 import tests.rigs.interpreted  # noqa: F401
 from model import fused_ops
 from model.config import parse_config
-from model.moe import Experts, Router
+from model.moe import Experts
 from model.quantization.quantized import quantise
+from model.router import Router
 from model.weights import DummySource, WeightLoader
 from tests.model.quantised_files import in_groups
 from tests.model.test_config import DEEPSEEK
@@ -24,12 +25,16 @@ kernels = fused_ops.experts()
 
 def make_experts(rank_experts, width, monkeypatch):
     """The experts of a rank, with kernels and without them."""
-    monkeypatch.setattr(fused_ops, "works", lambda device, dtype: dtype == BF16)
-    monkeypatch.setattr(kernels, "works", lambda gate_up, down: True)
+    monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: dtype == BF16)
+    monkeypatch.setattr(kernels, "is_supported", lambda gate_up, down: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gate_up = torch.randn(len(rank_experts), 2 * width, HIDDEN) / 11
     down = torch.randn(len(rank_experts), HIDDEN, width) / 8
-    options = {"first": rank_experts.start, "total": TOTAL, "chosen": EXPERTS_PER_TOKEN}
+    options = {
+        "first": rank_experts.start,
+        "total": TOTAL,
+        "num_chosen": EXPERTS_PER_TOKEN,
+    }
     with_kernels = Experts(gate_up.to(BF16), down.to(BF16), **options)
     return with_kernels, Experts(gate_up, down, **options)
 
@@ -38,8 +43,8 @@ def make_experts(rank_experts, width, monkeypatch):
 def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
     """One expert gets no tokens. All tiles passed their self-test before."""
     experts, plain = make_experts(rank_experts, 64, monkeypatch)
-    assert experts.takes_one
-    assert not plain.takes_one
+    assert experts.has_one_token_kernel
+    assert not plain.has_one_token_kernel
     x = torch.randn(7, HIDDEN).to(BF16)
     weights, expert_ids = torch.randn(7, TOTAL - 1).topk(EXPERTS_PER_TOKEN)
     expected = plain(x.float(), weights, expert_ids)
@@ -54,7 +59,7 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
 
     One of a token's experts may be on another rank.
     """
-    monkeypatch.setattr(fused_ops, "works", lambda device, dtype: True)
+    monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gate_up = torch.randn(5, 2 * width, HIDDEN) / 11
     down = torch.randn(5, HIDDEN, width) / 8
@@ -63,7 +68,7 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
         small = weight.to(BF16)
         quantised.append(quantise(small) if size is None else in_groups(small, size))
     experts = Experts(*quantised, total=TOTAL, first=1, chosen=EXPERTS_PER_TOKEN)
-    assert experts.takes_one
+    assert experts.has_one_token_kernel
     dequantised = [weight.dequantise().float() for weight in quantised]
     plain = Experts(*dequantised, total=TOTAL, first=1)
     for expert_ids in ([3, 1], [0, 4]):
@@ -76,7 +81,7 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
 
 
 def make_router(name, num_experts, monkeypatch):
-    monkeypatch.setattr(fused_ops, "works", lambda device, dtype: True)
+    monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
     counts = ("n_routed_experts", "num_experts", "num_local_experts")
     config = {**DEEPSEEK, **ROUTERS[name], **dict.fromkeys(counts, num_experts)}
     loader = WeightLoader(DummySource(0, "cpu"), dtype=BF16, device="cpu")
@@ -93,7 +98,7 @@ def test_kernel_chooses_experts_and_weights_like_plain_torch(
     logits = 3 * torch.randn(50, num_experts)
     logits[0, 3] = float("nan")
     weights, experts = router.choose(logits)
-    expected_weights, expected_experts = router._choose(logits)
+    expected_weights, expected_experts = router._choose_by_torch(logits)
     assert torch.equal(experts[1:], expected_experts[1:])
     torch.testing.assert_close(weights, expected_weights, equal_nan=True)
 
@@ -127,5 +132,5 @@ def test_deviating_expert_kernels_are_not_used_and_logged_once(
     # The width depends on the case, because results of self-tests are cached by shape.
     width = 64 * len(message)
     pairs = [make_experts(range(2), width, monkeypatch) for _ in range(2)]
-    assert not any(experts.takes_one for experts, _ in pairs)
+    assert not any(experts.has_one_token_kernel for experts, _ in pairs)
     assert [message in line for line in caplog.messages] == [True]

@@ -120,7 +120,7 @@ def _launch_model_kernels(dtype, capability) -> None:
 
     from model import fused_kernels
     from model.config import parse_config
-    from model.quantization.products import example
+    from model.quantization.products import example_weight
     from tests.gpu.test_quantization import WEIGHT_FORMATS
     from tests.model.test_config import DEEPSEEK, V3
 
@@ -131,9 +131,9 @@ def _launch_model_kernels(dtype, capability) -> None:
     fused_kernels.rms_norm(x, norm, 1e-6)
     fused_kernels.silu_and_mul(weight)
     fused_kernels.one_row(x[:1], weight, norm=norm, eps=1e-6, gated=True)
-    kernels.rescaled(x, torch.ones(3, 1), torch.ones(512, 1), None)
+    kernels.rescale(x, torch.ones(3, 1), torch.ones(512, 1), None)
     for weight_format in WEIGHT_FORMATS:
-        quantised = example((*weight_format, dtype, torch.device("cpu")))
+        quantised = example_weight((*weight_format, dtype, torch.device("cpu")))
         for rows in (3, 40):
             kernels.multiply(
                 quantised, torch.zeros(rows, quantised.shape[1], dtype=dtype)

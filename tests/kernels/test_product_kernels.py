@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.rigs.interpreted  # noqa: F401
-from model.quantization.products import example, takes_one_row
+from model.quantization.products import example_weight, has_one_row_kernel
 from model.quantization.quantized import FP8, quantise
 from tests.gpu.test_quantization import BF16, WEIGHT_FORMATS
 
@@ -24,7 +24,7 @@ def assert_near(actual, expected):
 @pytest.mark.parametrize(("rows", "num_out"), [(8, 67), (13, 17), (40, 80), (70, 1)])
 def test_product_equals_float64_with_and_without_splits(weight_format, rows, num_out):
     """Products follow one another: one must not read what another left behind."""
-    weight = example((*weight_format, BF16, torch.device("cpu"))).each(
+    weight = example_weight((*weight_format, BF16, torch.device("cpu"))).map_parts(
         lambda part: part[:num_out].contiguous()
     )
     x = torch.randn(rows, weight.shape[1]).to(BF16)
@@ -39,12 +39,14 @@ def test_product_equals_float64_with_and_without_splits(weight_format, rows, num
 )
 @pytest.mark.parametrize("ends", [[0, 3, 3, 9], [0, 1, 70, 75, 75]], ids=str)
 def test_each_expert_multiplies_its_own_rows(weight_format, ends):
-    weight = example((*weight_format, BF16, torch.device("cpu"))).each(
+    weight = example_weight((*weight_format, BF16, torch.device("cpu"))).map_parts(
         lambda part: part[:40]
     )
-    experts = [weight.each(lambda part, n=n: part.roll(n, 0)) for n in range(len(ends))]
+    experts = [
+        weight.map_parts(lambda part, n=n: part.roll(n, 0)) for n in range(len(ends))
+    ]
     parts = zip(*(expert.parts for expert in experts), strict=True)
-    joined = weight.made_of(map(torch.stack, parts))
+    joined = weight.with_parts(map(torch.stack, parts))
     # The last five rows belong to no expert.
     x = torch.randn(ends[-1] + 5, weight.shape[1]).to(BF16)
     actual = kernels.multiply(joined, x, torch.tensor(ends, dtype=torch.int32))
@@ -59,20 +61,20 @@ def test_each_expert_multiplies_its_own_rows(weight_format, ends):
 @pytest.mark.parametrize("width", [128, 384, 4096])
 def test_one_row_kernel_passes_its_self_test(width):
     weight = quantise(torch.randn(16, width).to(BF16))
-    assert takes_one_row(weight)
-    assert takes_one_row(weight, gated=True)
+    assert has_one_row_kernel(weight)
+    assert has_one_row_kernel(weight, gated=True)
 
 
 @pytest.mark.parametrize("width", [128, 200, 1040])
 def test_rows_are_quantised_and_sums_are_rescaled(width):
     x = torch.randn(9, width).mul(torch.logspace(-3, 3, 9)[:, None]).to(BF16)
     x[4] = 0
-    codes, scales = kernels.quantised(x)
+    codes, scales = kernels.quantise_rows(x)
     expected = quantise(x)
     assert torch.equal(scales, expected.scales)
     assert torch.equal(codes.float(), expected.codes.view(FP8).float())
     columns = torch.rand(width, 1)
     sums = torch.randn(9, width).to(BF16)
     rescaled = sums.double() * scales * columns.t()
-    actual = kernels.rescaled(sums, scales, columns, x.clone())
+    actual = kernels.rescale(sums, scales, columns, x.clone())
     assert_near(actual, x.double() + rescaled)

@@ -24,7 +24,7 @@ REFUSALS = {
     r"^rope_\w+ by kind of layer in this architecture": "transformers ignores it",
     r"rope_parameters has an object for each of": "transformers ignores a rope without a kind",
     r"rope_scaling has the type .* and no rope_type": "transformers 5 ignores it",
-    r"rope_scaling stands beside rope_parameters that say otherwise": "transformers ignores one",
+    r"rope_scaling and rope_parameters contradict each other": "transformers ignores one",
     r"^truncate false of rope type yarn in this architecture": "transformers ignores it",
     r"original_max_position_embeddings is \d+ outside of": "transformers 4 reads it, 5 does not",
     r"rope_theta is .* which does not say whether": "transformers 4 and 5 read it differently",
@@ -33,8 +33,8 @@ REFUSALS = {
     r"^mscale_all_dim of rope type": "no released model has it",
     r"^partial_rotary_factor .* in this architecture": "works where no layer is rotated",
     r"expected an even number of at least 1": "works for three elements only",
-    r"^norm_topk_prob true is not supported": "transformers ignores it, DeepSeek's code does not",
-    r"^mlp_bias true is not supported beside experts": "no released model has it",
+    r"^norm_topk_prob true in this architecture": "transformers ignores it, DeepSeek's code does not",
+    r"^mlp_bias true is not supported in a model with experts": "no released model has it",
 }
 # What transformers breaks on and Baton serves: the error, and why it is served.
 SERVED = {

@@ -16,7 +16,7 @@ BLOCK_SIZE = 16
 class DenseAttention:
     """Stands in for an AttentionBackend; the sequence grows with every forward of layer 0."""
 
-    rotates = False
+    applies_rope = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -30,7 +30,7 @@ class DenseAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        turn: None,
+        rope_norm: None,
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, k)
         values = self._append(self._values, layer, v)

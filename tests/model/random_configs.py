@@ -103,10 +103,11 @@ def _add_experts(draw: random.Random, architecture: str, raw: Raw) -> None:
     mixture = ARCHITECTURES[architecture].mixture
     if mixture is None:
         return
-    raw |= {mixture.count: 8, "num_experts_per_tok": draw.choice((1, 2, 3))}
-    raw |= {mixture.width: 24}
-    if mixture.shared_width:
-        raw[mixture.shared_width] = 40
+    raw[mixture.count_field] = 8
+    raw["num_experts_per_tok"] = draw.choice((1, 2, 3))
+    raw[mixture.width_field] = 24
+    if mixture.shared_width_field:
+        raw[mixture.shared_width_field] = 40
     optional: dict[str, tuple[Any, ...]] = {
         "norm_topk_prob": (True, False),
         "decoder_sparse_step": (1, 2),
@@ -135,7 +136,7 @@ def _add_windows(draw: random.Random, architecture: str, raw: Raw) -> None:
         raw["use_sliding_window"] = draw.random() < 0.7
     if draw.random() < 0.5:
         raw["max_window_layers"] = draw.choice((0, 1, 2, 28))
-    if draw.random() < (0.3 if ARCHITECTURES[architecture].windows else 0.05):
+    if draw.random() < (0.3 if ARCHITECTURES[architecture].window_rule else 0.05):
         raw["layer_types"] = [draw.choice((_FULL, _SLIDING)) for _ in range(layers)]
     if draw.random() < 0.3:
         raw["sliding_window_pattern"] = draw.choice((1, 2, 3))

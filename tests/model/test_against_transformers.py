@@ -191,7 +191,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch
         p for name, p in reference.named_parameters() if not name.startswith(of_images)
     )
     matrices = sum(each.numel() for each in of_text if each.dim() > 1)
-    assert weight_bytes(model.config, 1, keeps=False) == matrices
+    assert weight_bytes(model.config, 1, keep_quantised=False) == matrices
 
 
 def test_longrope_takes_its_short_factors_where_no_sequence_outgrows_them(tmp_path):

@@ -126,7 +126,7 @@ READ = {
 REFUSED = {
     "gemma3: original outside only": (
         "Gemma3", {**by_kind(LONG), ORIGINAL: 32, **EVERY_SECOND},
-        rf"{ORIGINAL} is 32 outside of rope_parameters.*put it beside the rope_type .*longrope",
+        rf"{ORIGINAL} is 32 outside of rope_parameters.*put it next to the rope_type .*longrope",
     ),
     "olmo3: original outside only": (
         "Olmo3", {**by_kind(LONG, {"rope_theta": 1e4}), ORIGINAL: 32},
@@ -152,7 +152,7 @@ REFUSED = {
     ),
     "llama: another rope_theta": (
         "Llama", {**flat(rope_theta=5e5), "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling stands beside rope_parameters that say otherwise",
+        "rope_scaling and rope_parameters contradict each other",
     ),
     "phi3: linear": (
         "Phi3", flat(rope_type="linear", factor=2.0), '"linear" is not supported; .*longrope',

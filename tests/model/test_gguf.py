@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from model.config import load_config
 from model.errors import ModelLoadError, ModelNotAvailable, UnsupportedModel
-from model.gguf import convert_gguf
+from model.files.gguf import convert_gguf
 from model.hub import resolve_model
 from tests.model.random_models import SIZES, load, make
 from tests.model.test_against_transformers import LLAMA3, check_equal
@@ -271,7 +271,7 @@ def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     (tmp_path / "m").mkdir()
-    path = tmp_path / "m" / "model.gguf"
+    path = tmp_path / "m" / "model.files.gguf"
     write_gguf(path, reference)
     said: list[str] = []
     folder = resolve_model(str(path), progress=said.append)

@@ -74,7 +74,7 @@ def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(
 _ASK = """
 from model import hub
 from model.errors import ModelNotAvailable
-hub._SILENCE_S = 0.2
+hub._HUB_TIMEOUT_S = 0.2
 try:
     hub.resolve_model("owner/name")
 except ModelNotAvailable as error:

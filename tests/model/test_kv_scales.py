@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig, load_config, parse_config
 from model.errors import UnsupportedModel
-from model.kv_scales import InvalidScales, resolve_scales
+from model.files.kv_scales import InvalidScales, resolve_scales
 from model.sizes import fingerprint
 from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA
@@ -106,7 +106,7 @@ def test_a_latent_has_one_scale(tmp_path):
         ("0", "0.0: a scale must be a finite number above 0"),
         ("-0.5", "above 0"),
         ("nan", "finite"),
-        ("none.json", "none.json is neither a number nor a JSON file"),
+        ("none.json", "none.json is neither a number nor a readable JSON file"),
         ({"k_scale": 1.0}, "k_scale and v_scale"),
         ([1.0, 1.0], "k_scale and v_scale"),
         ({"k_scale": [1.0] * 3, "v_scale": 1.0}, "k_scale has 3 numbers.*2 layers"),

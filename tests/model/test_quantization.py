@@ -12,12 +12,13 @@ from torch import Tensor
 from model.config import load_config
 from model.decoder import load_model
 from model.errors import ModelLoadError, UnsupportedModel
+from model.files.safetensors_files import read_headers
 from model.layers import Columns, Linear, RowParallelLinear
 from model.moe import Experts
 from model.parallel import Parallel
 from model.quantization.quantized import Quantized, quantise, stacked
 from model.quantization.stored import StoredWeights
-from model.sizes import fingerprint, read_headers, weight_bytes
+from model.sizes import fingerprint, weight_bytes
 from model.weights import WeightLoader
 from tests.model.dense import DenseAttention
 from tests.model.quantised_files import FORMATS, fp8, mxfp4, rewrite, save_plain
@@ -243,14 +244,17 @@ def test_what_is_quantised_at_load_is_another_model_and_takes_fewer_bytes(tmp_pa
     plain, ours = load_config(tmp_path), load_config(tmp_path, quantization="fp8")
     assert fingerprint(plain, tmp_path) != fingerprint(ours, tmp_path)
     vocabulary = 2 * 131 * 64
-    linear = weight_bytes(plain, 1, keeps=True) - vocabulary
-    assert weight_bytes(ours, 2, keeps=True) == linear + 2 * vocabulary
-    assert weight_bytes(ours, 2, keeps=False) == weight_bytes(plain, 2, keeps=True)
+    linear = weight_bytes(plain, 1, keep_quantised=True) - vocabulary
+    assert weight_bytes(ours, 2, keep_quantised=True) == linear + 2 * vocabulary
+    assert weight_bytes(ours, 2, keep_quantised=False) == weight_bytes(
+        plain, 2, keep_quantised=True
+    )
 
 
 def test_what_is_quantised_already_is_not_quantised_again(quantised):
     with pytest.raises(
-        ModelLoadError, match=r"--quantization fp8: .*quantised already.*leave it"
+        ModelLoadError,
+        match=r"--quantization fp8: .*already stored quantised.*leave the option out",
     ):
         load_config(quantised[0], quantization="fp8")
 

@@ -135,7 +135,7 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_has_the_weights_that_it_is_known_for(name: str) -> None:
     billions, raw = MODELS[name]
-    found = weight_bytes(parse_config(raw), 1, keeps=False) / 1e9
+    found = weight_bytes(parse_config(raw), 1, keep_quantised=False) / 1e9
     assert found == pytest.approx(billions, rel=0.006)
 
 

@@ -9,7 +9,7 @@ import torch
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
-from model.sizes import check_files, implied_weights, largest, weight_bytes
+from model.sizes import check_files, implied_weights, largest_group, weight_bytes
 from model.weights import DummySource
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA, V3
@@ -49,7 +49,7 @@ def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch)
     load_model(config, "", dtype=torch.float32, load_format="dummy")
     matrices = {name: shape for name, shape in asked.items() if len(shape) > 1}
     assert sum(map(math.prod, matrices.values())) == weight_bytes(
-        config, 1, keeps=False
+        config, 1, keep_quantised=False
     )
     for weights in implied_weights(config):
         assert matrices[weights.name] == tuple(size.value for size in weights.shape)
@@ -92,11 +92,11 @@ def test_a_field_that_the_files_contradict_is_named(folders, architecture, field
 
 def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
     config = parse_config({**LLAMA, "num_hidden_layers": 10**12})
-    assert str(largest(config)) == (
+    assert str(largest_group(config)) == (
         "model.layers.0.mlp.gate_proj.weight (intermediate_size 96 by hidden_size 64) in each of "
         "num_hidden_layers 1000000000000"
     )
-    assert weight_bytes(config, 1, keeps=False) > 96 * 64 * 3 * 10**12
+    assert weight_bytes(config, 1, keep_quantised=False) > 96 * 64 * 3 * 10**12
 
 
 @pytest.mark.parametrize("header", [

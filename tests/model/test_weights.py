@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
+from model.files.safetensors_files import read_headers, stored_elements
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
-from model.sizes import fingerprint, read_headers, stored_elements
+from model.sizes import fingerprint
 from model.weights import DummySource, Upload, WeightLoader
 from tests.model.dense import greedy
 from tests.model.random_models import load, make

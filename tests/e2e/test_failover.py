@@ -395,7 +395,7 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
             ]
             ends = list(zip(holds, asked, strict=True))
             wait_until(
-                lambda: all(hold.asked.is_set() or one.done() for hold, one in ends), 60
+                lambda: all(hold.requested.is_set() or one.done() for hold, one in ends), 60
             )
         wait_until(
             lambda: all(hold.reached.is_set() or one.done() for hold, one in ends), 60

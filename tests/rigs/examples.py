@@ -8,8 +8,9 @@ _SHARE = 3
 
 
 def examples(count: int, **options: Any) -> hypothesis.settings:
-    """So many in `make test-all`, which draws new ones; a third of them in `make test`, which draws
-    the same ones each time."""
+    """So many in `make test-all`, which draws new ones; a third of them in `make test`,
+    which draws the same ones each time.
+    """
     if (
         hypothesis.settings.default is not None
         and hypothesis.settings.default.derandomize

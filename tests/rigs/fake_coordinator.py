@@ -1,7 +1,9 @@
-"""A pull coordinator without threads or sockets, which does what PullCoordinator may do, at random:
-shakes hands, reads in pieces, fails with READs under way or without, loses leases, hangs.
+"""A pull coordinator without threads or sockets, which does what PullCoordinator may
+do, at random: shakes hands, reads in pieces, fails with READs under way or without,
+loses leases, hangs.
 
-What it reads is known by lease. While it may write, the blocks must be RECEIVING or QUARANTINED.
+What it reads is known by lease. While it may write, the blocks must be RECEIVING or
+QUARANTINED.
 """
 
 import random
@@ -146,7 +148,9 @@ class FakeCoordinator:
     # -- what happens meanwhile
 
     def go_on(self, *, to_end: bool = False) -> None:
-        """Something happens to some pulls; with `to_end` as much as can to all of them."""
+        """Something happens to some pulls; with `to_end` as much as can to all of
+        them.
+        """
         for key in sorted(self._awaited):
             if to_end or self._rng.random() < 0.3:
                 self._decide(key)

@@ -1,4 +1,6 @@
-"""Random pairs of geometries, memory in which every element names itself, and brute force."""
+"""Random pairs of geometries, memory in which every element names itself, and brute
+force.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ NUMPY = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class Side:
-    """One engine: a geometry, a block table, and (tp, elements) maps of where things lie."""
+    """One engine: a geometry, a block table, and (tp, elements) maps of where things
+    lie.
+    """
 
     tp: int
     order: str
@@ -95,8 +99,9 @@ class Case:
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Element offset of [head on the rank, layer, component, token, dim], by indexing an arange;
-    tokens are those of the sequence that the rank keeps."""
+    """Element offset of [head on the rank, layer, component, token, dim], by indexing
+    an arange; tokens are those of the sequence that the rank keeps.
+    """
     layout = case.layout(side, rank)
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     where = where.transpose([layout.order.index(axis) for axis in "BHLCND"])
@@ -125,7 +130,9 @@ def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
 
 
 def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
-    """The rank's pool with its part of tokens [start, stop) in it; garbage everywhere else."""
+    """The rank's pool with its part of tokens [start, stop) in it; garbage everywhere
+    else.
+    """
     memory = garbage(case, side, rank)
     tokens = side.kept(rank, np.arange(start, case.stop))
     heads = side.heads(rank, case.heads)
@@ -134,7 +141,9 @@ def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
 
 
 def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
-    """By the in-memory agent, which refuses what lies outside the memory registered with it."""
+    """By the in-memory agent, which refuses what lies outside the memory registered
+    with it.
+    """
     agent = MemoryAgent("D")
     agent.register(into.ctypes.data, into.nbytes)
     for read in reads:
@@ -163,7 +172,9 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
-    """The tokens behind the rank's last one that are in the same block as that on both sides."""
+    """The tokens behind the rank's last one that are in the same block as that on both
+    sides.
+    """
     mine = case.d.kept(d_rank, np.arange(case.stop))
     sizes = case.p.block_size, case.d.block_size
     return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(
@@ -172,7 +183,9 @@ def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
 
 
 def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
-    """Brute force: pairs every element with its source, counts where both sides stop being next."""
+    """Brute force: pairs every element with its source, counts where both sides stop
+    being next.
+    """
     d_heads = case.d.heads(d_rank, case.heads)
     local = element_map(case, case.d, d_rank, tokens)
     owner = np.stack([owner_of(case, d_rank, head, tokens) for head in d_heads])
@@ -222,7 +235,9 @@ def sides(draw, tokens: int) -> Side:
 
 @st.composite
 def shared_sides(draw, p: Side, tokens: int) -> Side:
-    """Sides whose ranks share tokens: those of D cut a sequence where blocks of P end."""
+    """Sides whose ranks share tokens: those of D cut a sequence where blocks of P
+    end.
+    """
     most = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
     dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, most))
     blocks, num_blocks = draw(block_tables(size * dcp, tokens))
@@ -267,9 +282,10 @@ DTYPES = st.sampled_from(
 
 
 def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
-    """Carried out, a plan brings what is wanted, changes nothing else (READs straight into place
-    may fill the last block), reads nothing that is not leased, takes no larger slots than it says,
-    and says what it reads."""
+    """Carried out, a plan brings what is wanted, changes nothing else (READs straight
+    into place may fill the last block), reads nothing that is not leased, takes no
+    larger slots than it says, and says what it reads.
+    """
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)

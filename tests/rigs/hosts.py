@@ -1,7 +1,8 @@
-"""Several hosts on one: namespaces that share no network, processes, IPC or shared memory.
+"""Several hosts on one: namespaces that share no network, processes, IPC or shared
+memory.
 
-The kernel and the files are the same; what servers of one host can do with each other's memory,
-servers in these cannot. Needs root and iproute2.
+The kernel and the files are the same; what servers of one host can do with each other's
+memory, servers in these cannot. Needs root and iproute2.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ from tests.rigs.cluster import Server, start, wait_until
 
 _NETWORK = "10.213.0"
 _CLONE_NEWNET = 0x40000000
-# A process tree that ends with its first process; `sh` gives it shared memory of its own.
+# A process tree that ends with its first process; `sh` gives it shared memory of its
+# own.
 _APART = (
     *(
         "unshare",
@@ -82,7 +84,9 @@ class Hosts:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """The calling thread, and those that it starts, are in a host's network meanwhile."""
+        """The calling thread, and those that it starts, are in a host's network
+        meanwhile.
+        """
         network = f"/proc/{self._holders[name].pid}/ns/net"
         with open("/proc/self/ns/net") as outside, open(network) as inside:
             _set_network(inside.fileno())
@@ -92,8 +96,9 @@ class Hosts:
                 _set_network(outside.fileno())
 
     def slow_down(self, name: str, rate: str) -> None:
-        """What a host sends is so much a second, as `tc` writes it. Not every kernel has a qdisc
-        that delays."""
+        """What a host sends is so much a second, as `tc` writes it. Not every kernel
+        has a qdisc that delays.
+        """
         limits = ("rate", rate, "burst", "64kb", "latency", "1s")
         with self.inside(name):
             argv = [

@@ -1,4 +1,6 @@
-"""The HTTP application under a real uvicorn, in front of a scripted engine, on one event loop."""
+"""The HTTP application under a real uvicorn, in front of a scripted engine, on one
+event loop.
+"""
 
 import asyncio
 import json
@@ -33,7 +35,9 @@ READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_s
 
 
 class Server:
-    """The application under uvicorn, the engine's script and the client, on one loop."""
+    """The application under uvicorn, the engine's script and the client, on one
+    loop.
+    """
 
     def __init__(
         self, engine: ScriptedEngine, http: httpx.AsyncClient, metrics: Metrics

@@ -1,7 +1,8 @@
-"""Triton's kernels on the CPU: what its interpreter lacks, and does differently than a GPU.
+"""Triton's kernels on the CPU: what its interpreter lacks, and does differently than a
+GPU.
 
-Triton decides when it is first imported: processes that run this have TRITON_INTERPRET=1 in their
-environment, as of `make test-all`.
+Triton decides when it is first imported: processes that run this have
+TRITON_INTERPRET=1 in their environment, as of `make test-all`.
 """
 
 import os
@@ -92,7 +93,9 @@ def _dot(
 def _inline_asm(
     self: Any, asm: str, _: str, values: list[TensorHandle], *__: Any
 ) -> Any:
-    """Ours alone: what makes numbers of codes. A GPU's own is held to the same in tests/gpu."""
+    """Ours alone: what makes numbers of codes. A GPU's own is held to the same in
+    tests/gpu.
+    """
     codes = values[0].data
     kind, dtype = (
         asm.rpartition("// ")[2],

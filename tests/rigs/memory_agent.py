@@ -1,7 +1,8 @@
 """A TransferAgent inside one process.
 
-Bytes move when a READ is polled, not when it is posted, so a stalled READ delivers late, as a
-network does when its peer was stopped and continued. `stall`, `resume` and `fail` steer that.
+Bytes move when a READ is polled, not when it is posted, so a stalled READ delivers
+late, as a network does when its peer was stopped and continued. `stall`, `resume` and
+`fail` steer that.
 """
 
 import ctypes
@@ -63,20 +64,25 @@ class MemoryAgent(TransferAgent):
         return self._network.active
 
     def stall(self, peer: str | None = None) -> None:
-        """READs, or those from one peer, stay active and deliver nothing until `resume`."""
+        """READs, or those from one peer, stay active and deliver nothing until
+        `resume`.
+        """
         self._network.stalled.add(peer)
 
     def resume(self) -> None:
         self._network.stalled.clear()
 
     def fail(self, count: int = 1) -> None:
-        """The next `count` READs to be polled end in ERROR. As UCX reports the first failure of
-        several runs, all but the last go on: they arrive when another READ is polled, unless the
-        agent was closed before."""
+        """The next `count` READs to be polled end in ERROR. As UCX reports the first
+        failure of several runs, all but the last go on: they arrive when another READ
+        is polled, unless the agent was closed before.
+        """
         self._network.failing = count
 
     def spoil(self, count: int = 1) -> None:
-        """The next `count` READs to be polled bring one wrong bit each, and say nothing of it."""
+        """The next `count` READs to be polled bring one wrong bit each, and say nothing
+        of it.
+        """
         self._network.spoiling = count
 
     def register(

@@ -129,8 +129,10 @@ def compat_of(
 
 
 class Clock:
-    """Real time and what a test skips of it: what it waits for comes first on any machine, and a
-    limit that is to end ends then, not when this machine has been slow for a moment."""
+    """Real time and what a test skips of it: what it waits for comes first on any
+    machine, and a limit that is to end ends then, not when this machine has been slow
+    for a moment.
+    """
 
     def __init__(self) -> None:
         self._skipped_s, self._stands_at_s = 0.0, None
@@ -318,7 +320,9 @@ class Decode:
         self._work.start()
 
     def wait(self, *kinds: type, pull_id: str | None = None) -> Any:
-        """The next event of one of these kinds, taken out; others stay for later waits."""
+        """The next event of one of these kinds, taken out; others stay for later
+        waits.
+        """
         deadline = time.monotonic() + DEADLINE_S
         while True:
             for event in self.events:
@@ -372,9 +376,10 @@ class Decode:
         run_round(self.coordinator)
 
     def settle(self) -> list[Event]:
-        """All events left, once every command given so far has been obeyed and every answer that
-        has come was taken."""
-        run_round(self.coordinator)
+        """All events left, once every command given so far has been obeyed and every
+        answer that has come was taken.
+        """
+        take_a_round(self.coordinator)
         self.events += self.coordinator.drain()
         events, self.events = self.events, []
         return events
@@ -384,7 +389,9 @@ class Decode:
         return list(self.coordinator._pulls)
 
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
-        """[token, head of the model, layer, component, element] as the pools hold them now."""
+        """[token, head of the model, layer, component, element] as the pools hold them
+        now.
+        """
         sizes = self.layouts[0].sizes
         shape = (stop - start, self.heads, LAYERS, sizes["C"], HEAD_DIM)
         merged = np.zeros(shape, dtype=np.float32)
@@ -396,7 +403,9 @@ class Decode:
         return merged
 
     def _places(self, rank: int, block_ids: list[int], start: int, stop: int) -> Any:
-        """The tokens of [start, stop) that a rank keeps, and their (blocks, places in them)."""
+        """The tokens of [start, stop) that a rank keeps, and their (blocks, places in
+        them).
+        """
         size = self.layouts[0].block_size
         tokens = np.arange(start, stop)
         tokens = tokens[tokens // size % self.dcp == rank % self.dcp]

@@ -26,8 +26,9 @@ from protocol.handshake import RankMetadata
 def locate(
     copy: BlockCopy, factors: Factors
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-    """Units of the source and of the target that a copy pairs, i64[n] each, and what the elements
-    of each pair are multiplied by, float32[n]."""
+    """Units of the source and of the target that a copy pairs, i64[n] each, and what
+    the elements of each pair are multiplied by, float32[n].
+    """
     kind, of_piece, parameters = units_of(copy, factors)
     p = [int(value) for value in parameters[:NUM_PARAMETERS]]
     number = np.arange(len(copy.sources) * of_piece, dtype=np.int64)
@@ -71,7 +72,8 @@ def place_units(
 
 
 class MemoryPlacer(Placer):
-    """At once unless stalled, with the kernel's index arithmetic, out of pools of this process.
+    """At once unless stalled, with the kernel's index arithmetic, out of pools of this
+    process.
 
     Attributes:
         stalled: launches made while it is set do not end before it is unset.

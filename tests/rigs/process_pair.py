@@ -1,8 +1,10 @@
-"""Processes of their own over NIXL: the prefill side, one rank of the decode side, a piece of
-memory, or a program.
+"""Processes of their own over NIXL: the prefill side, one rank of the decode side, a
+piece of memory, or a program.
 
-They are forked from a process that has torch, whose import takes longer than most tests do, but no
-agent: a program makes its processes first. UCX reads its environment once, when it is loaded.
+They are forked from a process that has torch, whose import takes longer than most tests
+do, but no
+agent: a program makes its processes first. UCX reads its environment once, when it is
+loaded.
 """
 
 import hashlib
@@ -31,7 +33,8 @@ _PROGRAM_S = 200.0
 
 
 class Forked:
-    """A process that runs `work(connection to here, *args)`, whose first word is its greeting.
+    """A process that runs `work(connection to here, *args)`, whose first word is its
+    greeting.
 
     Args:
         env: added to its environment.

@@ -1,4 +1,6 @@
-"""Programs started as a user starts them: in a directory, by a command, with their output read."""
+"""Programs started as a user starts them: in a directory, by a command, with their
+output read.
+"""
 
 import os
 import signal

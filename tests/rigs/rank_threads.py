@@ -1,5 +1,6 @@
-"""Ranks of a real model, each in a thread, behind one executor; all but the first get each step as
-bytes."""
+"""Ranks of a real model, each in a thread, behind one executor; all but the first get
+each step as bytes.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +40,9 @@ class _Step:
 
 
 class Ranks:
-    """An executor. As between processes, rank 0 does not wait for the others' results."""
+    """An executor. As between processes, rank 0 does not wait for the others'
+    results.
+    """
 
     def __init__(
         self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]

@@ -33,7 +33,9 @@ Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
 
 
 async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
+    """The default script: answers with the prompt's last token + 1, + 2, ... up to the
+    limit.
+    """
     last = request.token_ids[-1]
     for step in range(1, request.max_tokens + 1):
         yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
@@ -59,8 +61,9 @@ SMALL_ENGINE = EngineReady(
 class ScriptedEngine(EngineClient):
     """An engine in memory that answers each request with what a script yields.
 
-    A script that returns without a terminal delta, or raises, leaves its request open: that is
-    how a test makes an engine hang. An abort ends the script and answers as the engine does.
+    A script that returns without a terminal delta, or raises, leaves its request open:
+    that is how a test makes an engine hang. An abort ends the script and answers as the
+    engine does.
 
     Args:
         script: an async generator function of the request.

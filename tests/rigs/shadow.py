@@ -1,8 +1,9 @@
 """A stand-in for the model whose KV cache holds what it claims to hold.
 
-Each slot of the shadow pool remembers the token written to it. The next token is a hash of the
-whole context as read back through the block table, so any mistake with blocks, positions, prefix
-hits or preemption changes the output, which `expected_output` computes without any cache.
+Each slot of the shadow pool remembers the token written to it. The next token is a hash
+of the whole context as read back through the block table, so any mistake with blocks,
+positions, prefix hits or preemption changes the output, which `expected_output`
+computes without any cache.
 """
 
 import dataclasses
@@ -58,7 +59,9 @@ def allowed(token: int, banned: Sequence[int]) -> int:
 
 
 def _masked(token: int, mask: Int32s) -> int:
-    """Of the tokens a mask allows the one that `token` picks; itself where it allows all."""
+    """Of the tokens a mask allows the one that `token` picks; itself where it allows
+    all.
+    """
     if (mask == -1).all():
         return token
     found = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
@@ -98,7 +101,9 @@ def expected_output(
 
 
 class _ShadowStep:
-    """Runs when its result is asked for, the latest moment at which a device may run it."""
+    """Runs when its result is asked for, the latest moment at which a device may run
+    it.
+    """
 
     def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
         self.step = step
@@ -164,7 +169,9 @@ class ShadowExecutor:
         return launched
 
     def has_ended(self) -> bool:
-        """Of the step that is waited for; by default it runs when its result is asked for."""
+        """Of the step that is waited for; by default it runs when its result is asked
+        for.
+        """
         return True
 
     def blocks_under_way(self) -> set[int]:
@@ -206,7 +213,9 @@ class ShadowExecutor:
         return StepOutput(tokens, [None] * len(tokens), scores)
 
     def _draw(self, step: StepInput, at: int) -> int:
-        """A token by the context; its state row, if any, must have counted just that."""
+        """A token by the context; its state row, if any, must have counted just
+        that.
+        """
         context = self.context(step, int(step.sample_rows[at]))
         token = next_token(context, step.sampling[at].choice_index)
         row = step.shapes.rows[at] if step.shapes else NO_ROW
@@ -247,7 +256,9 @@ def chained(seen: Sequence[int], token: int) -> int:
 
 
 def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
-    """What the last of these tokens sees, by group: what the slots in its window hold."""
+    """What the last of these tokens sees, by group: what the slots in its window
+    hold.
+    """
     chain: list[int] = []
     for token in tokens:
         before = [
@@ -269,8 +280,10 @@ def windowed_output(
 
 
 class WindowedExecutor(ShadowExecutor):
-    """Of several KV groups: each reads its own blocks, as far back as its window reaches. A slot
-    stands for its whole prefix, so that a token drawn after another one's KV is another token."""
+    """Of several KV groups: each reads its own blocks, as far back as its window
+    reaches. A slot stands for its whole prefix, so that a token drawn after another
+    one's KV is another token.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, depth: int, groups: KVGroups
@@ -427,8 +440,9 @@ def add(
 
 
 def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
-    """A round with these, then rounds until nothing progresses. A core that never settles fails
-    here."""
+    """A round with these, then rounds until nothing progresses. A core that never
+    settles fails here.
+    """
     if messages:
         core.round(messages)
     for _ in range(2000):

@@ -1,9 +1,10 @@
 """What the proxy adds to streams: `python -m tests.rigs.streams`.
 
-Fake servers in a process of their own stream events that say when they were sent. Clients read
-them from a server itself, then through a proxy: of every event how late it comes, and of
-every stream the time to its first event, the prefill leg in it. The last line is one JSON document:
-milliseconds at percentiles, and the processor time of the proxy for an event.
+Fake servers in a process of their own stream events that say when they were sent.
+Clients read them from a server itself, then through a proxy: of every event how late it
+comes, and of every stream the time to its first event, the prefill leg in it. The last
+line is one JSON document: milliseconds at percentiles, and the processor time of the
+proxy for an event.
 """
 
 import argparse
@@ -26,9 +27,10 @@ _KV = {"kv_transfer_params": {"remote_engine_id": "fake", "remote_block_ids": [1
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serves a connection: as a prefill server what is one's, and else a stream, of whose events
-    the prompt says how many they are and how many seconds apart; below 0, the first is followed by
-    the others once anybody has asked for /go."""
+    """Serves a connection: as a prefill server what is one's, and else a stream, of
+    whose events the prompt says how many they are and how many seconds apart; below 0,
+    the first is followed by the others once anybody has asked for /go.
+    """
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while head := await reader.readuntil(b"\r\n\r\n"):
             lines = (line.partition(b": ") for line in head.lower().split(b"\r\n"))
@@ -116,8 +118,10 @@ async def until_ready(port: int) -> None:
 async def read_stream(
     port: int, num_events: int, interval_s: float, turn: asyncio.Semaphore | None = None
 ) -> list[float]:
-    """How late each event was, in seconds: the first one since the request, the others since they
-    were sent. Raises AssertionError for what is no stream, or one without its end."""
+    """How late each event was, in seconds: the first one since the request, the others
+    since they were sent. Raises AssertionError for what is no stream, or one without
+    its end.
+    """
     body = {"model": "m", "stream": True, "prompt": f"{num_events} {interval_s}"}
     data = json.dumps(body).encode()
     if turn is not None:  # to begin
@@ -145,7 +149,9 @@ async def read_stream(
 
 
 async def _load(port: int, args: argparse.Namespace) -> list[list[float]]:
-    """Streams, one after the other on each of `args.streams` clients, which begin by turns."""
+    """Streams, one after the other on each of `args.streams` clients, which begin by
+    turns.
+    """
 
     async def client(at: int) -> list[list[float]]:
         await asyncio.sleep(at / args.streams * args.events * args.interval_s)

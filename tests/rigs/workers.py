@@ -1,5 +1,6 @@
-"""What pulls for an engine, and computes the digests of what it lends: its coordinator, and a
-worker of each rank."""
+"""What pulls for an engine, and computes the digests of what it lends: its coordinator,
+and a worker of each rank.
+"""
 
 import socket
 import time

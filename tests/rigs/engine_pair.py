@@ -169,7 +169,7 @@ class Pair(Group):
                 self.p.core.round([p_request])
             elif side == "d":
                 self.d.core.round([d_request])
-                take_a_round(self.coordinator)
+                run_round(self.coordinator)
             else:
                 self.until(lambda: bool(self.p.out.terminals(p_name)))
         return p_name, d_name

@@ -40,8 +40,9 @@ from protocol.handshake import DIGESTS, CompatRecord
 from protocol.kv_params import Offer
 from protocol.messages import KVHint, RemotePrefill, TokenDelta
 from protocol.metrics import stat_key
+from tests.rigs.clock import Clock
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import Clock, compat, metadata
+from tests.rigs.memory_pair import compat, metadata
 from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.pool_executor import PooledSlots, PoolExecutor
 from tests.rigs.shadow import (

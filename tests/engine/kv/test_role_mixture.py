@@ -120,8 +120,8 @@ class _Executor(ShadowExecutor):
         return launched
 
     def _fail(self, masks: Int32s) -> None:
-        step = self.under_way.pop()
-        assert not self.under_way, "the one before has ended"
+        step = self.in_flight.pop()
+        assert not self.in_flight, "the one before has ended"
         self.execute(step.step, None)
         raise StepFailed(FAULT)
 

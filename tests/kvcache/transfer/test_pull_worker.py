@@ -1,4 +1,6 @@
-"""A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
+"""A rank's worker by itself: every order is obeyed or answered, whatever became of
+others.
+"""
 
 import threading
 import time
@@ -15,14 +17,8 @@ from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    DEADLINE_S,
-    HEADS,
-    Orders,
-    Prefill,
-    layout,
-    pull_command,
-)
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout, pull_command
+from tests.rigs.orders import Orders
 from tests.rigs.process_pair import run_program
 
 
@@ -90,7 +86,9 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
 
 
 class _Stuck(MemoryAgent):
-    """Its READs do not end before `resume`; with `stuck` set, neither does to post one."""
+    """Its READs do not end before `resume`; with `stuck` set, neither does to post
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""A rank's worker while its agent, its copies and its planning fail at random: every pull ends,
-none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
+"""A rank's worker while its agent, its copies and its planning fail at random: every
+pull ends, none that is complete has a wrong byte, and what comes later is as if there
+had been no fault.
+"""
 
 import random
 import time
@@ -20,14 +22,8 @@ from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    HEADS,
-    Orders,
-    Prefill,
-    expected,
-    layout,
-    pull_command,
-)
+from tests.rigs.memory_pair import HEADS, Prefill, expected, layout, pull_command
+from tests.rigs.orders import Orders
 
 TOKENS, BLOCKS = 24, 3  # of a pull
 
@@ -63,8 +59,9 @@ class Faults:
 
 
 class FaultyAgent(MemoryAgent):
-    """Each call may fail, in the way its interface knows or in one of its own. A READ that was
-    posted stays one that has to end, whatever a poll raises."""
+    """Each call may fail, in the way its interface knows or in one of its own. A READ
+    that was posted stays one that has to end, whatever a poll raises.
+    """
 
     def __init__(self, faults: Faults, network: Any = None) -> None:
         super().__init__(network=network)
@@ -172,7 +169,8 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        # A READ that a slow round took for a hanging one ends with its link, in its own thread.
+        # A READ that a slow round took for a hanging one ends with its link, in its own
+        # thread.
         wait_until(lambda: rank.agent.active == 0)
     finally:
         faults.odds = 0.0

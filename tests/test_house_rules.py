@@ -128,7 +128,7 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
             case _:
                 continue
-        if name.strip("_") in VAGUE_NAMES:
+        if name.strip("_").lower() in VAGUE_NAMES:
             yield node.lineno, name
 
 

@@ -11,7 +11,7 @@ from model.hub import DEFAULT_MODEL, resolve_model
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
 from tests.ports import reserved_ports
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 if TYPE_CHECKING:
     import openai
@@ -34,7 +34,7 @@ def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
     """After the tests of a module, assert that no server holds a block for them."""
     yield
     # A lease that is not completed lasts 30 s.
-    assert_home(*tiny_cluster.servers()[1:], timeout_s=45)
+    assert_idle(*tiny_cluster.servers()[1:], timeout_s=45)
 
 
 @pytest.fixture(scope="session")

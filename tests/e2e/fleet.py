@@ -17,7 +17,7 @@ from tests import stopping
 from tests.rigs.client import TIMEOUT_S
 from tests.rigs.cluster import (
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -146,12 +146,12 @@ class Fleet:
             stopping.send(pid, signal.SIGCONT)
         self.stopped.clear()
 
-    def assert_home(self) -> None:
+    def assert_idle(self) -> None:
         """Assert that every server is up and holds no block of a finished request."""
         for restart in self.restarts:
             restart.result()
         self.restarts.clear()
-        assert_home(*self.decodes, self.prefill)
+        assert_idle(*self.decodes, self.prefill)
 
 
 @contextlib.contextmanager
@@ -166,7 +166,7 @@ def start_fleet(model: Path, num: int) -> Iterator[Fleet]:
             fleet = Fleet(prefill, decodes, cutters, proxy, decode, later, holds)
             later.callback(fleet.pool.shutdown)
             yield fleet
-            fleet.assert_home()
+            fleet.assert_idle()
             for cutter in cutters:
                 cutter.close()
 

@@ -21,7 +21,7 @@ from protocol.process import lifecycle
 from tests.make_models import ensure_model, trained_models
 from tests.rigs import client
 from tests.rigs.client import parse_kv, prefill
-from tests.rigs.cluster import Server, assert_home, start_decode, start_prefill
+from tests.rigs.cluster import Server, assert_idle, start_decode, start_prefill
 
 NUM_TOKENS = 12  # generated for every prompt
 # float32 sums in another order differ by about 1e-5. A misplaced KV element makes a far
@@ -255,7 +255,7 @@ def check_cell(
             "recomputed": 0,
             "skipped": hit,
         }
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
     # Independently of the numbers of ranks, there is one lease, completed once.
     increases = _counts(prefiller, decoder) - before
     expected_counts = dict.fromkeys(("granted", "completed", "done"), len(cases))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete, complete_all
-from tests.rigs.cluster import assert_home
+from tests.rigs.cluster import assert_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -46,7 +46,7 @@ def test_texts_equal_transformers_through_both_servers_and_on_one(
     assert [answer.kv["transferred"] for answer in answers] == [len(p) for p in prompts]
     decode_only = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
     assert [answer.token_ids for answer in decode_only] == expected
-    assert_home(default_cluster.prefill[0], default_cluster.decode[0])
+    assert_idle(default_cluster.prefill[0], default_cluster.decode[0])
 
 
 def test_chat_equals_template_and_greedy_generation(default_cluster, reference):

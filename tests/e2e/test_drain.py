@@ -15,7 +15,7 @@ from tests.e2e.fleet import CACHED_TOKENS, VARYING_FIELDS, by_choice
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -137,7 +137,7 @@ def _drain_under_load(
     assert 0 < num_moved <= num_requests
     recomputed = [server.metrics()[_RECOMPUTED] for server in others]
     assert recomputed == recomputed_before, "a part of a prompt was computed again"
-    assert_home(prefill, *others)
+    assert_idle(prefill, *others)
     figures["moved"] = num_moved
     figures["gap_s"] = round(max(answer.gap_s for answer in answers), 2)
     return figures
@@ -172,7 +172,7 @@ def test_answers_wait_for_capacity_or_return_when_all_others_are_full(tiny_model
             figures = _drain_under_load(servers, proxy, bodies, _drain)
             print(json.dumps({"full": figures}))
             _end_last_server(servers[2], proxy, bodies[0])
-            wait_until(servers[0].all_blocks_home)
+            wait_until(servers[0].all_blocks_free)
 
 
 def _end_last_server(server: Server, proxy: Server, body: dict[str, Any]) -> None:

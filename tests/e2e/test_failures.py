@@ -34,14 +34,14 @@ def _assert_recomputed(
     assert answer.token_ids == expected
     assert answer.kv["transferred"] == 0
     assert answer.kv["recomputed"] + answer.kv["skipped"] == len(prompt)
-    wait_until(decode.all_blocks_home)
+    wait_until(decode.all_blocks_free)
 
 
 def test_released_kv_is_freed_and_not_used(tiny_cluster, tiny_reference, prompt):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
     # /metrics may lag a moment behind.
-    wait_until(lambda: not server.all_blocks_home())
+    wait_until(lambda: not server.all_blocks_free())
     for offered, released in (
         ({**params, "lease_id": "0" * 32}, 0),
         (params, 1),
@@ -50,7 +50,7 @@ def test_released_kv_is_freed_and_not_used(tiny_cluster, tiny_reference, prompt)
         body = {"kv_transfer_params": offered}
         answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
         assert (answer.status_code, answer.json()) == (200, {"released": released})
-    wait_until(server.all_blocks_home, 10)  # the lease would last for 30 s
+    wait_until(server.all_blocks_free, 10)  # the lease would last for 30 s
     expected = tiny_reference.generate(prompt, 6)
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
 
@@ -108,11 +108,11 @@ def test_prefill_server_killed_during_a_transfer_costs_no_answer(
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)  # so no READ can end
         stream = Stream(decode.url, prompt, 12, kv_transfer_params=params)
-        stream.begun(1)  # the first token arrives before any KV
+        stream.wait_for_events(1)  # the first token arrives before any KV
         assert decode.metrics()["baton_requests_receiving"] <= 1
         prefiller.signal_engine(signal.SIGKILL)
-        stream.assert_says(expected)
-        wait_until(decode.all_blocks_home)
+        stream.assert_tokens(expected)
+        wait_until(decode.all_blocks_free)
         # The server ends after its engine died. The proxy continues without it.
         assert prefiller.child.exited.wait(30)
         assert prefiller.child.process.returncode == 1
@@ -124,7 +124,7 @@ def test_prefill_server_killed_during_a_transfer_costs_no_answer(
             answer = complete(killed_cluster.url, after, 5)
             assert answer.token_ids == tiny_reference.generate(after, 5)
             assert answer.kv["transferred"] == 90
-            wait_until(decode.all_blocks_home)
+            wait_until(decode.all_blocks_free)
 
 
 def _stop_during_a_request(server: Server, prompt: list[int], seconds: float) -> None:
@@ -211,7 +211,7 @@ def test_lost_rank_ends_its_engine_with_one_error(
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
-        stream = Stream(decode.url, prompt, 400).begun()
+        stream = Stream(decode.url, prompt, 400).wait_for_events()
         stopping.send(_rank_pid(decode, rank), number)
         stream.join(60)
         error = json.loads(stream.events[-1])["error"]

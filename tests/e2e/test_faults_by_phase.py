@@ -35,7 +35,7 @@ from tests.rigs.client import (
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     cluster,
     running,
     start_decode,
@@ -102,9 +102,9 @@ def test_killed_proxy_leaves_no_block_and_no_request(
             Stream(proxy.url, fresh_prompt(1500), 5)
             wait_until(lambda: _is_busy(prefiller))
         else:
-            Stream(proxy.url, fresh_prompt(50), 1900).begun()
+            Stream(proxy.url, fresh_prompt(50), 1900).wait_for_events()
         proxy.kill()
-        assert_home(prefiller, decode)
+        assert_idle(prefiller, decode)
     _assert_serves(slow_cluster, tiny_reference)
 
 
@@ -118,7 +118,7 @@ def test_client_that_leaves_during_the_prefill_cancels_it(slow_cluster, tiny_ref
             slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}
         ):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
-        assert_home(prefiller, decode)
+        assert_idle(prefiller, decode)
         assert prefiller.metrics()[steps] < before + 3900, "the prefill continued"
     _assert_serves(slow_cluster, tiny_reference)
 
@@ -136,12 +136,12 @@ def test_kv_is_freed_when_the_client_leaves_a_stopped_decode_server(
             wait_until(
                 lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0
             )
-        assert_home(prefiller)
+        assert_idle(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
     slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
-    assert_home(prefiller, decode)
+    assert_idle(prefiller, decode)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
         expected = tiny_reference.generate(prompt, 8)
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)
-        stream = Stream(decode.url, prompt, 8, kv_transfer_params=params).begun(1)
+        stream = Stream(decode.url, prompt, 8, kv_transfer_params=params).wait_for_events(1)
         if "lease" in stopped_s:
             threading.Event().wait(1.5)
         else:
             stream.join(60)
         prefiller.signal_engine(signal.SIGCONT)
         complete_all(prefiller.url, [fresh_prompt(500) for _ in range(3)], 2)
-        stream.assert_says(expected)
-        assert_home(prefiller, decode)
+        stream.assert_tokens(expected)
+        assert_idle(prefiller, decode)
 
         def pulls() -> bool:
             """Whether KV is pulled. A lease may expire between the legs on a slow
@@ -202,7 +202,7 @@ def test_queued_requests_move_to_another_server_with_their_leases(
     Another server pulls the KV that was prefilled once, and no lease expires.
     """
     prefiller = tiny_cluster.prefill[0]
-    wait_until(prefiller.all_blocks_home)
+    wait_until(prefiller.all_blocks_free)
     events = ("granted", "completed", "aborted", "expired")
     before = [prefiller.leases(event) for event in events]
     filling_body = {
@@ -256,13 +256,13 @@ def test_queued_requests_move_to_another_server_with_their_leases(
                 assert leases() == [3, 0, 0, 0]
             waits(other, 2)
             wait_until(lambda: leases() == [3, 0, 1, 0])
-        stream.assert_says(tiny_reference.generate(streamed_prompt, 6))
+        stream.assert_tokens(tiny_reference.generate(streamed_prompt, 6))
         answer = full_answer.result()
         choices = answer.json()["choices"]
         expected = tiny_reference.generate(full_prompt, 6)
         assert [choice["token_ids"] for choice in choices] == [expected] * 2
         assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
-        wait_until(lambda: prefiller.all_blocks_home() and other.all_blocks_home())
+        wait_until(lambda: prefiller.all_blocks_free() and other.all_blocks_free())
         assert leases() == [3, 2, 1, 0]
         assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
         assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0
@@ -307,5 +307,5 @@ def test_no_lease_expires_when_clients_leave_at_random_times(tiny_model):
         (prefiller,) = servers.prefill
         (decode,) = servers.decode
         asyncio.run(send_all(servers.proxy.port))
-        wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
+        wait_until(lambda: prefiller.all_blocks_free() and decode.all_blocks_free(), 30)
         assert prefiller.leases("aborted") > 0

@@ -16,7 +16,7 @@ from tests.e2e.matrix import (
     model_dir,
 )
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import assert_home
+from tests.rigs.cluster import assert_idle
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
 _SCALED = (*_FP8, "--kv-scales", "0.02")
@@ -84,7 +84,7 @@ def test_decode_server_with_kv_convert_requantises(
         # P computes the first token. The second is computed from the converted KV.
         exact = generate(tiny_cluster.prefill[0].url, [*prompt, pulled.token_ids[0]], 1)
         assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_proxy,
     wait_until,
@@ -106,7 +106,7 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
     assert reply.kv == {"transferred": 0, "recomputed": len(prompt), "skipped": 0}
     assert_same(reply, generate(tiny_cluster.prefill[0].url, prompt, 6))
     _assert_counted(recomputing)
-    assert_home(prefiller, failing, recomputing)
+    assert_idle(prefiller, failing, recomputing)
 
 
 def _assert_counted(decoder: Server) -> None:
@@ -142,7 +142,7 @@ def test_decode_server_with_kv_convert_converts_dtypes_and_block_sizes(
         )
         exact = generate(tiny_cluster.prefill[0].url, prompt, 1)
         assert pulled.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.25)
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
     # The prompt of four full blocks needed no staged pull.
@@ -174,7 +174,7 @@ def test_all_choices_use_the_same_converted_kv(engines, tiny_model, length):
     tail = length % 16
     kv = client.parse_kv(response.headers["x-baton-kv"])
     assert kv == {"transferred": length - tail, "recomputed": tail, "skipped": 0}
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
 
 
 # -- another model; it comes last, because the servers above are not needed any more

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -121,7 +121,7 @@ def test_local_tasks_equal_the_hf_backend_in_every_document(
     assert increase["recomputed"] == 0
     assert increase["transferred"] + increase["skipped"] == num_tokens
     assert increase["transferred"] >= len(prompts) / 2
-    assert_home(tiny_cluster.decode[0], tiny_cluster.prefill[0])
+    assert_idle(tiny_cluster.decode[0], tiny_cluster.prefill[0])
 
 
 @pytest.fixture(scope="module")

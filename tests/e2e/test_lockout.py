@@ -18,7 +18,7 @@ from tests.rigs.client import fresh_prompt, greedy, make_prompt
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -77,7 +77,7 @@ def test_too_long_prompts_block_no_other_client(short_queue_cluster, num_bytes):
         is_over.set()
         thread.join()
     assert set(refused) == {400}
-    assert_home(*short_queue_cluster.servers()[1:])
+    assert_idle(*short_queue_cluster.servers()[1:])
 
 
 def test_chats_of_closed_connections_block_no_other_client(short_queue_cluster):
@@ -92,7 +92,7 @@ def test_chats_of_closed_connections_block_no_other_client(short_queue_cluster):
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.sendall(head + body)
     assert served(short_queue_cluster) == [200] * 15
-    assert_home(*short_queue_cluster.servers()[1:])
+    assert_idle(*short_queue_cluster.servers()[1:])
 
 
 def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
@@ -118,7 +118,7 @@ def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
         for thread in threads:
             thread.join()
     assert set(statuses) <= {200, 400, 429}
-    assert_home(*short_queue_cluster.servers()[1:])
+    assert_idle(*short_queue_cluster.servers()[1:])
 
 
 @pytest.fixture(scope="module")
@@ -144,4 +144,4 @@ def test_prompts_with_a_shared_prefix_are_all_accepted(small_queue):
     computed = small_queue.metrics()["baton_engine_step_prompt_tokens_total"] - before
     assert computed < 4000
     assert small_queue.metrics()["baton_queue_tokens"] == 0
-    assert_home(small_queue)
+    assert_idle(small_queue)

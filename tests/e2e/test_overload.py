@@ -21,7 +21,7 @@ import pytest
 from tests.rigs.client import fresh_prompt, greedy
 from tests.rigs.cluster import (
     Cluster,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -143,7 +143,7 @@ async def test_overloaded_cluster_keeps_its_throughput_and_refuses_the_rest(boun
     assert served >= 0.5 * capacity * _MEASURED_S
     assert len(overload.outcomes) - served >= 0.3 * len(overload.outcomes)
     assert all(now - then < 100 for then, now in zip(before, after, strict=True))
-    assert_home(*bounded.servers()[1:])
+    assert_idle(*bounded.servers()[1:])
 
 
 def test_requests_that_expire_in_any_phase_leave_no_block_and_no_lease(tiny_cluster):
@@ -169,4 +169,4 @@ def test_requests_that_expire_in_any_phase_leave_no_block_and_no_lease(tiny_clus
     statuses = [status for status, _ in answers]
     assert 504 in statuses
     assert 200 in statuses
-    assert_home(*tiny_cluster.prefill, *tiny_cluster.decode)
+    assert_idle(*tiny_cluster.prefill, *tiny_cluster.decode)

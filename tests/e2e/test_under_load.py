@@ -19,7 +19,7 @@ from tests.rigs.cluster import (
     Cluster,
     Server,
     all_ready,
-    assert_home,
+    assert_idle,
     prefill_ports,
     start_decode,
     start_prefill,
@@ -103,7 +103,7 @@ def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
                 _wait_for_more(cluster, _pulls)
-        assert_home(p, d)
+        assert_idle(p, d)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_prefill_hides_a_slow_link(hosts, default_model):
     assert sent_bytes["at once"] <= sent_bytes["in turn"] * 2 * 256 / 2000 + (128 << 10)
     for server in (p, d):
         with hosts.inside("x"):
-            wait_until(server.all_blocks_home)
+            wait_until(server.all_blocks_free)
 
 
 class _TokenTime(NamedTuple):
@@ -161,7 +161,7 @@ def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[_TokenTime]:
     stream = Stream(url, prompt, 2)
     times: list[_TokenTime] = []
     while len(times) < 2:
-        stream.begun(len(times) + 1)
+        stream.wait_for_events(len(times) + 1)
         times.append(_TokenTime(time.monotonic(), hosts.sent_bytes("p")))
     stream.join(60)
     return times
@@ -231,7 +231,7 @@ def test_clients_do_not_notice_a_rolling_restart(tiny_model, tiny_reference, six
                     successors.append(start())
                     cluster.wait_until_ready(name)
                 wait_for_answers()
-            assert_home(*successors)
+            assert_idle(*successors)
             fresh = make_prompt(81_000, 130)
             answer = complete(proxy.url, fresh, 6)
             assert answer.token_ids == tiny_reference.generate(fresh, 6)

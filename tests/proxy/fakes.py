@@ -22,10 +22,10 @@ from protocol.numbers import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
-from tests.rigs.brief_naps import take_brief_naps
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 from tests.rigs.metric import metric
 
-take_brief_naps()
+shorten_uvicorn_polls()
 LIMIT_S = 120.0
 KV_PARAMS = {
     "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "engine-1",

@@ -16,7 +16,7 @@ from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # the served model name of all servers in tests
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 _seeds = itertools.count(5000)
 
 
@@ -153,7 +153,7 @@ class Stream(threading.Thread):
         except httpx.HTTPError as error:
             self.error = error
 
-    def begun(self, num_events: int = 3) -> "Stream":
+    def wait_for_events(self, num_events: int = 3) -> "Stream":
         """Wait until `num_events` events have arrived. Return the stream."""
         while len(self.events) < num_events:
             assert self.is_alive(), (self.events, self.error)
@@ -163,7 +163,7 @@ class Stream(threading.Thread):
     def token_ids(self) -> list[int]:
         return streamed_token_ids([json.loads(e) for e in self.events if e != "[DONE]"])
 
-    def assert_says(self, token_ids: list[int]) -> None:
+    def assert_tokens(self, token_ids: list[int]) -> None:
         """Assert that the stream ends without an error, with these tokens."""
         self.join(60)
         assert self.error is None, self.error
@@ -211,7 +211,7 @@ class Load(threading.Thread):
 
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
     """Run the prefill leg and return its kv_transfer_params, as a proxy relays them."""
-    fields = {"kv_transfer_params": ASK, "return_token_ids": False, **members}
+    fields = {"kv_transfer_params": REMOTE_DECODE_PARAMS, "return_token_ids": False, **members}
     answer = answer_of(url, **greedy(prompt, 1, **fields))
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params

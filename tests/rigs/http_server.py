@@ -23,11 +23,11 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import DecodeSettings, PrefillSettings
-from tests.rigs.brief_naps import take_brief_naps
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 
-take_brief_naps()
+shorten_uvicorn_polls()
 WAIT_S = 120.0
 SECRET = b"the secret of a cluster"
 CONTEXT = 64
@@ -72,7 +72,7 @@ async def connected(server: Server) -> socket.socket:
     return client
 
 
-async def ask(client: socket.socket, **fields: Any) -> None:
+async def send_request(client: socket.socket, **fields: Any) -> None:
     """Send a completion request over a connected socket."""
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
     head = (
@@ -189,7 +189,7 @@ def end(choice: int = 0, **members: Any) -> dict[str, Any]:
     return {"choice": choice, "finish_reason": "length", "usage": USAGE, **members}
 
 
-def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
+def text_script(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
     """Return a script that generates `text`, one token per delta."""
     tokens = ({"token_ids": [token_id]} for token_id in tokenizer.encode(text))
     return scripted(*tokens, end(**last))

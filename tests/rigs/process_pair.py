@@ -64,7 +64,7 @@ class Forked:
         self.process.join()
         self._connection.close()
 
-    def ask(self, **query: Any) -> Any:
+    def request(self, **query: Any) -> Any:
         self._connection.send(query)
         return self._connection.recv()
 
@@ -92,7 +92,7 @@ class Child(Forked):
     def lease(
         self, block_ids: list[int], num_tokens: int, **options: Any
     ) -> RemotePrefill:
-        remote: RemotePrefill = self.ask(
+        remote: RemotePrefill = self.request(
             block_ids=block_ids, num_tokens=num_tokens, **options
         )
         return remote

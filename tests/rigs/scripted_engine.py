@@ -97,7 +97,7 @@ class ScriptedEngine(EngineClient):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def say(self, message: EngineOutput) -> None:
+    def emit(self, message: EngineOutput) -> None:
         """Handle a message as if the engine had sent it."""
         self._take(message)
 

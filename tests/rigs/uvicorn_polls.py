@@ -22,5 +22,5 @@ class _Asyncio:
         await asyncio.sleep(min(delay_s, _POLL_S))
 
 
-def take_brief_naps() -> None:
+def shorten_uvicorn_polls() -> None:
     uvicorn.server.asyncio = _Asyncio()  # type: ignore[assignment]

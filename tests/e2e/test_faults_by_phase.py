@@ -171,7 +171,9 @@ def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
         expected = tiny_reference.generate(prompt, 8)
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)
-        stream = Stream(decode.url, prompt, 8, kv_transfer_params=params).wait_for_events(1)
+        stream = Stream(
+            decode.url, prompt, 8, kv_transfer_params=params
+        ).wait_for_events(1)
         if "lease" in stopped_s:
             threading.Event().wait(1.5)
         else:

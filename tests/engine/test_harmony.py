@@ -169,7 +169,9 @@ STOPPED = {"finish_reason": "stop"}
 async def test_an_answer_whole_and_streamed(
     harmony, text, asked, expected, finish_reason, num_reasoning
 ):
-    async with serving_harmony(harmony, text_script(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         answer = (await server.chat(**asked)).json()
         (choice,) = answer["choices"]
         assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
@@ -232,7 +234,9 @@ async def test_a_tag_that_is_spelled_out_is_text(harmony):
 async def test_responses_have_items_of_what_was_thought_said_and_called(harmony):
     text = f"{THINK}I.{START}<|channel|>commentary<|message|>Wait.{START}{CALL}{{}}<|call|>"
     asked = {"input": "Hi", "tools": [FLAT]}
-    async with serving_harmony(harmony, text_script(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         whole = (await server.http.post("/v1/responses", json=asked)).json()
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["reasoning", "message", "function_call"]

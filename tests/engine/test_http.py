@@ -192,7 +192,9 @@ async def test_metrics_count_what_happened(tokenizer):
 async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(
     tokenizer,
 ):
-    async with serving(tokenizer, text_script(tokenizer, "Hello", usage=USAGE)) as server:
+    async with serving(
+        tokenizer, text_script(tokenizer, "Hello", usage=USAGE)
+    ) as server:
 
         async def stats(since: int) -> Numbers:
             response = await server.http.get(STATS_PATH, params={"since": since})

@@ -9,7 +9,13 @@ from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
 from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import Server, events, text_script, serving_4k, with_template
+from tests.rigs.http_server import (
+    Server,
+    events,
+    text_script,
+    serving_4k,
+    with_template,
+)
 
 # It shows a conversation as the template gets it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\

@@ -141,9 +141,11 @@ def test_wrong_bits_are_found_with_their_tokens_and_heads(scoped_case, data):
     """
     case, scope = scoped_case
     scope = replace(scope, samples=False)
-    holders = [rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))]
+    holders = [
+        rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))
+    ]
     assume(holders)
-    told = scope.merged(
+    told = scope.merge(
         parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
     )
     pools = pools_of(case, case.d, 2)
@@ -169,9 +171,11 @@ def test_sample_finds_every_wrong_token(scoped_case, data):
     """A wrong, stale or missing block has wrong tokens in all heads and layers."""
     case, scope = scoped_case
     scope = replace(scope, samples=True)
-    holders = [rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))]
+    holders = [
+        rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))
+    ]
     assume(holders)
-    told = scope.merged(
+    told = scope.merge(
         parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
     )
     pools = pools_of(case, case.d, 2)

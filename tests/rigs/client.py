@@ -16,7 +16,11 @@ from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # the served model name of all servers in tests
-REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+REMOTE_DECODE_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+}
 _seeds = itertools.count(5000)
 
 
@@ -211,7 +215,11 @@ class Load(threading.Thread):
 
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
     """Run the prefill leg and return its kv_transfer_params, as a proxy relays them."""
-    fields = {"kv_transfer_params": REMOTE_DECODE_PARAMS, "return_token_ids": False, **members}
+    fields = {
+        "kv_transfer_params": REMOTE_DECODE_PARAMS,
+        "return_token_ids": False,
+        **members,
+    }
     answer = answer_of(url, **greedy(prompt, 1, **fields))
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params

@@ -96,7 +96,7 @@ class Case:
         return Planner(local, self.endpoints(self.p), self.heads, **options)
 
     def pull(self, planner: Planner) -> Transfer:
-        return planner.take(
+        return planner.make_transfer(
             (self.start, self.stop),
             self.d.blocks,
             np.repeat(self.p.blocks, self.p.dcp),

@@ -85,7 +85,11 @@ def test_kv_is_found_and_borrowed_by_requests_of_its_salt_only(make):
         assert group.complete(b, PROMPT, hint=hint, cache_salt=salt)[1] == (0, 30, 0)
         assert group.complete(a, PROMPT, cache_salt=salt)[1] == (0, 30, 0)
     assert b.stat("baton_kv_lookups", outcome="found") == 0
-    assert group.complete(b, PROMPT, hint=a.hint(30), cache_salt=b"one")[1] == (28, 2, 0)
+    assert group.complete(b, PROMPT, hint=a.hint(30), cache_salt=b"one")[1] == (
+        28,
+        2,
+        0,
+    )
     assert group.complete(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
 
 

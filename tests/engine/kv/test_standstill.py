@@ -149,7 +149,11 @@ def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_
     group.until(lambda: all(p.out.terminals(f"call-{at}") for at in range(3)))
     assert not p.out.terminals("urgent-0")
     for at, prompt in enumerate(prompts):
-        assert group.complete(d, prompt, remote=p.reference(f"call-{at}"))[1] == (20, 0, 0)
+        assert group.complete(d, prompt, remote=p.reference(f"call-{at}"))[1] == (
+            20,
+            0,
+            0,
+        )
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
 
 

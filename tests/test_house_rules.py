@@ -57,11 +57,14 @@ CONVERTED = (
     "attention/",
     "benchmarks/",
     "decode_server/",
+    "kvcache/",
     "prefill_server/",
     "tests/attention/",
     "tests/benchmarks/",
     "tests/conftest.py",
     "tests/e2e/",
+    "tests/gpu/",
+    "tests/kernels/",
     "tests/make_models.py",
     "tests/rigs/",
     "tests/test_",
@@ -69,9 +72,7 @@ CONVERTED = (
 
 
 def tracked_files() -> list[Path]:
-    """Return the project's files: git's list, or all files if there is no
-    repository.
-    """
+    """Return the files that git tracks, or all files if there is no repository."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z"],

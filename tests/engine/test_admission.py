@@ -17,7 +17,7 @@ from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
-from tests.rigs.http_server import Server, send_request, connected, events, serving
+from tests.rigs.http_server import Server, connected, events, send_request, serving
 from tests.rigs.memory_pair import REMOTE
 from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang

@@ -10,7 +10,7 @@ from protocol.messages import Grammar
 from protocol.version import VERSION
 from tests.engine.test_access import SIDES, front
 from tests.proxy.fakes import Fake, Rig, decodes
-from tests.rigs.http_server import chunks, text_script, serving, serving_4k
+from tests.rigs.http_server import chunks, serving, serving_4k, text_script
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",

@@ -12,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
 from tests.engine.test_tokenizer import write_byte_level
-from tests.rigs.http_server import CONTEXT, READY, text_script, serving
+from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
 ROOMY = replace(READY, vocab_size=4096)
 

@@ -27,7 +27,7 @@ from protocol.messages import Grammar
 from protocol.openai.structured import GuidedDecoding
 from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
-from tests.rigs.http_server import text_script, serving
+from tests.rigs.http_server import serving, text_script
 
 ENDLESS = {
     "type": "integer",

@@ -22,7 +22,7 @@ from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
-from tests.rigs.http_server import chunks, end, text_script, scripted, serving_harmony
+from tests.rigs.http_server import chunks, end, scripted, serving_harmony, text_script
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"

@@ -25,9 +25,9 @@ from tests.rigs.http_server import (
     READY,
     USAGE,
     chunks,
-    text_script,
     serving,
     serving_4k,
+    text_script,
     with_template,
 )
 

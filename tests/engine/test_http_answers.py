@@ -26,10 +26,10 @@ from tests.rigs.http_server import (
     Server,
     chunks,
     end,
-    text_script,
     scripted,
     serving,
     serving_4k,
+    text_script,
 )
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
-from tests.rigs.http_server import Server, text_script, serving_4k, with_template
+from tests.rigs.http_server import Server, serving_4k, text_script, with_template
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",

@@ -7,9 +7,9 @@ from tests.engine.test_http_tools import CALL, TOOL, call_of, said
 from tests.rigs.http_server import (
     chunks,
     end,
-    text_script,
     scripted,
     serving_4k,
+    text_script,
     with_template,
 )
 

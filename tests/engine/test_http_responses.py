@@ -12,8 +12,8 @@ from tests.engine.test_http_tools import CALL, TOOL
 from tests.rigs.http_server import (
     Server,
     events,
-    text_script,
     serving_4k,
+    text_script,
     with_template,
 )
 

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.openai.requests import BODIES, used_fields
 from tests.engine.test_exact_schemas import IDS, INT64, matches
-from tests.rigs.http_server import text_script, serving_4k
+from tests.rigs.http_server import serving_4k, text_script
 
 EXACT = '{"type":"object","properties":{"id":{"enum":[%s]}},"required":["id"]}'
 NUMBERS = [

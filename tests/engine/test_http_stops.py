@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import CALL, NAMED, TOOL
-from tests.rigs.http_server import Server, chunks, text_script, serving_4k
+from tests.rigs.http_server import Server, chunks, serving_4k, text_script
 
 REQUIRED = '[{"name": "add", "parameters": {"a": 12}}]'
 TWO = '[{"name": "add", "parameters": {"a": 12}}, {"name": "add", "parameters": {"a": 345}}]'

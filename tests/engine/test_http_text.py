@@ -17,7 +17,7 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
-from tests.rigs.http_server import CONTEXT, READY, text_script, serving
+from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 

@@ -10,7 +10,7 @@ from engine.text.tool_messages import with_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls
-from tests.rigs.http_server import chunks, text_script, serving_4k, with_template
+from tests.rigs.http_server import chunks, serving_4k, text_script, with_template
 
 TOOL = {
     "type": "function",

@@ -18,9 +18,9 @@ from tests.engine.test_http_responses import FLAT, SHOWS, client_of
 from tests.engine.test_http_tools import CALL
 from tests.rigs.http_server import (
     USAGE,
-    text_script,
     serving_4k,
     serving_harmony,
+    text_script,
     with_template,
 )
 

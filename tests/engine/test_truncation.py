@@ -14,8 +14,8 @@ from tests.rigs.http_server import (
     CONTEXT,
     READY,
     Server,
-    text_script,
     serving,
+    text_script,
     with_template,
 )
 

@@ -56,13 +56,10 @@ def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
     pools = []
     for rank in range(side.tp):
         pool = KVPool(case.layout(side, rank))
-        pool.flat_bytes.copy_(
-            torch.from_numpy(around.integers(0, 256, pool.nbytes, np.uint8))
-        )
-        tokens, heads = (
-            torch.from_numpy(stored_tokens(case, side, rank)),
-            side.heads(rank, case.heads),
-        )
+        noise = rng.integers(0, 256, pool.nbytes, np.uint8)
+        pool.flat_bytes.copy_(torch.from_numpy(noise))
+        tokens = torch.from_numpy(local_tokens(case, side, rank))
+        heads = side.heads(rank, case.heads)
         blocks = torch.tensor(side.blocks)[tokens // side.tokens_per_block]
         offsets = tokens % side.block_size
         rows = kv[tokens, heads.start : heads.stop]
@@ -71,7 +68,8 @@ def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
     return pools
 
 
-def stored_tokens(case: Case, side: Side, rank: int) -> np.ndarray:
+def local_tokens(case: Case, side: Side, rank: int) -> np.ndarray:
+    """The tokens of the case that a rank stores."""
     return side.stored_tokens(rank, np.arange(case.start, case.stop))
 
 
@@ -119,9 +117,11 @@ def test_engines_with_the_same_kv_agree_whatever_their_geometries(
     assert len(expected) == 8 * case.heads * len(scope.chunks)
 
 
-def flip(case: Case, side: Side, rank: int, pool: KVPool, draw: Any) -> tuple[int, int]:
-    """One bit of what the rank holds; returns the token and the head of the model."""
-    token = int(draw(st.sampled_from(stored_tokens(case, side, rank).tolist())))
+def flip_bit(
+    case: Case, side: Side, rank: int, pool: KVPool, draw: Any
+) -> tuple[int, int]:
+    """Flips one bit of the rank's KV; returns the token and the head of the model."""
+    token = int(draw(st.sampled_from(local_tokens(case, side, rank).tolist())))
     heads = side.heads(rank, case.heads)
     head = draw(st.sampled_from(heads))
     block = side.blocks[token // side.tokens_per_block]
@@ -141,13 +141,9 @@ def test_wrong_bits_are_found_with_their_tokens_and_heads(scoped_case, data):
     """
     case, scope = scoped_case
     scope = replace(scope, samples=False)
-    holders = [
-        rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))
-    ]
-    assume(holders)
-    told = scope.merge(
-        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
-    )
+    ranks = ranks_with_tokens(case, case.d)
+    assume(ranks)
+    expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)
     rank = data.draw(st.sampled_from(ranks))
     before = pools[rank].flat_bytes.clone()
@@ -171,16 +167,13 @@ def test_sample_finds_every_wrong_token(scoped_case, data):
     """A wrong, stale or missing block has wrong tokens in all heads and layers."""
     case, scope = scoped_case
     scope = replace(scope, samples=True)
-    holders = [
-        rank for rank in range(case.d.tp) if len(stored_tokens(case, case.d, rank))
-    ]
-    assume(holders)
-    told = scope.merge(
-        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
-    )
+    ranks = ranks_with_tokens(case, case.d)
+    assume(ranks)
+    expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)
-    rank = data.draw(st.sampled_from(holders))
-    token = data.draw(st.sampled_from(stored_tokens(case, case.d, rank).tolist()))
+    rank = data.draw(st.sampled_from(ranks))
+    tokens = local_tokens(case, case.d, rank).tolist()
+    token = data.draw(st.sampled_from(tokens))
     block = case.d.blocks[token // case.d.tokens_per_block]
     offset = token % case.d.block_size
     element_bytes(pools[rank])[block, :, :, :, offset] ^= 0x55

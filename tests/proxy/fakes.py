@@ -22,8 +22,8 @@ from protocol.numbers import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
-from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 from tests.rigs.metric import metric
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 
 shorten_uvicorn_polls()
 LIMIT_S = 120.0

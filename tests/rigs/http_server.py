@@ -23,9 +23,9 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import DecodeSettings, PrefillSettings
-from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 
 shorten_uvicorn_polls()
 WAIT_S = 120.0

@@ -165,9 +165,8 @@ def test_leases_end_without_a_fence(server, clock, how):
 def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(
     server, comes_first
 ):
-    """P has told of all there is, and counts it among the readers no more; or hears of
-    it, and that nobody wants it, before the prompt comes.
-    """
+    """P has told of all there is, and counts it among the readers no more; or hears of it, and that
+    nobody wants it, before the prompt comes."""
     about = {"transfer_id": "x-0", "prompt_digest": "d"}
     remote = replace(REMOTE, lease_id="", block_ids=[], **about)
     reader = PullState("p", remote, 1, PullSettings(), "a", 0.0)
@@ -212,9 +211,7 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
 
 
 def signed(payload: bytes) -> bytes:
-    """Any payload with a right MAC: what a newer or broken, but trusted, peer may
-    send.
-    """
+    """Any payload with a right MAC: what a newer or broken, but trusted, peer may send."""
     from protocol import handshake
 
     return handshake._mac(b"baton side channel request", payload, SECRET) + payload
@@ -370,9 +367,7 @@ def test_the_first_bad_message_ends_the_connection(server):
 
 
 def test_what_was_said_before_the_connection_broke_is_heard(server):
-    """A socket closed with an answer unread breaks at once, and with it what P would
-    answer.
-    """
+    """A socket closed with an answer unread breaks at once, and with it what P would answer."""
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
     for lease_id in leases:

@@ -1,6 +1,4 @@
-"""A rank's worker by itself: every order is obeyed or answered, whatever became of
-others.
-"""
+"""A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
 
 import threading
 import time
@@ -86,9 +84,7 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
 
 
 class _Stuck(MemoryAgent):
-    """Its READs do not end before `resume`; with `stuck` set, neither does to post
-    one.
-    """
+    """Its READs do not end before `resume`; with `stuck` set, neither does to post one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
-"""A rank's worker while its agent, its copies and its planning fail at random: every
-pull ends, none that is complete has a wrong byte, and what comes later is as if there
-had been no fault.
-"""
+"""A rank's worker while its agent, its copies and its planning fail at random: every pull ends,
+none that is complete has a wrong byte, and what comes later is as if there had been no fault."""
 
 import random
 import time
@@ -59,9 +57,8 @@ class Faults:
 
 
 class FaultyAgent(MemoryAgent):
-    """Each call may fail, in the way its interface knows or in one of its own. A READ
-    that was posted stays one that has to end, whatever a poll raises.
-    """
+    """Each call may fail, in the way its interface knows or in one of its own. A READ that was
+    posted stays one that has to end, whatever a poll raises."""
 
     def __init__(self, faults: Faults, network: Any = None) -> None:
         super().__init__(network=network)
@@ -169,8 +166,7 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        # A READ that a slow round took for a hanging one ends with its link, in its own
-        # thread.
+        # A READ that a slow round took for a hanging one ends with its link, in its own thread.
         wait_until(lambda: rank.agent.active == 0)
     finally:
         faults.odds = 0.0

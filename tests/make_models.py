@@ -1,14 +1,16 @@
-"""Tiny trained models for tests, made from text that this file generates. Needs no network.
+"""Tiny trained models for tests, trained on text that this file generates.
 
     python -m tests.make_models gqa mla      # prints their directories
 
-`ensure_model(kind)` trains on first use (a minute or two) and caches the result as a normal
-Hugging Face directory under BATON_TEST_CACHE or ~/.cache/baton/test-models. Tests may also
-use whatever `trained_models()` finds in BATON_TEST_MODELS or ../shared/models.
+No network is needed. `ensure_model(kind)` trains on first use, which takes a minute or
+two. It caches the result as a Hugging Face directory under BATON_TEST_CACHE or
+~/.cache/baton/test-models. The name of that directory contains a digest of this file,
+so any change of the file trains the models again. Tests may also use the models that
+`trained_models()` finds in BATON_TEST_MODELS or ../shared/models.
 
-The text is a Markov chain of short sentences whose odds are skewed, so that greedy choices have
-decent margins, about one person and one colour per story, so that a continuation depends on
-tokens far back.
+The text is a Markov chain of short sentences with skewed odds, so that greedy choices
+have clear margins. Each story is about one person and one colour, so that a
+continuation depends on tokens far back.
 """
 
 import hashlib
@@ -28,20 +30,23 @@ from model.hub import build_once
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Kate Leo".split()
 COLOURS = "red blue green yellow black white golden silver".split()
 NOUNS = (
-    "ball boat book box bridge cake car chair clock coat cup door drum fish flag garden hat horse "
-    "key kite lamp letter map shoe"
+    "ball boat book box bridge cake car chair clock coat cup door drum fish flag garden "
+    "hat horse key kite lamp letter map shoe"
 ).split()
 VERBS = (
-    "carried found painted bought lost opened washed fixed drew saw took hid moved liked sold held"
+    "carried found painted bought lost opened washed fixed drew saw took hid moved "
+    "liked sold held"
 ).split()
 PLACES = (
-    "in the park|near the river|at school|under the old tree|behind the house|on the hill|"
-    "at the market|by the sea|in the kitchen|on the train|at night|after lunch"
+    "in the park|near the river|at school|under the old tree|behind the house|"
+    "on the hill|at the market|by the sea|in the kitchen|on the train|at night|"
+    "after lunch"
 ).split("|")
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCAB_SIZE = 512
 MAX_POSITION = 4096
@@ -76,31 +81,37 @@ _MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Latents that FlashInfer serves; experts in the second layer.
-_MOE = {"first_k_dense_replace": 1, "n_routed_experts": 8, "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64}  # fmt: skip
+# The latents have a size that FlashInfer supports. The second layer has experts.
+_MOE = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
 
 
 def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, Any]]:
-    sizes = {
+    return "LlamaForCausalLM", {
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
         "head_dim": 16,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
     }
-    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
-    return "LlamaForCausalLM", {**sizes, **heads}
 
 
-# gqa: tp 1, 2, 4, and 8 with replicated KV heads. gqa6: tp 1, 2, 3 and 6, a vocabulary that 3
-# does not divide. mla: a latent cache of one head, tp 1, 2, 4. moe: the same with experts.
+# gqa: TP 1, 2, 4, and 8 with replicated KV heads. gqa6: TP 1, 2, 3 and 6; 3 does not
+# divide its vocabulary. mla: a latent cache of one head, TP 1, 2, 4. moe: mla with
+# experts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": _gqa(128, 8, 4),
     "gqa6": _gqa(96, 12, 6),
     "mla": ("DeepseekV2ForCausalLM", _MLA),
     "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
 }
-# The same sums, and so the same weights, on all machines with AVX2, whatever else they have.
-_ALIKE = {
+# These variables lead to the same sums, and so to the same weights, on all machines
+# with AVX2.
+_REPRODUCIBLE = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -108,13 +119,14 @@ _ALIKE = {
 
 
 def ensure_model(kind: str) -> Path:
-    """The directory of a trained model of `kind` (see KINDS), trained if no cache has it."""
+    """Return the directory of a trained model of `kind` (see KINDS).
+
+    The model is trained if the cache does not have it.
+    """
     if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    root = (
-        os.environ.get("BATON_TEST_CACHE")
-        or Path.home() / ".cache" / "baton" / "test-models"
-    )
+        raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(KINDS)}")
+    default_root = Path.home() / ".cache" / "baton" / "test-models"
+    root = os.environ.get("BATON_TEST_CACHE") or default_root
     key = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return build_once(
         Path(root) / f"{kind}-{key}",
@@ -124,7 +136,9 @@ def ensure_model(kind: str) -> Path:
 
 
 def trained_models() -> dict[str, Path]:
-    """Larger trained models that happen to be there, by name; tests skip what is not."""
+    """Return larger trained models by name, if there are any. Tests skip missing
+    ones.
+    """
     here = Path(__file__).resolve().parent.parent
     root = Path(
         os.environ.get("BATON_TEST_MODELS") or here.parent / "shared" / "models"
@@ -135,11 +149,11 @@ def trained_models() -> dict[str, Path]:
 
 
 def _train_in_process(kind: str, target: Path) -> None:
-    # A process of its own: its thread count, seeds and warnings are not the test run's. One thread:
-    # matrices this small gain little from two, and threads that wait for a busy core lose a lot.
+    # The process has a thread count, seeds and warnings of its own. It has one thread,
+    # because small matrices gain little from two, and a busy core would delay both.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if " avx2 " in Path("/proc/cpuinfo").read_text():
-        environment |= _ALIKE
+        environment |= _REPRODUCIBLE
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "tests.make_models", "--into", str(target), kind]
     done = subprocess.run(
@@ -150,49 +164,54 @@ def _train_in_process(kind: str, target: Path) -> None:
 
 
 class Storyteller:
-    """Endless stories and conversations about one person and one colour each."""
+    """Endless stories and conversations, each about one person and one colour."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._name, self._colour, self._noun = NAMES[0], COLOURS[0], NOUNS[0]
+        self._name = NAMES[0]
+        self._colour = COLOURS[0]
+        self._noun = NOUNS[0]
 
     def story(self) -> str:
         self._begin()
         return self._sentences(self._rng.randint(3, 12))
 
     def chat(self) -> str:
-        """One question and its answer, in the form of the chat template."""
+        """Return one question and its answer, in the form of the chat template."""
         self._begin()
         question = (
             f"Tell a story about {self._name} and the {self._colour} {self._noun}."
         )
         answer = self._sentences(*self._rng.choices((1, 2, 3, 4), (7, 1, 1, 1)))
-        return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        return (
+            f"<|im_start|>user\n{question}<|im_end|>\n"
+            f"<|im_start|>assistant\n{answer}<|im_end|>\n"
+        )
 
     def _begin(self) -> None:
-        # Mostly what the last story suggests, so that greedy choices have a margin here as well;
-        # at times anything, so that every combination occurs.
+        # A story usually follows from the last one, so that greedy choices have a
+        # margin here too. Sometimes it is random, so that every combination occurs.
         if self._rng.random() < 0.2:
-            self._name, self._colour = (
-                self._rng.choice(NAMES),
-                self._rng.choice(COLOURS),
-            )
+            self._name = self._rng.choice(NAMES)
+            self._colour = self._rng.choice(COLOURS)
             self._noun = self._rng.choice(NOUNS)
             return
         self._name = self._pick("name", self._name, NAMES)
         self._colour = self._pick("colour", self._colour, COLOURS)
 
     def _sentences(self, num_sentences: int) -> str:
-        said = []
+        sentences = []
         for _ in range(num_sentences):
             verb = self._pick("verb", self._noun, VERBS)
             place = self._pick("place", verb, PLACES)
-            said.append(f"{self._name} {verb} the {self._colour} {self._noun} {place}.")
+            sentences.append(
+                f"{self._name} {verb} the {self._colour} {self._noun} {place}."
+            )
             self._noun = self._pick("noun", self._noun + self._colour, NOUNS)
-        return " ".join(said)
+        return " ".join(sentences)
 
-    def _pick(self, table: str, given: str, choices: list[str]) -> str:
-        order = random.Random(f"{table} {given}").sample(choices, 3)
+    def _pick(self, table: str, previous: str, choices: list[str]) -> str:
+        order = random.Random(f"{table} {previous}").sample(choices, 3)
         return self._rng.choices(order, (0.85, 0.12, 0.03))[0]
 
 
@@ -208,8 +227,10 @@ def _make_tokenizer(target: Path, rng: random.Random) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    teller = Storyteller(rng)
-    texts = [text for _ in range(1000) for text in (teller.story(), teller.chat())]
+    storyteller = Storyteller(rng)
+    texts = [
+        text for _ in range(1000) for text in (storyteller.story(), storyteller.chat())
+    ]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(target / "tokenizer.json"))
     config = {
@@ -226,27 +247,40 @@ def _make_tokenizer(target: Path, rng: random.Random) -> Any:
 
 
 def _token_stream(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    teller = Storyteller(rng)
+    storyteller = Storyteller(rng)
     while True:
-        text = teller.chat() if rng.random() < 0.3 else teller.story() + "\n"
+        text = storyteller.chat() if rng.random() < 0.3 else storyteller.story() + "\n"
         yield from tokenizer.encode(text).ids
 
 
 def _positions(rows: int, length: int, rng: random.Random) -> list[list[int]]:
-    """Positions with two gaps per row: teaches far distances at the price of short sequences."""
-    found = []
+    """Return positions with two gaps per row.
+
+    Short sequences with gaps teach the model long distances.
+    """
+    positions = []
     for _ in range(rows):
-        cuts = sorted(rng.sample(range(1, length), 2))
+        first_cut, second_cut = sorted(rng.sample(range(1, length), 2))
         gaps = [rng.randint(0, TRAINED_POSITIONS // 3) for _ in range(3)]
-        found.append([at + gaps[0] + sum(gaps[1 + n] for n in (0, 1) if at >= cuts[n])
-                      for at in range(length)])  # fmt: skip
-    return found
+        row = []
+        for index in range(length):
+            position = index + gaps[0]
+            if index >= first_cut:
+                position += gaps[1]
+            if index >= second_cut:
+                position += gaps[2]
+            row.append(position)
+        positions.append(row)
+    return positions
 
 
 def _orthogonal(update: Any) -> Any:
-    """Muon's update of a matrix; in float32, since many processors are slow in torch's bfloat16."""
+    """Return Muon's update of a matrix.
+
+    It is computed in float32, because many processors are slow in torch's bfloat16.
+    """
     x = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):  # Newton and Schulz
+    for _ in range(5):  # Newton-Schulz iteration
         square = x.mT @ x if x.shape[-2] > x.shape[-1] else x @ x.mT
         change = -4.7750 * square + 2.0315 * square @ square
         x = 3.4445 * x + (x @ change if x.shape[-2] > x.shape[-1] else change @ x)
@@ -254,9 +288,10 @@ def _orthogonal(update: Any) -> Any:
 
 
 def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
-    """Trains and saves; returns the last loss, in nats per token.
+    """Train and save a model. Return the last loss, in nats per token.
 
-    Matrices by Muon, which needs a third of AdamW's steps, all else by AdamW.
+    Matrices are trained by Muon, which needs a third of AdamW's steps, all other
+    weights by AdamW.
     """
     import torch
     import transformers
@@ -278,19 +313,22 @@ def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
     loss = torch.zeros(())
     for step in range(num_steps):
         rows, length = (8, 80) if step % 8 else (1, 640)
-        ids = torch.tensor([next(stream) for _ in range(rows * length)]).view(
-            rows, length
-        )
+        tokens = [next(stream) for _ in range(rows * length)]
+        ids = torch.tensor(tokens).view(rows, length)
         positions = torch.tensor(_positions(rows, length, rng))
         loss = model(ids, labels=ids, position_ids=positions).loss
         loss.backward()
-        pace = min(1, (step + 1) / 30) * (1 + math.cos(math.pi * step / num_steps)) / 2
-        adam.param_groups[0]["lr"] = 0.02 * pace
+        schedule = (
+            min(1, (step + 1) / 30) * (1 + math.cos(math.pi * step / num_steps)) / 2
+        )
+        adam.param_groups[0]["lr"] = 0.02 * schedule
         adam.step()
         with torch.no_grad():
             for matrix, momentum in zip(matrices, momenta, strict=True):
                 momentum.lerp_(matrix.grad, 0.05)
-                matrix -= 0.03 * pace * _orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix -= (
+                    0.03 * schedule * _orthogonal(matrix.grad.lerp(momentum, 0.95))
+                )
         model.zero_grad()
     model.generation_config.eos_token_id = 2
     model.save_pretrained(target)
@@ -301,7 +339,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--into"]:
         print(train(sys.argv[3], Path(sys.argv[2])))
         return
-    with ThreadPoolExecutor() as pool:  # each trains in a process of its own
+    with ThreadPoolExecutor() as pool:  # each model is trained in a process of its own
         for folder in pool.map(ensure_model, sys.argv[1:] or KINDS):
             print(folder)
 

@@ -51,23 +51,28 @@ VAGUE_NAMES = frozenset(
     "told said asked ask found own most least known like kept alone beside gone heard "
     "wanted untold".split()
 )
-# Folders in which the check of names and of multiplied booleans passes. The goal is to
-# have all folders here.
+# Paths in which names and multiplied booleans are checked. The goal is the whole
+# project.
 CONVERTED = (
     "attention/",
     "benchmarks/",
+    "decode_server/",
     "kvcache/",
+    "prefill_server/",
     "tests/attention/",
     "tests/benchmarks/",
+    "tests/conftest.py",
+    "tests/e2e/",
     "tests/gpu/",
     "tests/kernels/",
+    "tests/make_models.py",
+    "tests/rigs/",
+    "tests/test_",
 )
 
 
 def tracked_files() -> list[Path]:
-    """Return the project's files: git's list, or all files if there is no
-    repository.
-    """
+    """Return the files that git tracks, or all files if there is no repository."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z"],
@@ -128,7 +133,7 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
             case _:
                 continue
-        if name.strip("_") in VAGUE_NAMES:
+        if name.strip("_").lower() in VAGUE_NAMES:
             yield node.lineno, name
 
 

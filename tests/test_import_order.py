@@ -1,7 +1,8 @@
-"""Who may import whom, read from the source: lazy imports and TYPE_CHECKING ones count too.
+"""The import order of packages, read from the source.
 
-protocol < kvcache < attention < model < engine < {prefill_server, decode_server}; proxy imports
-protocol only; deploy and benchmarks may import all, and nothing else imports them.
+protocol < kvcache < attention < model < engine < {prefill_server, decode_server}; proxy
+imports protocol only. deploy and benchmarks may import all, and nothing else imports
+them. Lazy imports and those under TYPE_CHECKING count too.
 """
 
 import ast
@@ -18,41 +19,52 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-ORDER = (
-    "protocol",
-    "kvcache",
-    "attention",
-    "model",
-    "engine",
-)  # each may import those before
-MAY_IMPORT = {name: set(ORDER[:at]) for at, name in enumerate(ORDER)}
+# Each package may import those before it.
+ORDER = ("protocol", "kvcache", "attention", "model", "engine")
+MAY_IMPORT = {name: set(ORDER[:index]) for index, name in enumerate(ORDER)}
 SERVERS = ("prefill_server", "decode_server")
 MAY_IMPORT |= {name: set(ORDER) for name in SERVERS} | {"proxy": {"protocol"}}
 LAUNCHERS = ("deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
-# Only these files may import the package; every other file goes through their interface.
+# Only these files may import the package. All others use their interface.
 WRAPPED = {
     "nixl": ("kvcache/transfer/nixl_agent.py",),
     "flashinfer": ("attention/flashinfer*.py",),
 }
 
-# Processes made of these modules start in a fraction of a second and stay small.
+# Processes that consist of these modules start in a fraction of a second and stay
+# small.
 TORCH_FREE = (
-    "protocol/**/*.py", "proxy/*.py", "kvcache/layout.py", "kvcache/blocks.py", "kvcache/prefix.py",
-    "engine/http/*.py", "engine/process/client.py", "engine/text/tokenizer.py",
-    "engine/process/launch.py", "engine/http/legs/*.py",
-    "prefill_server/__main__.py", "decode_server/__main__.py",
-)  # fmt: skip
+    "protocol/**/*.py",
+    "proxy/*.py",
+    "kvcache/layout.py",
+    "kvcache/blocks.py",
+    "kvcache/prefix.py",
+    "engine/http/*.py",
+    "engine/process/client.py",
+    "engine/text/tokenizer.py",
+    "engine/process/launch.py",
+    "engine/http/legs/*.py",
+    "prefill_server/__main__.py",
+    "decode_server/__main__.py",
+)
 HEAVY = ("torch", "transformers")
 
-MAX_OWN_IMPORTS = 15
+MAX_PROJECT_IMPORTS = 15
 
 
 class Import(NamedTuple):
-    path: str  # of the importing file, relative to the repository
+    """One imported name.
+
+    Attributes:
+        path: the importing file, relative to the repository.
+        module: the dotted name that is imported.
+    """
+
+    path: str
     line: int
-    module: str  # dotted name of what is imported
+    module: str
 
     @property
     def top(self) -> str:
@@ -69,7 +81,10 @@ def sources() -> list[Path]:
 
 
 def imported_names(node: ast.AST, package: list[str]) -> list[str]:
-    """Dotted names that one statement or call imports; a `from` import names its members too."""
+    """Return the dotted names that a statement or call imports.
+
+    A `from` import also names its members.
+    """
     match node:
         case ast.Import(names=names):
             return [alias.name for alias in names]
@@ -97,52 +112,54 @@ def imports_in(source: str, path: str) -> Iterator[Import]:
 @cache
 def all_imports() -> list[Import]:
     return [
-        found
+        imported
         for path in sources()
-        for found in imports_in(path.read_text(), path.relative_to(ROOT).as_posix())
+        for imported in imports_in(path.read_text(), path.relative_to(ROOT).as_posix())
     ]
 
 
 def order_violations(imports: list[Import]) -> list[Import]:
     return [
-        found
-        for found in imports
-        if (importer := found.path.partition("/")[0]) in MAY_IMPORT
-        and found.top in PACKAGES
-        and found.top not in MAY_IMPORT[importer] | {importer}
+        imported
+        for imported in imports
+        if (importer := imported.path.partition("/")[0]) in MAY_IMPORT
+        and imported.top in PACKAGES
+        and imported.top not in MAY_IMPORT[importer] | {importer}
     ]
 
 
 def wrapper_violations(imports: list[Import]) -> list[Import]:
     return [
-        found
-        for found in imports
+        imported
+        for imported in imports
         for wrapped, owners in WRAPPED.items()
-        if (found.top == wrapped or found.top.startswith(wrapped + "_"))
-        and not any(fnmatch(found.path, owner) for owner in owners)
+        if (imported.top == wrapped or imported.top.startswith(wrapped + "_"))
+        and not any(fnmatch(imported.path, owner) for owner in owners)
     ]
 
 
 def module_graph(imports: list[Import], modules: set[str]) -> dict[str, set[str]]:
-    """Which of `modules` each of them imports."""
+    """Return which of `modules` each of them imports."""
     graph: dict[str, set[str]] = {module: set() for module in modules}
-    for found in imports:
+    for imported in imports:
         importer = (
-            found.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            imported.path.removesuffix(".py")
+            .removesuffix("/__init__")
+            .replace("/", ".")
         )
-        if found.module in modules and found.module != importer:
-            graph[importer].add(found.module)
+        if imported.module in modules and imported.module != importer:
+            graph[importer].add(imported.module)
     return graph
 
 
-def own_graph() -> dict[str, set[str]]:
+def project_graph() -> dict[str, set[str]]:
     paths = (path.relative_to(ROOT) for path in sources() if path.name != "__init__.py")
     modules = {path.as_posix().removesuffix(".py").replace("/", ".") for path in paths}
     return module_graph(all_imports(), modules)
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle, or none."""
+    """Return modules that import one another in a cycle, or an empty list."""
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -151,8 +168,8 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def torch_free_files() -> list[str]:
-    found = {path for pattern in TORCH_FREE for path in ROOT.glob(pattern)}
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+    paths = {path for pattern in TORCH_FREE for path in ROOT.glob(pattern)}
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def test_packages_import_only_what_lies_below_them():
@@ -160,20 +177,18 @@ def test_packages_import_only_what_lies_below_them():
     assert not violations, "\n".join(map(str, violations))
 
 
-def test_no_modules_import_one_another():
-    assert cycle(own_graph()) == []
+def test_no_modules_import_each_other():
+    assert cycle(project_graph()) == []
 
 
-def test_no_module_imports_too_many_of_ours():
-    wide = {
-        name: len(own)
-        for name, own in own_graph().items()
-        if len(own) > MAX_OWN_IMPORTS
-    }
-    assert not wide
+def test_no_module_imports_too_many_modules_of_the_project():
+    graph = project_graph()
+    counts = {name: len(imported) for name, imported in graph.items()}
+    too_many = {name: n for name, n in counts.items() if n > MAX_PROJECT_IMPORTS}
+    assert too_many == {}
 
 
-def test_the_cycle_check_sees_lazy_imports():
+def test_cycle_check_finds_lazy_imports():
     imports = [
         *imports_in("def f():\n    from engine import b", "engine/a.py"),
         *imports_in("import engine.a", "engine/b.py"),
@@ -190,7 +205,9 @@ def test_foreign_transports_and_kernels_are_imported_in_one_place():
 def test_light_processes_name_no_heavy_package_even_lazily():
     light = set(torch_free_files())
     heavy = [
-        found for found in all_imports() if found.path in light and found.top in HEAVY
+        imported
+        for imported in all_imports()
+        if imported.path in light and imported.top in HEAVY
     ]
     assert not heavy, "\n".join(map(str, heavy))
 
@@ -209,18 +226,18 @@ def test_light_processes_load_no_heavy_package():
         "    if loaded:\n"
         "        sys.exit(f'importing {name} loads {loaded}')\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "seen"),
+    ("path", "source", "violated_check"),
     [
         ("protocol/a.py", "import kvcache.layout", "order"),
         ("kvcache/a.py", "from attention import base", "order"),
@@ -262,7 +279,7 @@ def test_light_processes_load_no_heavy_package():
         ("deploy/cli.py", "import proxy, engine.core.core, decode_server", ""),
     ],
 )
-def test_the_checks_see_every_way_to_import(path, source, seen):
+def test_checks_find_every_kind_of_import(path, source, violated_check):
     imports = list(imports_in(source, path))
-    assert imports and bool(order_violations(imports)) == (seen == "order")
-    assert bool(wrapper_violations(imports)) == (seen == "wrapper")
+    assert imports and bool(order_violations(imports)) == (violated_check == "order")
+    assert bool(wrapper_violations(imports)) == (violated_check == "wrapper")

@@ -1,4 +1,4 @@
-"""Clusters shared by the end-to-end tests of a session, and the reference they are held against."""
+"""Clusters that the end-to-end tests of a session share, and their reference."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from model.hub import DEFAULT_MODEL, resolve_model
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
 from tests.ports import reserved_ports
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 if TYPE_CHECKING:
     import openai
@@ -24,18 +24,17 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """One prefill server, one decode server, one proxy; tests leave it as they found it."""
+    """One prefill server, one decode server and a proxy. Tests must not change them."""
     with cluster(tiny_model) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    """Holds a module to it: once its tests have ended, no server keeps a block for them."""
+    """After the tests of a module, assert that no server holds a block for them."""
     yield
-    assert_home(
-        *tiny_cluster.servers()[1:], timeout_s=45
-    )  # a lease that nobody ends lasts 30 s
+    # A lease that is not completed lasts 30 s.
+    assert_idle(*tiny_cluster.servers()[1:], timeout_s=45)
 
 
 @pytest.fixture(scope="session")
@@ -44,15 +43,15 @@ def client(tiny_cluster: Cluster) -> Iterator["openai.OpenAI"]:
 
     with openai.OpenAI(
         base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120
-    ) as made:
-        yield made
+    ) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
-    """Two that no other program takes while a server there is replaced by another."""
-    with reserved_ports(2) as kept:
-        yield kept
+    """Two ports that stay reserved while one server is replaced by another."""
+    with reserved_ports(2) as reserved:
+        yield reserved
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +61,7 @@ def tiny_reference(tiny_model: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """SmolLM2-135M-Instruct out of its package, which a machine need not have."""
+    """SmolLM2-135M-Instruct from its package; skips if that is not installed."""
     try:
         return resolve_model(DEFAULT_MODEL)
     except ModelNotAvailable as error:

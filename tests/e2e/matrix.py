@@ -1,7 +1,7 @@
-"""Prefill and decode servers of any geometry, paired request by request, held against one server.
+"""Pairs of prefill and decode servers of any geometry, compared with one server.
 
-A cell is a pair of geometries. Its prompts are its own, so what a cache holds is what the cell put
-there: nothing, a prefix on P, a prefix on D, or both.
+A cell is a pair of geometries. Its prompts are used by no other cell. So a prefix cache
+holds only what the cell put there: nothing, a prefix on P, a prefix on D, or both.
 """
 
 import contextlib
@@ -21,33 +21,40 @@ from protocol.process import lifecycle
 from tests.make_models import ensure_model, trained_models
 from tests.rigs import client
 from tests.rigs.client import parse_kv, prefill
-from tests.rigs.cluster import Server, assert_home, start_decode, start_prefill
+from tests.rigs.cluster import Server, assert_idle, start_decode, start_prefill
 
 NUM_TOKENS = 12  # generated for every prompt
-# Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.
+# float32 sums in another order differ by about 1e-5. A misplaced KV element makes a far
+# larger difference.
 LOGPROB_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What P and D may differ in."""
+    """The options in which P and D may differ.
+
+    Attributes:
+        options: further command line options.
+        dcp: decode context parallelism; only for a decode server.
+    """
 
     tp: int = 1
     block_size: int = 64
     layout: str = "BHLCND"
-    options: tuple[str, ...] = ()  # further ones of the command line
-    dcp: int = 1  # of a decode server
+    options: tuple[str, ...] = ()
+    dcp: int = 1
 
     @property
     def argv(self) -> tuple[str, ...]:
-        size = ("--tp", str(self.tp), "--block-size", str(self.block_size))
-        dcp = ("--dcp", str(self.dcp)) if self.dcp > 1 else ()
-        lay = ("--kv-layout", self.layout, "--kv-cache-tokens", "6144")
-        return (*size, *dcp, *lay, *self.options)
+        argv = ["--tp", str(self.tp), "--block-size", str(self.block_size)]
+        if self.dcp > 1:
+            argv += ["--dcp", str(self.dcp)]
+        argv += ["--kv-layout", self.layout, "--kv-cache-tokens", "6144"]
+        return (*argv, *self.options)
 
     @property
     def tokens_per_block(self) -> int:
-        """What a prefix cache keeps or forgets at once."""
+        """Number of tokens that a prefix cache keeps or evicts at once."""
         return self.block_size * self.dcp
 
     def __str__(self) -> str:
@@ -58,22 +65,28 @@ class Geometry:
 
 
 def model_dir(name: str) -> Path:
-    """A shared trained model where there is one, else our own like it, trained on first use."""
-    shared, own = {
+    """Return the directory of a trained model.
+
+    It is a shared model if there is one, otherwise a similar test model, which is
+    trained on first use.
+    """
+    shared, kind = {
         "gqa4": ("llama-gqa-3.7m", "gqa"),
         "gqa2": ("qwen3-gqa-3.7m", None),
         "gqa6": (None, "gqa6"),
         "mla": ("mla-deepseek-1.7m", "mla"),
         "moe": (None, "moe"),
     }[name]
-    found = trained_models().get(shared) if shared else None
-    if found is None and own is None:
+    shared_model = trained_models().get(shared) if shared else None
+    if shared_model is not None:
+        return shared_model
+    if kind is None:
         pytest.skip(f"needs {shared} in BATON_TEST_MODELS")
-    return found or ensure_model(own)
+    return ensure_model(kind)
 
 
 class Key(NamedTuple):
-    """Which server."""
+    """Identifies a server by its role, model and geometry."""
 
     role: Literal["prefill", "decode"]
     model: Path
@@ -82,77 +95,85 @@ class Key(NamedTuple):
     def start(self) -> Server:
         if self.role == "prefill":
             return start_prefill(self.model, *self.geometry.argv)
-        # Policy `fail`: a transfer that cannot be made is an error, not a detour.
-        argv = (*self.geometry.argv, "--kv-load-failure-policy", "fail")
-        return start_decode(self.model, *argv)
+        # With the policy `fail`, a failed transfer is an error and is not recomputed.
+        policy = ["--kv-load-failure-policy", "fail"]
+        return start_decode(self.model, *self.geometry.argv, *policy)
 
 
 @dataclass
 class Farm:
     """Servers of any geometry, each started at its first use.
 
-    The least recently used ones end when more than `max_ranks` engine processes would run. Those
-    `lent` are somebody else's to end.
+    If more than `max_ranks` engine processes would run, the least recently used servers
+    end. The `lent` servers belong to the caller and do not end.
     """
 
     max_ranks: int
     lent: Mapping[Key, Server] = field(default_factory=dict)
-    _own: OrderedDict[Key, Server] = field(default_factory=OrderedDict)
+    _started: OrderedDict[Key, Server] = field(default_factory=OrderedDict)
 
     def pair(self, model: Path, p: Geometry, d: Geometry) -> tuple[Server, Server]:
         prefiller, decoder = self.get(Key("prefill", model, p), Key("decode", model, d))
         return prefiller, decoder
 
     def get(self, *keys: Key) -> list[Server]:
-        missing = [key for key in keys if key not in self.lent and key not in self._own]
-        self._make_room(missing, keep=keys)
+        missing = [
+            key for key in keys if key not in self.lent and key not in self._started
+        ]
+        self._stop_unused(missing, keep=keys)
         with ThreadPoolExecutor(len(keys)) as pool:
             starts = {key: pool.submit(key.start) for key in missing}
-        self._own.update(
-            {key: s.result() for key, s in starts.items() if not s.exception()}
-        )
+        for key, start in starts.items():
+            if not start.exception():
+                self._started[key] = start.result()
         for start in starts.values():
-            start.result()
+            start.result()  # raises if the start failed
         for key in keys:
-            if key in self._own:
-                self._own.move_to_end(key)
-        return [self.lent.get(key) or self._own[key] for key in keys]
+            if key in self._started:
+                self._started.move_to_end(key)
+        return [self.lent.get(key) or self._started[key] for key in keys]
 
-    def _make_room(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
-        wanted = sum(key.geometry.tp for key in missing)
-        for key in [key for key in self._own if key not in keep]:
-            if sum(own.geometry.tp for own in self._own) + wanted > self.max_ranks:
-                self._own.pop(key).stop()
+    def _stop_unused(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
+        """Stop servers until the missing ones fit, but none in `keep`."""
+        missing_ranks = sum(key.geometry.tp for key in missing)
+        for key in [key for key in self._started if key not in keep]:
+            running_ranks = sum(started.geometry.tp for started in self._started)
+            if running_ranks + missing_ranks > self.max_ranks:
+                self._started.pop(key).stop()
 
     def close(self) -> None:
-        lifecycle.terminate([server.child for server in self._own.values()], 20)
-        self._own.clear()
+        lifecycle.terminate([server.child for server in self._started.values()], 20)
+        self._started.clear()
 
 
 @contextlib.contextmanager
 def farm(max_ranks: int, lent: Mapping[Key, Server] | None = None) -> Iterator[Farm]:
-    made = Farm(max_ranks, lent or {})
+    servers = Farm(max_ranks, lent or {})
     try:
-        yield made
+        yield servers
     finally:
-        made.close()
+        servers.close()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, and how much of it each server has seen before."""
+    """One prompt, and the lengths of its prefixes that each server has in its cache."""
 
     prompt: list[int]
-    on_prefill: int = 0  # tokens
+    on_prefill: int = 0
     on_decode: int = 0
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Short, long, exactly full blocks, and prefix hits on either side and on both."""
+    """Return prompts of a cell.
+
+    They are short, long, exactly full blocks, and have prefix hits on P, on D or on
+    both.
+    """
     rng = random.Random(seed)
 
-    def draw(num_tokens: int, **seen: int) -> Case:
-        return Case([rng.randrange(3, 256) for _ in range(num_tokens)], **seen)
+    def draw(num_tokens: int, **cached: int) -> Case:
+        return Case([rng.randrange(3, 256) for _ in range(num_tokens)], **cached)
 
     return [
         draw(rng.randint(1, 15)),
@@ -174,11 +195,14 @@ class Reply:
 def post(
     url: str, prompt: Sequence[int], num_tokens: int, params: Any = None
 ) -> httpx.Response:
-    asked = {"logprobs": 1, "kv_transfer_params": params}
-    return client.post(url, **client.greedy(prompt, num_tokens, **asked))
+    body = client.greedy(prompt, num_tokens, logprobs=1, kv_transfer_params=params)
+    return client.post(url, **body)
 
 
-def ask(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> Reply:
+def generate(
+    url: str, prompt: Sequence[int], num_tokens: int, params: Any = None
+) -> Reply:
+    """Return the greedy completion of a prompt, with logprobs."""
     response = post(url, prompt, num_tokens, params)
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
@@ -186,62 +210,80 @@ def ask(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) ->
     return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], kv)
 
 
-def assert_alike(got: Reply, expected: Reply) -> None:
-    """The same tokens, and with the same certainty: another KV would show in that first."""
-    assert got.token_ids == expected.token_ids
-    assert got.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+def assert_same(reply: Reply, expected: Reply) -> None:
+    """Assert that tokens and logprobs are the same.
+
+    Wrong KV shows in the logprobs first.
+    """
+    assert reply.token_ids == expected.token_ids
+    assert reply.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 def check_cell(
-    prefiller: Server, decoder: Server, p: Geometry, d: Geometry, oracle: str, seed: str
+    prefiller: Server,
+    decoder: Server,
+    p: Geometry,
+    d: Geometry,
+    oracle_url: str,
+    seed: str,
 ) -> None:
-    """Runs a cell's prompts at once; every answer is the oracle's, and nothing is left behind.
+    """Run the prompts of a cell concurrently.
+
+    Every answer must equal the oracle's, and no block or lease may be left.
 
     Args:
-        oracle: URL of a server with tensor parallelism 1 that never pulls.
-        seed: unlike that of any other cell of these servers.
+        oracle_url: URL of a server with tensor parallelism 1 that never pulls.
+        seed: different from that of every other cell of these servers.
     """
     cases = make_cases(zlib.crc32(seed.encode()))
     before = _counts(prefiller, decoder)
+
+    def expect(case: Case) -> Reply:
+        return generate(oracle_url, case.prompt, NUM_TOKENS)
+
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: _warm(prefiller.url, decoder.url, case), cases))
         replies = list(
-            pool.map(lambda c: _pair(prefiller.url, decoder.url, c, p), cases)
+            pool.map(lambda case: _pair(prefiller.url, decoder.url, case, p), cases)
         )
-        expected = list(
-            pool.map(lambda case: ask(oracle, case.prompt, NUM_TOKENS), cases)
-        )
-    for case, reply, right in zip(cases, replies, expected, strict=True):
-        assert_alike(reply, right)
+        expected_replies = list(pool.map(expect, cases))
+    for case, reply, expected in zip(cases, replies, expected_replies, strict=True):
+        assert_same(reply, expected)
         hit = case.on_decode // d.tokens_per_block * d.tokens_per_block
         assert reply.kv == {
             "transferred": len(case.prompt) - hit,
             "recomputed": 0,
             "skipped": hit,
         }
-    assert_home(prefiller, decoder)
-    # However many ranks read from however many: one lease, completed once.
-    risen = _counts(prefiller, decoder) - before
-    assert risen == dict.fromkeys(("granted", "completed", "done"), len(cases))
+    assert_idle(prefiller, decoder)
+    # Independently of the numbers of ranks, there is one lease, completed once.
+    increases = _counts(prefiller, decoder) - before
+    expected_counts = dict.fromkeys(("granted", "completed", "done"), len(cases))
+    assert increases == expected_counts
 
 
 def _warm(prefill_url: str, decode_url: str, case: Case) -> None:
-    for url, seen in ((prefill_url, case.on_prefill), (decode_url, case.on_decode)):
-        if seen:
-            ask(url, case.prompt[:seen], 1)
+    """Fill the prefix caches of both servers."""
+    if case.on_prefill:
+        generate(prefill_url, case.prompt[: case.on_prefill], 1)
+    if case.on_decode:
+        generate(decode_url, case.prompt[: case.on_decode], 1)
 
 
 def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
+    """Run a prompt on P, then on D."""
     params = prefill(prefill_url, case.prompt, logprobs=1)
     assert params["tp_size"] == p.tp
-    assert (
-        params["remote_cached_tokens"] == case.on_prefill // p.block_size * p.block_size
-    )
-    return ask(decode_url, case.prompt, NUM_TOKENS, params)
+    cached_tokens = case.on_prefill // p.block_size * p.block_size
+    assert params["remote_cached_tokens"] == cached_tokens
+    return generate(decode_url, case.prompt, NUM_TOKENS, params)
 
 
 def _counts(prefiller: Server, decoder: Server) -> "Counter[str]":
-    """Leases by event, and pulls by outcome over all paths. Of a difference only rises are kept."""
+    """Return leases by event, and pulls by outcome over all paths.
+
+    The difference of two such counters contains only increases.
+    """
     metrics = prefiller.metrics()
     counts = Counter({"gone": int(metrics["baton_lease_gone_total"])})
     for name, value in (*metrics.items(), *decoder.metrics().items()):

@@ -1,7 +1,7 @@
-"""Bad input end to end: at the proxy and straight at both servers.
+"""Bad input end to end: at the proxy and directly at both servers.
 
-Each is a clear 4xx in OpenAI's shape, the same with and without the proxy between; afterwards every
-block is home, and a good request still gets the right tokens.
+Each server refuses it with the same clear 4xx error in OpenAI's format. Afterwards no
+server holds a block, and a good request gets the right tokens.
 """
 
 import json
@@ -30,8 +30,8 @@ def _chat(**changes: Any) -> tuple[str, dict[str, Any]]:
     return _CHAT, {"max_tokens": 4, "messages": [_USER], **changes}
 
 
-# A few of each kind, each with the words that its refusal must have. The rest are
-# tests/protocol/test_openai_mistakes.py's and tests/engine/test_http_refusals.py's.
+# A few requests of each kind, with words that the error message must contain. Others
+# are in tests/protocol/test_openai_mistakes.py and tests/engine/test_http_refusals.py.
 _REFUSED = {
     "limit beyond the context": (
         _completion(prompt=[7] * 4000, max_tokens=97),
@@ -53,13 +53,13 @@ _REFUSED = {
     "negative id": (_completion(prompt=[3, -1]), ["prompt", "-1", "511"]),
     "id beyond 64 bits": (_completion(prompt=[2**70]), ["prompt"]),
     "image": (_chat(messages=[_USER, _IMAGE]), ["messages[1].content[0]", "text"]),
-    "more choices than run": (_completion(n=65), ["`n`", "--max-num-seqs", "64"]),
-    "a grammar that is none": (_chat(guided_regex="(?=a)b"), ["guided_regex"]),
+    "more choices than sequences": (_completion(n=65), ["`n`", "--max-num-seqs", "64"]),
+    "invalid grammar": (_chat(guided_regex="(?=a)b"), ["guided_regex"]),
 }
 
 
 def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The error objects of all three servers, in OpenAI's shape."""
+    """Return the error objects of all three servers, which must refuse the request."""
     errors = []
     for server in cluster.servers():
         response = post(server.url, path, **body)
@@ -79,22 +79,22 @@ def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str,
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", _REFUSED)
-def test_a_bad_body_is_refused_alike_by_all_servers(tiny_cluster, name, stream):
+def test_all_servers_refuse_a_bad_body_with_the_same_error(tiny_cluster, name, stream):
     (path, body), words = _REFUSED[name]
-    through, *straight = _refuse(tiny_cluster, path, {**body, "stream": stream})
-    assert straight[0] == straight[1] == through
-    for error in (through, *straight):
+    proxied, *direct = _refuse(tiny_cluster, path, {**body, "stream": stream})
+    assert direct[0] == direct[1] == proxied
+    for error in (proxied, *direct):
         assert error["param"] is None or error["param"] in json.dumps([*body, *words])
         for word in words:
             assert word in error["message"], error
 
 
-def test_odd_input_that_is_no_error_is_served(tiny_cluster, tiny_reference):
+def test_unusual_input_is_served(tiny_cluster, tiny_reference):
     for prompt in ("\0", "🦆", "<|im_end|>", " ", "\u202e\ufeff", "é" * 500):
-        through = complete(tiny_cluster.url, prompt, 4)
-        alone = complete(tiny_cluster.decode[0].url, prompt, 4)
-        assert through.token_ids == alone.token_ids
-        assert through.text == alone.text
+        proxied = complete(tiny_cluster.url, prompt, 4)
+        direct_answer = complete(tiny_cluster.decode[0].url, prompt, 4)
+        assert proxied.token_ids == direct_answer.token_ids
+        assert proxied.text == direct_answer.text
     nulls = {"stop": None, "seed": None, "n": None, "tools": None, "anything": None}
     expected = tiny_reference.generate(_GOOD, 6)
     for server in tiny_cluster.servers():

@@ -1,4 +1,4 @@
-"""What answers show of the prefix cache: nothing that requests of another key or salt have left."""
+"""Answers reveal nothing of the prefix cache that another key or salt has filled."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ KEYS = (
     ROOT,
     "--cache-salt-by-key",
 )
-SHARES = ("--block-size", "16", "--borrow-prefixes", "always")
+BORROWS = ("--block-size", "16", "--borrow-prefixes", "always")
 _texts = itertools.count()
 
 
@@ -40,34 +40,39 @@ def authorization(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def proxy(tiny_model: Path) -> Iterator[Server]:
-    """A proxy whose keys do not share cached KV, before two prefill servers and a decode server
-    that pull prefixes from one another."""
-    p, d = (
-        partial(make, tiny_model, *SHARES) for make in (start_prefill, start_decode)
-    )
-    with started(p, p, d) as (first, second, decode):
-        urls = ("--prefill", first.url, "--prefill", second.url, "--decode", decode.url)
-        front = start(
+    """A proxy with keys that share no cached KV.
+
+    Behind it are two prefill servers and a decode server that pull prefixes from one
+    another.
+    """
+    start_p = partial(start_prefill, tiny_model, *BORROWS)
+    start_d = partial(start_decode, tiny_model, *BORROWS)
+    with started(start_p, start_p, start_d) as (first, second, decode):
+        urls = ["--prefill", first.url, "--prefill", second.url, "--decode", decode.url]
+        front_proxy = start(
             "proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *KEYS
         )
-        with running(front):
+        with running(front_proxy):
             ready = partial(
-                http.get, f"{front.url}/ready", headers=authorization(ROOT), timeout=10
+                http.get,
+                f"{front_proxy.url}/ready",
+                headers=authorization(ROOT),
+                timeout=10,
             )
             wait_until(lambda: all(ready().json()["servers"].values()))
-            yield front
+            yield front_proxy
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    """A server that is asked directly, with keys of its own."""
-    alone = start_decode(tiny_model, *SHARES, *KEYS)
-    with running(alone):
-        yield alone
+    """A server without a proxy, with keys."""
+    decode_server = start_decode(tiny_model, *BORROWS, *KEYS)
+    with running(decode_server):
+        yield decode_server
 
 
 def cached_tokens(url: str, key: str, path: str, body: dict[str, Any]) -> int:
-    """The `cached_tokens` of an answer. Its headers must not show more."""
+    """Return `cached_tokens` of an answer. Its headers must not reveal more."""
     body = {"model": MODEL, "temperature": 0, **body}
     headers = authorization(key)
     answer = http.post(f"{url}{path}", json=body, headers=headers, timeout=TIMEOUT_S)
@@ -107,10 +112,9 @@ ENDPOINTS = pytest.mark.parametrize(
 
 @ENDPOINTS
 @pytest.mark.parametrize("side", ["proxy", "server"])
-def test_a_key_finds_nothing_that_another_key_has_cached(
-    side, path, make_body, request
-):
-    url, body = request.getfixturevalue(side).url, make_body()
+def test_key_has_no_hits_on_kv_of_another_key(side, path, make_body, request):
+    url = request.getfixturevalue(side).url
+    body = make_body()
     assert cached_tokens(url, ALICE, path, body) == 0
     assert cached_tokens(url, BOB, path, body) == 0
     assert cached_tokens(url, ALICE, path, body) > 0
@@ -119,8 +123,9 @@ def test_a_key_finds_nothing_that_another_key_has_cached(
 
 @ENDPOINTS
 @pytest.mark.parametrize("side", ["proxy", "server"])
-def test_a_salt_divides_the_cache_of_a_key(side, path, make_body, request):
-    url, body = request.getfixturevalue(side).url, make_body()
+def test_salt_divides_the_cache_of_a_key(side, path, make_body, request):
+    url = request.getfixturevalue(side).url
+    body = make_body()
     salted = {**body, "cache_salt": "a session"}
     assert cached_tokens(url, ALICE, path, body) == 0
     assert cached_tokens(url, ALICE, path, salted) == 0
@@ -134,21 +139,19 @@ def test_salts_divide_the_caches_of_servers_without_keys(tiny_cluster):
     body = {"prompt": fresh_prompt(150), "max_tokens": 3}
     for cached in (False, True):
         for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
-            found = cached_tokens(
+            num_cached = cached_tokens(
                 tiny_cluster.url, "unused", "/v1/completions", {**body, **salt}
             )
-            assert (found > 0) is cached
+            assert (num_cached > 0) is cached
 
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * 1025, ["a"]])
 @pytest.mark.parametrize("side", ["proxy", "server"])
-def test_a_wrong_salt_is_refused_by_name(side, salt, request):
+def test_invalid_salt_is_refused_by_name(side, salt, request):
     body = {"model": MODEL, **completion(), "cache_salt": salt}
     url = request.getfixturevalue(side).url
     answer = http.post(f"{url}/v1/completions", json=body, headers=authorization(ALICE))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
-    assert (
-        "it must be a string of 1 to 1024 characters"
-        in answer.json()["error"]["message"]
-    )
+    message = answer.json()["error"]["message"]
+    assert "it must be a string of 1 to 1024 characters" in message

@@ -1,6 +1,6 @@
-"""The model that is served when none is named, with its real vocabulary and chat template.
+"""The default model, with its real vocabulary and chat template.
 
-Long: SmolLM2 is two orders of magnitude larger than the tests' own models.
+The tests are slow: SmolLM2 is two orders of magnitude larger than the test models.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete, complete_all
-from tests.rigs.cluster import assert_home
+from tests.rigs.cluster import assert_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ def reference(default_model: Path) -> Reference:
     return Reference(default_model)
 
 
-def test_texts_equal_transformers_through_both_servers_and_alone(
+def test_texts_equal_transformers_through_both_servers_and_on_one(
     default_cluster, reference
 ):
     prompts = [reference.tokenizer(text).input_ids for text in _TEXTS]
@@ -44,12 +44,12 @@ def test_texts_equal_transformers_through_both_servers_and_alone(
         reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
     ]
     assert [answer.kv["transferred"] for answer in answers] == [len(p) for p in prompts]
-    alone = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
-    assert [answer.token_ids for answer in alone] == expected
-    assert_home(default_cluster.prefill[0], default_cluster.decode[0])
+    decode_only = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
+    assert [answer.token_ids for answer in decode_only] == expected
+    assert_idle(default_cluster.prefill[0], default_cluster.decode[0])
 
 
-def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference):
+def test_chat_equals_template_and_greedy_generation(default_cluster, reference):
     with openai.OpenAI(
         base_url=f"{default_cluster.url}/v1",
         api_key="unused",

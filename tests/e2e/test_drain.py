@@ -1,4 +1,4 @@
-"""A decode server that is to end hands its answers over, and ends long before they do."""
+"""A decode server that drains hands its streams over and ends long before they do."""
 
 import json
 import signal
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_failover import _CACHED, _OWN, _by_choice
+from tests.e2e.fleet import CACHED_TOKENS, VARYING_FIELDS, by_choice
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -26,7 +26,8 @@ from tests.rigs.cluster import (
 from tests.rigs.plain_http import http
 
 _NUM = 24
-# Longer than any answer takes: whoever ends sooner has handed its answers over.
+# The grace time is longer than any answer takes. A server that ends sooner has handed
+# its answers over.
 _ARGV = (
     "--shutdown-grace-s",
     "600",
@@ -39,56 +40,67 @@ _RECOMPUTED = 'baton_kv_tokens_total{source="recomputed"}'
 _MOVED = 'baton_proxy_resumes_total{outcome="resumed",reason="moved"}'
 
 
-def _body(at: int, num_tokens: int) -> dict[str, Any]:
-    """Streams, most of them of one choice, and answers that are none."""
-    how: dict[str, Any] = {"temperature": 0}
-    if at % 2:
-        how = {"temperature": 1.0, "seed": at, "frequency_penalty": 0.4}
-    if at % 6:
-        how |= {"stream": True, "stream_options": {"include_usage": True}}
-    how |= {"n": 2} if at % 8 == 1 else {}
-    body = {
+def _body(index: int, num_tokens: int) -> dict[str, Any]:
+    """Return a request. Most are streams, and most have one choice."""
+    body: dict[str, Any] = {
         "model": MODEL,
-        "prompt": fresh_prompt(40 + at),
+        "prompt": fresh_prompt(40 + index),
         "max_tokens": num_tokens,
-        **how,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
     }
-    return body | {"ignore_eos": True, "return_token_ids": True}
+    if index % 2:
+        body |= {"temperature": 1.0, "seed": index, "frequency_penalty": 0.4}
+    if index % 6:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if index % 8 == 1:
+        body["n"] = 2
+    return body
 
 
-class _Asked:
-    """An answer on its way, and the times between its bytes."""
+class _PendingAnswer:
+    """A request in flight.
+
+    Attributes:
+        has_begun: set when 20 lines of the answer have arrived.
+        gap_s: longest time between two lines.
+    """
 
     def __init__(
         self, pool: ThreadPoolExecutor, url: str, body: dict[str, Any]
     ) -> None:
-        self.has_begun, self.gap_s = threading.Event(), 0.0
-        self._asked: Future[str] = pool.submit(self._read, url, body)
+        self.has_begun = threading.Event()
+        self.gap_s = 0.0
+        self._text: Future[str] = pool.submit(self._read, url, body)
 
     def _read(self, url: str, body: dict[str, Any]) -> str:
-        text, last_s = list[str](), None
+        lines: list[str] = []
+        last_s: float | None = None
         with http.stream(
             "POST", f"{url}/v1/completions", json=body, timeout=10 * TIMEOUT_S
         ) as answer:
             for line in answer.iter_lines():
-                text.append(line)
+                lines.append(line)
                 now_s = time.monotonic()
-                self.gap_s = max(self.gap_s, now_s - (last_s or now_s))
+                if last_s is not None:
+                    self.gap_s = max(self.gap_s, now_s - last_s)
                 last_s = now_s
-                if len(text) == 20:
+                if len(lines) == 20:
                     self.has_begun.set()
-        return _CACHED.sub("", _OWN.sub("", "\n".join(text)))
+        return CACHED_TOKENS.sub("", VARYING_FIELDS.sub("", "\n".join(lines)))
 
     def result(self) -> str:
-        return _by_choice(self._asked.result())
+        return by_choice(self._text.result())
 
 
-def _ends(server: Server) -> None:
-    server.signal_engine(signal.SIGTERM)  # as service managers do, and its parent last
+def _terminate(server: Server) -> None:
+    """Send SIGTERM as service managers do: to the engine first, to its parent last."""
+    server.signal_engine(signal.SIGTERM)
     server.child.signal(signal.SIGTERM)
 
 
-def _drains(server: Server) -> None:
+def _drain(server: Server) -> None:
     assert http.post(f"{server.url}/drain").json() == {"draining": True}
 
 
@@ -98,70 +110,77 @@ def _drain_under_load(
     bodies: list[dict[str, Any]],
     end: Callable[[Server], None],
 ) -> dict[str, Any]:
-    """Has the first decode server end while it answers; the figures that were measured."""
+    """End the first decode server while it answers. Return the measured figures.
+
+    All answers must be the same as without the end, and no prompt may be recomputed.
+    """
     prefill, leaving, *others = servers
     with ThreadPoolExecutor(len(bodies)) as pool:
-        ask = partial(_Asked, pool, proxy.url)
-        expected = [one.result() for one in [ask(body) for body in bodies]]
-        before = [server.metrics()[_RECOMPUTED] for server in others]
-        asked = [ask(body) for body in bodies]
-        for one, body in zip(asked, bodies, strict=True):
-            assert "stream" not in body or one.has_begun.wait(TIMEOUT_S)
-        num = leaving.metrics()["baton_requests_in_progress"]
-        begun_s = time.monotonic()
+        send = partial(_PendingAnswer, pool, proxy.url)
+        undisturbed = [send(body) for body in bodies]
+        expected = [answer.result() for answer in undisturbed]
+        recomputed_before = [server.metrics()[_RECOMPUTED] for server in others]
+        answers = [send(body) for body in bodies]
+        for answer, body in zip(answers, bodies, strict=True):
+            assert "stream" not in body or answer.has_begun.wait(TIMEOUT_S)
+        num_requests = leaving.metrics()["baton_requests_in_progress"]
+        started_s = time.monotonic()
         end(leaving)
         assert leaving.child.exited.wait(TIMEOUT_S)
-        seen: dict[str, Any] = {
-            "exit_s": round(time.monotonic() - begun_s, 2),
-            "requests": num,
+        figures: dict[str, Any] = {
+            "exit_s": round(time.monotonic() - started_s, 2),
+            "requests": num_requests,
+            "open": sum(not answer._text.done() for answer in answers),
         }
-        seen["open"] = sum(not one._asked.done() for one in asked)
-        assert [one.result() for one in asked] == expected
-    moved = proxy.metrics()[_MOVED]
-    assert 0 < moved <= num
-    for server, so_far in zip(others, before, strict=True):
-        assert server.metrics()[_RECOMPUTED] == so_far, (
-            "nothing of a prompt was computed again"
-        )
-    assert_home(prefill, *others)
-    return seen | {"moved": moved, "gap_s": round(max(one.gap_s for one in asked), 2)}
+        assert [answer.result() for answer in answers] == expected
+    num_moved = proxy.metrics()[_MOVED]
+    assert 0 < num_moved <= num_requests
+    recomputed = [server.metrics()[_RECOMPUTED] for server in others]
+    assert recomputed == recomputed_before, "a part of a prompt was computed again"
+    assert_idle(prefill, *others)
+    figures["moved"] = num_moved
+    figures["gap_s"] = round(max(answer.gap_s for answer in answers), 2)
+    return figures
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [_drains, _ends])
-def test_answers_of_a_server_that_drains_go_on_elsewhere(tiny_model, end):
-    """From ranks that share the work to one that does not, among others."""
+@pytest.mark.parametrize("end", [_drain, _terminate])
+def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
+    """The draining server has two ranks that share the work, the others have one."""
     decode = partial(start_decode, tiny_model, *_ARGV)
     leaving = partial(decode, "--tp", "2")
     prefill = partial(start_prefill, tiny_model, "--kv-verify", "all")
     with started(prefill, leaving, decode, decode) as servers:
         proxy = start_proxy(servers[:1], servers[1:], "--disaggregate", "always")
         with running(proxy):
-            bodies = [_body(at, 300 + 70 * at) for at in range(_NUM)]
-            seen = _drain_under_load(servers, proxy, bodies, end)
-            print(json.dumps({"drain": seen}))
-            assert seen["open"] > 0, "it ended before what it had to answer"
+            bodies = [_body(index, 300 + 70 * index) for index in range(_NUM)]
+            figures = _drain_under_load(servers, proxy, bodies, end)
+            print(json.dumps({"drain": figures}))
+            assert figures["open"] > 0, "the server answered everything before it ended"
 
 
 @pytest.mark.slow
-def test_where_all_others_are_full_answers_wait_for_room_or_come_back(tiny_model):
-    small = ("--shutdown-grace-s", "600", "--kv-cache-tokens", "768")
+def test_answers_wait_for_capacity_or_return_when_all_others_are_full(tiny_model):
+    small = ["--shutdown-grace-s", "600", "--kv-cache-tokens", "768"]
     decode = partial(start_decode, tiny_model, *small)
-    argv = ("--routing", "round_robin", "--disaggregate", "always")
-    with started(partial(start_prefill, tiny_model), decode, decode) as servers:
-        with running(proxy := start_proxy(servers[:1], servers[1:], *argv)):
-            bodies = [_body(6 * at + 2, 500) for at in range(4)]
-            seen = _drain_under_load(servers, proxy, bodies, _drains)
-            print(json.dumps({"full": seen}))
-            staying = servers[2]
-            with ThreadPoolExecutor(
-                1
-            ) as pool:  # there is no other one at all: they end here
-                alone = _Asked(pool, proxy.url, bodies[0])
-                expected = alone.result()
-                again = _Asked(pool, proxy.url, bodies[0])
-                assert again.has_begun.wait(TIMEOUT_S)
-                _ends(staying)
-                assert again.result() == expected
-            assert staying.child.exited.wait(TIMEOUT_S)
-            wait_until(servers[0].all_blocks_home)
+    prefill = partial(start_prefill, tiny_model)
+    argv = ["--routing", "round_robin", "--disaggregate", "always"]
+    with started(prefill, decode, decode) as servers:
+        proxy = start_proxy(servers[:1], servers[1:], *argv)
+        with running(proxy):
+            bodies = [_body(6 * index + 2, 500) for index in range(4)]
+            figures = _drain_under_load(servers, proxy, bodies, _drain)
+            print(json.dumps({"full": figures}))
+            _end_last_server(servers[2], proxy, bodies[0])
+            wait_until(servers[0].all_blocks_free)
+
+
+def _end_last_server(server: Server, proxy: Server, body: dict[str, Any]) -> None:
+    """End the only decode server during an answer, which must finish there."""
+    with ThreadPoolExecutor(1) as pool:
+        expected = _PendingAnswer(pool, proxy.url, body).result()
+        answer = _PendingAnswer(pool, proxy.url, body)
+        assert answer.has_begun.wait(TIMEOUT_S)
+        _terminate(server)
+        assert answer.result() == expected
+    assert server.child.exited.wait(TIMEOUT_S)

@@ -1,224 +1,42 @@
-"""A decode server is lost in the middle of an answer, and the client does not notice.
+"""A decode server is lost during an answer, and the client does not notice.
 
-tests/engine/test_resume.py cuts streams behind each frame; here are real servers and real faults.
-The matrix is of every fault at every position of every kind of answer; a few of its rows are run
-each time.
+tests/engine/test_resume.py cuts streams after each frame; here are real servers and
+real faults. The matrix has every fault at every position of every kind of answer. Some
+of its rows run in each test run.
 """
 
-import contextlib
 import itertools
 import json
 import random
 import re
-import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests import stopping
-from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
-from tests.rigs.cluster import (
-    Server,
-    assert_home,
-    running,
-    start_decode,
-    start_prefill,
-    start_proxy,
-    started,
-    wait_until,
-)
-from tests.rigs.cutter import AT_ANSWER, AT_REQUEST, Cutter, Hold
-from tests.rigs.plain_http import http
+from tests.e2e.fleet import CACHED_TOKENS, FAULTS, Fleet, by_choice, kill, start_fleet
+from tests.rigs.client import MODEL, fresh_prompt
+from tests.rigs.cluster import wait_until
+from tests.rigs.cutter import AT_ANSWER, AT_REQUEST, Hold
 
-_QUICK = ("--health-interval-s", "0.1", "--health-timeout-s", "0.5")
-_OWN = re.compile(
-    r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?'
-)
-_CACHED = re.compile(r'"cached_tokens":\d+')
-_INDEX = re.compile(r'"choices":\[\{"index":(\d)')
 _NUMBER = re.compile(r"-?\d+\.\d+(e-?\d+)?")
 _NUM_DECODES = 4
 
 
-@dataclass
-class Fleet:
-    """One prefill server, some decode servers behind relays, and the proxy."""
-
-    prefill: Server
-    decodes: list[Server]
-    cutters: list[Cutter]
-    proxy: Server
-    restart: Callable[[], Server]
-    later: contextlib.ExitStack
-    holds: dict[bytes, Hold]
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
-    restarts: list[Future[None]] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)  # processes
-
-    def server_of(self, cutter: Cutter) -> Server:
-        return self.decodes[self.cutters.index(cutter)]
-
-    def ask(self, path: str, body: dict[str, Any], hold: Hold | None = None) -> str:
-        """The answer, without its ids and times."""
-        name = uuid.uuid4().hex
-        if hold is not None:
-            self.holds[name.encode()] = hold
-        answer = http.post(
-            f"{self.proxy.url}{path}",
-            json=body,
-            timeout=TIMEOUT_S,
-            headers={"x-request-id": name},
-        )
-        assert answer.status_code == 200, answer.text
-        return _OWN.sub("", answer.text)
-
-    @contextlib.contextmanager
-    def all_at_one(self) -> Iterator[Cutter]:
-        """Requests of this block all go to the same decode server."""
-        told = http.get(f"{self.proxy.url}/ready", timeout=10).json()["servers"]
-        names = [f"decode-{at}" for at in range(len(self.decodes))]
-        chosen = next(
-            name for at, name in enumerate(names) if told[name] and self._is_up(at)
-        )
-        self._tell_others(chosen, "drain")
-        try:
-            yield self.cutters[names.index(chosen)]
-        finally:
-            self._tell_others(chosen, "undrain")
-
-    def _is_up(self, at: int) -> bool:
-        """Asks the server itself: the proxy may not have noticed yet that it was lost."""
-        with contextlib.suppress(httpx.TransportError):
-            return (
-                http.get(f"{self.cutters[at].url}/ready", timeout=5).status_code == 200
-            )
-        return False
-
-    def _tell_others(self, chosen: str, action: str) -> None:
-        for at in range(len(self.decodes)):
-            if (name := f"decode-{at}") != chosen:
-                url = f"{self.proxy.url}/admin/members/{action}"
-                assert http.post(url, json={"server": name}).status_code == 200
-
-    def taken_over(self) -> float:
-        """How often a server took over from another one, in mid-stream or before it."""
-        metrics = self.proxy.metrics()
-        resumes = (n for name, n in metrics.items() if 'outcome="resumed"' in name)
-        return sum(resumes) + metrics['baton_proxy_retries_total{leg="decode"}']
-
-    def until_ready(self, least: int) -> None:
-        def is_ready() -> bool:
-            told = http.get(f"{self.proxy.url}/ready", timeout=10).json()
-            return bool(told["decode"]["ready"] >= least)
-
-        wait_until(is_ready, 60)
-
-    def replace(self, cutter: Cutter) -> None:
-        """Puts a new server in the place of one that ends, as soon as the new one is up."""
-        at = self.cutters.index(cutter)
-
-        def begin() -> None:
-            successor = self.restart()
-            self.later.enter_context(running(successor))
-            assert self.decodes[at].child.exited.wait(30)
-            self.decodes[at], cutter.target = successor, successor.port
-
-        self.restarts.append(self.pool.submit(begin))
-
-    def let_go(self) -> None:
-        for hold in self.holds.values():
-            hold.go.set()
-
-    def resume(self) -> None:
-        self.let_go()
-        self.holds.clear()
-        for cutter in self.cutters:
-            cutter.mend()
-        for pid in self.stopped:
-            stopping.send(pid, signal.SIGCONT)
-        self.stopped.clear()
-
-    def assert_home(self) -> None:
-        """Every server is up, and holds no block of an ended request."""
-        for restart in self.restarts:
-            restart.result()
-        self.restarts.clear()
-        assert_home(*self.decodes, self.prefill)
-
-
-@contextlib.contextmanager
-def _fleet(model: Path, num: int) -> Iterator[Fleet]:
-    decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
-    with started(partial(start_prefill, model), *[decode] * num) as (prefill, *decodes):
-        holds: dict[bytes, Hold] = {}
-        cutters = [Cutter(server.port, holds) for server in decodes]
-        told = [arg for cutter in cutters for arg in ("--decode", cutter.url)]
-        proxy = start_proxy([prefill], [], *told, *_QUICK)
-        with running(proxy), contextlib.ExitStack() as later:
-            fleet = Fleet(prefill, decodes, cutters, proxy, decode, later, holds)
-            later.callback(fleet.pool.shutdown)
-            yield fleet
-            fleet.assert_home()
-            for cutter in cutters:
-                cutter.close()
-
-
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path) -> Iterator[Fleet]:
-    with _fleet(tiny_model, _NUM_DECODES) as made:
-        yield made
+    with start_fleet(tiny_model, _NUM_DECODES) as servers:
+        yield servers
 
-
-# -- faults
-
-
-def _cut(fleet: Fleet, cutter: Cutter) -> None:
-    cutter.cut()
-    cutter.mend()
-
-
-def _stop(fleet: Fleet, cutter: Cutter) -> None:
-    server = fleet.server_of(cutter)
-    pids = (*server.engine_pids(), server.child.pid)
-    fleet.stopped.extend(pids)
-    for pid in pids:
-        stopping.send(pid, signal.SIGSTOP)
-
-
-def _kill(fleet: Fleet, cutter: Cutter) -> None:
-    fleet.server_of(cutter).kill()
-    fleet.replace(cutter)
-
-
-def _end(fleet: Fleet, cutter: Cutter) -> None:
-    fleet.server_of(cutter).child.signal(signal.SIGTERM)
-    fleet.replace(cutter)
-
-
-def _swallow(fleet: Fleet, cutter: Cutter) -> None:
-    cutter.swallow()
-
-
-_FAULTS = {
-    "kill": _kill,
-    "cut": _cut,
-    "SIGTERM": _end,
-    "SIGSTOP": _stop,
-    "silence": _swallow,
-}
 
 # -- answers
 
-_DRAWN = {
+_SAMPLED = {
     "temperature": 1.0,
     "seed": 7,
     "frequency_penalty": 0.4,
@@ -243,44 +61,53 @@ _TOOL = {
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
-    "sampled": _DRAWN,
-    "n = 3": {**_DRAWN, "n": 3},
-    "structured": {**_DRAWN, **_REGEX},
+    "sampled": _SAMPLED,
+    "n = 3": {**_SAMPLED, "n": 3},
+    "structured": {**_SAMPLED, **_REGEX},
 }
 _POSITIONS = (
-    "before token 1", "at token 1", "mid-stream", "in a character", "in a call", "in a grammar",
-    "before a stop string", "at the last token",
-)  # fmt: skip
-_MOMENTS = ("asked for", "computed", "told")
+    "before token 1",
+    "at token 1",
+    "mid-stream",
+    "in a character",
+    "in a call",
+    "in a grammar",
+    "before a stop string",
+    "at the last token",
+)
+_MOMENTS = ("requested", "computing", "answered")
 _PROMPT = fresh_prompt(70)
 
 
 def _vocabulary(model: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads((model / "tokenizer.json").read_text())["model"][
-        "vocab"
-    ]
-    return found
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    return vocabulary
 
 
-def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
-    """Endpoint and body of a request whose answer has such a position."""
+def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a request with such a position in its answer."""
     body = {"model": MODEL, "max_tokens": 30, "return_token_ids": True, **_KINDS[kind]}
     is_free = kind != "structured" and position not in ("in a grammar", "in a call")
     if position in _MOMENTS:
-        body |= {"max_tokens": 600, **(_LONG if kind == "structured" else {})}
+        body["max_tokens"] = 600
+        if kind == "structured":
+            body |= _LONG
     else:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if position == "in a call":
         body.pop("structured_outputs", None)
-        said = [{"role": "user", "content": " ".join(map(str, _PROMPT[:20]))}]
+        content = " ".join(map(str, _PROMPT[:20]))
         body |= {
-            "messages": said,
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": 60,
             "tools": [_TOOL],
             "tool_choice": "required",
+            "logprobs": True,
+            "top_logprobs": 2,
         }
-        return "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}
-    if position == "in a character" and is_free:  # two bytes make a character
+        return "/v1/chat/completions", body
+    if position == "in a character" and is_free:  # the character has two bytes
         ids = _vocabulary(model)
         body["logit_bias"] = {str(ids[each]): 60 for each in "Ã©"}
     elif position == "in a character":
@@ -297,61 +124,69 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Case:
-    """A request, its expected answer, and the number of tokens before the row's position."""
+    """A request and its expected answer.
 
-    told: str
+    Attributes:
+        after: number of tokens before the position of the fault.
+        is_running: whether the fault comes while the request runs, at any token.
+    """
+
+    name: str
     path: str
     body: dict[str, Any]
     expected: str
     after: int
-    is_running: bool  # then, and where it is does not count
+    is_running: bool
 
 
 def _read(line: str) -> Any:
-    return json.loads(
-        line.removeprefix("data: ").replace(",}", "}")
-    )  # without what was last
+    # Removing varying fields may leave a comma at the end of an object.
+    return json.loads(line.removeprefix("data: ").replace(",}", "}"))
 
 
 def _tokens(stream: str) -> list[tuple[int, list[int], str]]:
-    """Of each event: the choice, its tokens and its text."""
-    found = []
+    """Return the choice, the tokens and the text of each event."""
+    events = []
     for line in stream.split("\n"):
-        if line.startswith("data: {") and (choices := _read(line).get("choices")):
-            one = choices[0]
-            found.append(
-                (one["index"], one.get("token_ids") or [], one.get("text") or "")
-            )
-    return found
+        if not line.startswith("data: {"):
+            continue
+        for choice in _read(line).get("choices", [])[:1]:
+            token_ids = choice.get("token_ids") or []
+            events.append((choice["index"], token_ids, choice.get("text") or ""))
+    return events
 
 
 def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
-    path, body = _asked(kind, position, model)
-    fleet.ask(path, body)  # from here on the prompt is cached
-    expected = fleet.ask(path, body)
+    path, body = _request(kind, position, model)
+    fleet.request(path, body)  # puts the prompt into the cache
+    expected = fleet.request(path, body)
     if position == "before a stop string":
         text = "".join(text for index, _, text in _tokens(expected) if not index)
         body["stop"] = text[len(text) // 2 :][:9]
-        expected = fleet.ask(path, body)
+        expected = fleet.request(path, body)
     events = _tokens(expected)
     sizes = [len(ids) for _, ids, _ in events]
     after = sum(sizes) // 2
     match position:
-        case "before token 1" | "asked for" | "computed":
+        case "before token 1" | "requested" | "computing":
             after = AT_REQUEST
-        case "told":
+        case "answered":
             after = AT_ANSWER
         case "at token 1":
             after = 1
         case "in a character":  # the first byte of two
             ids = _vocabulary(model)
             halves = [
-                at for at, e in enumerate(events) if e[1] == [ids["Ã"]] and not e[2]
+                index
+                for index, (_, token_ids, text) in enumerate(events)
+                if token_ids == [ids["Ã"]] and not text
             ]
             after = sum(sizes[: halves[len(halves) // 2] + 1])
         case "before a stop string":
             firsts = [
-                at for at, (index, ids, _) in enumerate(events) if ids and not index
+                index
+                for index, (choice, token_ids, _) in enumerate(events)
+                if token_ids and not choice
             ]
             after = sum(sizes[: firsts[-1]])
         case "at the last token":
@@ -362,66 +197,64 @@ def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
         body,
         expected,
         after,
-        position == "computed",
+        position == "computing",
     )
 
 
-def _by_choice(stream: str) -> str:
-    """Choices take turns as they come."""
-    events = stream.split("\n\n")
-    return "\n\n".join(
-        sorted(events, key=lambda event: (_INDEX.findall(event) or ["9"])[0])
-    )
+def _assert_same(answer: str, expected: str) -> None:
+    """Assert that two answers are equal, but for the last bits of logprobs.
+
+    The server that takes over computes the tokens so far in one step. A product of many
+    rows sums in another order than that of a single row.
+    """
+    assert _NUMBER.sub("0.0", answer) == _NUMBER.sub("0.0", expected)
+    numbers = zip(_NUMBER.finditer(answer), _NUMBER.finditer(expected), strict=True)
+    assert all(abs(float(a[0]) - float(b[0])) < 1e-5 for a, b in numbers)
 
 
-def _assert_same(found: str, expected: str) -> None:
-    """Byte for byte, but for the last bits of logprobs: whoever goes on computes the tokens so far
-    in one step, and a product of many rows sums in another order than one of a single row."""
-    assert _NUMBER.sub("0.0", found) == _NUMBER.sub("0.0", expected)
-    pairs = zip(_NUMBER.finditer(found), _NUMBER.finditer(expected), strict=True)
-    assert all(abs(float(a[0]) - float(b[0])) < 1e-5 for a, b in pairs)
+def _all_set(pairs: Sequence[tuple[Hold, Future[str]]], event: str) -> bool:
+    """Whether the event of each hold is set, or its answer has ended."""
+    return all(getattr(hold, event).is_set() or answer.done() for hold, answer in pairs)
 
 
 def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
-    """Of answers all asked of one server, which is at fault when each is where it is to be."""
+    """Return the answers that differ from the expected ones, by the name of the case.
+
+    All requests go to one server. The fault happens when each is at its position.
+    """
     fleet.until_ready(2)
-    before = fleet.taken_over()
+    before = fleet.num_failovers()
     holds = [Hold(case.after, loses=fault != "SIGTERM") for case in cases]
     try:
         with fleet.all_at_one() as cutter:
-            asked = [
-                fleet.pool.submit(fleet.ask, case.path, case.body, hold)
+            answers = [
+                fleet.pool.submit(fleet.request, case.path, case.body, hold)
                 for case, hold in zip(cases, holds, strict=True)
             ]
-            ends = list(zip(holds, asked, strict=True))
-            wait_until(
-                lambda: all(hold.asked.is_set() or one.done() for hold, one in ends), 60
-            )
-        wait_until(
-            lambda: all(hold.reached.is_set() or one.done() for hold, one in ends), 60
-        )
-        for hold, one in ends:
-            assert hold.reached.is_set(), one.result()
+            pairs = list(zip(holds, answers, strict=True))
+            wait_until(lambda: _all_set(pairs, "requested"), 60)
+        wait_until(lambda: _all_set(pairs, "reached"), 60)
+        for hold, answer in pairs:
+            assert hold.reached.is_set(), answer.result()
         if cases[0].is_running:
-            fleet.let_go()
+            fleet.release_holds()
             server = fleet.server_of(cutter)
             wait_until(lambda: server.metrics()["baton_requests_running"] >= len(holds))
-        _FAULTS[fault](fleet, cutter)
-        fleet.let_go()
-        found = [one.result() for one in asked]
+        FAULTS[fault](fleet, cutter)
+        fleet.release_holds()
+        texts = [answer.result() for answer in answers]
     finally:
         fleet.resume()
-    assert fault == "SIGTERM" or fleet.taken_over() == before + len(cases)
+    assert fault == "SIGTERM" or fleet.num_failovers() == before + len(cases)
     wrong = {}
-    for case, answer in zip(cases, found, strict=True):
-        if (
-            case.after < 0
-        ):  # it begins anew, and may have to compute what it cannot read in time
-            answer = answer.replace('"cached_tokens":0', '"cached_tokens":64')
+    for case, text in zip(cases, texts, strict=True):
+        if case.after < 0:
+            # The request starts again and may compute KV that it cannot read in time.
+            text = text.replace('"cached_tokens":0', '"cached_tokens":64')
         try:
-            _assert_same(_by_choice(answer), _by_choice(case.expected))
+            _assert_same(by_choice(text), by_choice(case.expected))
         except AssertionError as error:
-            wrong[case.told] = str(error)[:500]
+            wrong[case.name] = str(error)[:500]
     return wrong
 
 
@@ -433,73 +266,81 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
         ("kill", "sampled", "in a character"),
         ("SIGSTOP", "structured", "mid-stream"),
         ("SIGTERM", "n = 3", "before a stop string"),
-        ("kill", "sampled", "computed"),
+        ("kill", "sampled", "computing"),
         ("silence", "sampled", "mid-stream"),
     ],
 )
-def test_an_answer_survives(fleet, tiny_model, fault, kind, position):
+def test_answer_survives_a_fault(fleet, tiny_model, fault, kind, position):
     assert not _wrong(fleet, [_case(fleet, kind, position, tiny_model)], fault)
 
 
 @pytest.fixture(scope="module")
 def cases(fleet: Fleet, tiny_model: Path) -> dict[str, list[Case]]:
-    """Of each position one for every kind."""
+    """Return one case of each kind for every position."""
     rows = list(itertools.product((*_POSITIONS, *_MOMENTS), _KINDS))
-    made = fleet.pool.map(lambda row: _case(fleet, row[1], row[0], tiny_model), rows)
-    found: dict[str, list[Case]] = {position: [] for position, _ in rows}
-    for (position, _), case in zip(rows, made, strict=True):
-        found[position].append(case)
-    return found
+    row_cases = fleet.pool.map(
+        lambda row: _case(fleet, row[1], row[0], tiny_model), rows
+    )
+    by_position: dict[str, list[Case]] = {position: [] for position, _ in rows}
+    for (position, _), case in zip(rows, row_cases, strict=True):
+        by_position[position].append(case)
+    return by_position
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", _FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("position", (*_POSITIONS, *_MOMENTS))
-def test_every_answer_survives_every_fault_anywhere(fleet, cases, fault, position):
+def test_every_answer_survives_every_fault_at_every_position(
+    fleet, cases, fault, position
+):
     assert not _wrong(fleet, cases[position], fault)
 
 
-_KILLS_S, _NUM_STREAMS = 300.0, 24
+_KILLS_S = 300.0
+_NUM_STREAMS = 24
 
 
 @pytest.mark.slow
-def test_streams_outlive_servers_that_are_killed_at_any_time(tiny_model):
-    rng, over = random.Random(5), threading.Event()
-    drawn = {"model": MODEL, "stream": True, "max_tokens": 200, **_DRAWN}
-    items = {"model": MODEL, "stream": True, "max_output_tokens": 200, "temperature": 0}
-    with _fleet(tiny_model, 3) as fleet, ThreadPoolExecutor(_NUM_STREAMS) as pool:
+def test_streams_survive_servers_killed_at_random_times(tiny_model):
+    rng = random.Random(5)
+    is_over = threading.Event()
+    with start_fleet(tiny_model, 3) as fleet, ThreadPoolExecutor(_NUM_STREAMS) as pool:
         barrier = threading.Barrier(_NUM_STREAMS + 1)
 
-        def ask(at: int) -> int:
-            """How often the answer was right."""
-            prompt, num = fresh_prompt(40 + 9 * at), 0
-            path, body = (
-                "/v1/completions",
-                {**drawn, "prompt": prompt, "n": rng.choice([1, 3])},
-            )
-            if at % 3 == 0:
-                path, body = (
-                    "/v1/responses",
-                    {**items, "input": " ".join(map(str, prompt[:20]))},
-                )
-            _, expected = fleet.ask(path, body), fleet.ask(path, body)
+        def stream(index: int) -> int:
+            """Repeat a request until the end. Return the number of right answers."""
+            path, body = _stream_request(index, rng)
+            fleet.request(path, body)
+            expected = fleet.request(path, body)
             barrier.wait()
-            while not over.is_set():
+            num_right = 0
+            while not is_over.is_set():
                 # A server that was started again has cached nothing.
-                both = (
-                    _CACHED.sub("", text) for text in (fleet.ask(path, body), expected)
-                )
-                _assert_same(*map(_by_choice, both))
-                num += 1
-            return num
+                answer = CACHED_TOKENS.sub("", fleet.request(path, body))
+                undisturbed = CACHED_TOKENS.sub("", expected)
+                _assert_same(by_choice(answer), by_choice(undisturbed))
+                num_right += 1
+            return num_right
 
-        answers = [pool.submit(ask, at) for at in range(_NUM_STREAMS)]
+        streams = [pool.submit(stream, index) for index in range(_NUM_STREAMS)]
         barrier.wait()
         until_s = time.monotonic() + _KILLS_S
-        while time.monotonic() < until_s and not any(one.done() for one in answers):
-            _kill(fleet, rng.choice(fleet.cutters))
+        while time.monotonic() < until_s and not any(one.done() for one in streams):
+            kill(fleet, rng.choice(fleet.cutters))
             fleet.restarts.pop().result()
             fleet.until_ready(3)
-        over.set()
-        assert min(one.result() for one in answers) >= 1
-        assert fleet.taken_over() > 10
+        is_over.set()
+        assert min(one.result() for one in streams) >= 1
+        assert fleet.num_failovers() > 10
+
+
+def _stream_request(index: int, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    prompt = fresh_prompt(40 + 9 * index)
+    body: dict[str, Any] = {"model": MODEL, "stream": True}
+    num_choices = rng.choice([1, 3])
+    if index % 3 == 0:
+        text = " ".join(map(str, prompt[:20]))
+        body |= {"max_output_tokens": 200, "temperature": 0, "input": text}
+        return "/v1/responses", body
+    body |= {"max_tokens": 200, **_SAMPLED, "prompt": prompt, "n": num_choices}
+    return "/v1/completions", body

@@ -1,4 +1,4 @@
-"""Faults between two servers: no client ever gets other text because of them."""
+"""Faults between two servers never change the text that a client gets."""
 
 import json
 import signal
@@ -34,17 +34,14 @@ def _assert_recomputed(
     assert answer.token_ids == expected
     assert answer.kv["transferred"] == 0
     assert answer.kv["recomputed"] + answer.kv["skipped"] == len(prompt)
-    wait_until(decode.all_blocks_home)
+    wait_until(decode.all_blocks_free)
 
 
-def test_kv_that_was_released_comes_home_and_is_not_used(
-    tiny_cluster, tiny_reference, prompt
-):
+def test_released_kv_is_freed_and_not_used(tiny_cluster, tiny_reference, prompt):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
-    wait_until(
-        lambda: not server.all_blocks_home()
-    )  # what /metrics tells is of a moment ago
+    # /metrics may lag a moment behind.
+    wait_until(lambda: not server.all_blocks_free())
     for offered, released in (
         ({**params, "lease_id": "0" * 32}, 0),
         (params, 1),
@@ -53,18 +50,18 @@ def test_kv_that_was_released_comes_home_and_is_not_used(
         body = {"kv_transfer_params": offered}
         answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
         assert (answer.status_code, answer.json()) == (200, {"released": released})
-    wait_until(server.all_blocks_home, 10)  # the lease would last for 30 s
+    wait_until(server.all_blocks_free, 10)  # the lease would last for 30 s
     expected = tiny_reference.generate(prompt, 6)
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
 
 
-def test_a_prefill_server_told_to_end_waits_for_its_kv_and_told_twice_for_nothing(
+def test_ending_prefill_server_waits_for_its_kv_until_the_second_signal(
     tiny_cluster, tiny_model, tiny_reference, prompt
 ):
     server = start_prefill(tiny_model, "--shutdown-grace-s", "600")
     with running(server):
         params = prefill(server.url, prompt)
-        prefill(server.url, fresh_prompt())  # for whose KV nobody comes
+        prefill(server.url, fresh_prompt())  # no server pulls this KV
         ranks = server.engine_pids()
         server.child.signal(signal.SIGTERM)
         wait_until(lambda: not _listens(server))
@@ -87,7 +84,7 @@ def _listens(server: Server) -> bool:
     return True
 
 
-def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_successor_is_used(
+def test_prefill_server_killed_during_a_transfer_costs_no_answer(
     tiny_model, tiny_reference, prompt, ports
 ):
     argv = (
@@ -98,36 +95,43 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
         "--handshake-timeout-s",
         "3",
     )
-    tcp = {"UCX_TLS": "tcp,self"}  # over which a stopped server's KV cannot be read
+    # A READ over TCP needs the other process, which is stopped below.
+    tcp = {"UCX_TLS": "tcp,self"}
     port_argv = prefill_ports(*ports)
-    with cluster(tiny_model, prefill_argv=port_argv, decode_argv=argv, env=tcp) as own:
-        prefiller, decode = own.prefill[0], own.decode[0]
-        complete(own.url, fresh_prompt(70), 3)  # the handshake is done
+    with cluster(
+        tiny_model, prefill_argv=port_argv, decode_argv=argv, env=tcp
+    ) as killed_cluster:
+        (prefiller,) = killed_cluster.prefill
+        (decode,) = killed_cluster.decode
+        complete(killed_cluster.url, fresh_prompt(70), 3)  # completes the handshake
         expected = tiny_reference.generate(prompt, 12)
         params = prefill(prefiller.url, prompt)
-        prefiller.signal_engine(signal.SIGSTOP)  # no READ can end
-        asked = Stream(decode.url, prompt, 12, kv_transfer_params=params)
-        asked.begun(1)  # the first token comes before any KV has moved
+        prefiller.signal_engine(signal.SIGSTOP)  # so no READ can end
+        stream = Stream(decode.url, prompt, 12, kv_transfer_params=params)
+        stream.wait_for_events(1)  # the first token arrives before any KV
         assert decode.metrics()["baton_requests_receiving"] <= 1
         prefiller.signal_engine(signal.SIGKILL)
-        asked.assert_says(expected)
-        wait_until(decode.all_blocks_home)
-        # The server whose engine died ends as a whole, and the proxy goes on without it.
+        stream.assert_tokens(expected)
+        wait_until(decode.all_blocks_free)
+        # The server ends after its engine died. The proxy continues without it.
         assert prefiller.child.exited.wait(30)
         assert prefiller.child.process.returncode == 1
-        answer = complete(own.url, prompt, 12)
+        answer = complete(killed_cluster.url, prompt, 12)
         assert answer.token_ids == expected and answer.kv["transferred"] == 0
         with running(start_prefill(tiny_model, *port_argv, **tcp)):
-            own.wait_until_ready("prefill-0")
+            killed_cluster.wait_until_ready("prefill-0")
             after = fresh_prompt(90)
-            answer = complete(own.url, after, 5)
+            answer = complete(killed_cluster.url, after, 5)
             assert answer.token_ids == tiny_reference.generate(after, 5)
             assert answer.kv["transferred"] == 90
-            wait_until(decode.all_blocks_home)
+            wait_until(decode.all_blocks_free)
 
 
-def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:
-    """Stops the HTTP process for longer than an engine may be silent; its own speaks meanwhile."""
+def _stop_during_a_request(server: Server, prompt: list[int], seconds: float) -> None:
+    """Stop the HTTP process for longer than an engine may be silent.
+
+    The engine keeps sending in this time.
+    """
     body = greedy(prompt, 400, stream=True)
     with http.stream(
         "POST", f"{server.url}/v1/completions", json=body, timeout=60
@@ -141,25 +145,26 @@ def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) ->
     assert last == "data: [DONE]"
 
 
-def test_an_engine_that_hangs_is_given_up(tiny_model, prompt):
+def test_hanging_engine_is_given_up(tiny_model, prompt):
     decode = start_decode(
         tiny_model, "--hang-timeout-s", "2", "--shutdown-grace-s", "1"
     )
     with running(decode):
         complete(decode.url, prompt, 2)
-        _stop_beside_a_request(decode, prompt, 2.5)
+        _stop_during_a_request(decode, prompt, 2.5)
         decode.signal_engine(signal.SIGSTOP)
         answer = post(decode.url, prompt=prompt, max_tokens=4)
         assert answer.status_code == 503
         assert "--hang-timeout-s" in answer.json()["error"]["message"]
-        assert decode.child.exited.wait(30) and decode.child.process.returncode == 1
+        assert decode.child.exited.wait(30)
+        assert decode.child.process.returncode == 1
 
 
 _KILLED = "decode.{}: killed by SIGKILL"
 
 
 def _rank_pid(server: Server, rank: int) -> int:
-    """The process of one rank."""
+    """Return the pid of one rank."""
     for pid in server.engine_pids():
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if argv[argv.index(b"--rank") + 1] == str(rank).encode():
@@ -168,7 +173,7 @@ def _rank_pid(server: Server, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tp", "rank", "number", "told"),
+    ("tp", "rank", "number", "message"),
     [
         pytest.param(
             2, 1, signal.SIGKILL, _KILLED.format(1), id="a follower is killed"
@@ -178,7 +183,7 @@ def _rank_pid(server: Server, rank: int) -> int:
             2,
             signal.SIGKILL,
             _KILLED.format(2),
-            id="one of three is",
+            id="one of three followers is killed",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -199,16 +204,18 @@ def _rank_pid(server: Server, rank: int) -> int:
         ),
     ],
 )
-def test_a_lost_rank_ends_its_engine_with_one_error(
-    tiny_model, prompt, tp, rank, number, told
+def test_lost_rank_ends_its_engine_with_one_error(
+    tiny_model, prompt, tp, rank, number, message
 ):
     hang_s = "2" if number == signal.SIGSTOP else "60"
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
-        asked = Stream(decode.url, prompt, 400).begun()
+        stream = Stream(decode.url, prompt, 400).wait_for_events()
         stopping.send(_rank_pid(decode, rank), number)
-        asked.join(60)
-        error = json.loads(asked.events[-1])["error"]
-        assert error["code"] == "engine_died" and told in error["message"], error
-        assert decode.child.exited.wait(60) and decode.child.process.returncode == 1
+        stream.join(60)
+        error = json.loads(stream.events[-1])["error"]
+        assert error["code"] == "engine_died"
+        assert message in error["message"]
+        assert decode.child.exited.wait(60)
+        assert decode.child.process.returncode == 1

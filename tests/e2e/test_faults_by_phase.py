@@ -1,6 +1,7 @@
-"""Servers that are killed or stopped, and clients that leave, in every phase of a request.
+"""Servers are killed or stopped, and clients leave, in every phase of a request.
 
-After each, every block comes home, the client has had one end, and the next answer is right.
+After each fault every block is free, the client has had one end, and the next answer is
+right.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from tests.rigs.client import (
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     cluster,
     running,
     start_decode,
@@ -44,34 +45,35 @@ from tests.rigs.cluster import (
     wait_until,
 )
 
-_LEASE_S = 120  # whatever comes home sooner was given back, and did not expire
-_SLOW_PREFILL = (
-    "--max-num-batched-tokens",
-    "1",
-)  # a step per token: seconds for a long prompt
+# A block that is freed sooner was released, and its lease did not expire.
+_LEASE_S = 120
+# One step per token takes seconds for a long prompt.
+_SLOW_PREFILL = ("--max-num-batched-tokens", "1")
 
 
 @pytest.fixture(scope="module")
 def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """A cluster whose prefills take long, which is whole after each test."""
-    with cluster(
-        tiny_model, prefill_argv=("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)
-    ) as made:
-        yield made
+    """A cluster with slow prefills. It works again after each test."""
+    argv = ("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)
+    with cluster(tiny_model, prefill_argv=argv) as slow:
+        yield slow
 
 
 @contextlib.contextmanager
-def _asked(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A request whose client leaves without a word at the end of the block."""
+def _request_until_exit(
+    server: Server, body: dict[str, Any]
+) -> Iterator[socket.socket]:
+    """Send a request. The client closes the connection when the block ends."""
     data = json.dumps(greedy(**body)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head.encode() + data)
         yield connection
 
 
 def _stop(server: Server, number: int) -> None:
-    """To the whole server: its HTTP process and its engine's."""
+    """Send a signal to the HTTP process of a server and to its engine."""
     for pid in (*server.engine_pids(), server.child.pid):
         stopping.send(pid, number)
 
@@ -89,86 +91,102 @@ def _assert_serves(cluster: Cluster, reference: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_killed_proxy_leaves_nothing_behind(slow_cluster, tiny_reference, phase):
-    servers = slow_cluster.prefill, slow_cluster.decode
-    (prefiller,), (decode,) = servers
-    with running(proxy := start_proxy(*servers)):
+def test_killed_proxy_leaves_no_block_and_no_request(
+    slow_cluster, tiny_reference, phase
+):
+    (prefiller,) = slow_cluster.prefill
+    (decode,) = slow_cluster.decode
+    proxy = start_proxy([prefiller], [decode])
+    with running(proxy):
         if phase == "prefill":
             Stream(proxy.url, fresh_prompt(1500), 5)
             wait_until(lambda: _is_busy(prefiller))
         else:
-            Stream(proxy.url, fresh_prompt(50), 1900).begun()
+            Stream(proxy.url, fresh_prompt(50), 1900).wait_for_events()
         proxy.kill()
-        assert_home(prefiller, decode)
+        assert_idle(prefiller, decode)
     _assert_serves(slow_cluster, tiny_reference)
 
 
-def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_reference):
-    prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
+def test_client_that_leaves_during_the_prefill_cancels_it(slow_cluster, tiny_reference):
+    (prefiller,) = slow_cluster.prefill
+    (decode,) = slow_cluster.decode
     steps = "baton_engine_steps_total"
     for prompt in (fresh_prompt(4000), [fresh_prompt(30), fresh_prompt(4000)]):
         before = prefiller.metrics()[steps]
-        with _asked(slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
+        with _request_until_exit(
+            slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}
+        ):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
-        assert_home(prefiller, decode)
-        assert prefiller.metrics()[steps] < before + 3900, "its work was cancelled"
+        assert_idle(prefiller, decode)
+        assert prefiller.metrics()[steps] < before + 3900, "the prefill continued"
     _assert_serves(slow_cluster, tiny_reference)
 
 
-def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(
+def test_kv_is_freed_when_the_client_leaves_a_stopped_decode_server(
     slow_cluster, tiny_reference
 ):
-    prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
+    (prefiller,) = slow_cluster.prefill
+    (decode,) = slow_cluster.decode
     _stop(decode, signal.SIGSTOP)
     try:
-        with _asked(slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}):
+        with _request_until_exit(
+            slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}
+        ):
             wait_until(
                 lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0
             )
-        assert_home(prefiller)
+        assert_idle(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
     slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
-    assert_home(prefiller, decode)
+    assert_idle(prefiller, decode)
 
 
 @pytest.mark.parametrize(
     ("transfer", "stopped_s"),
     [
-        ("auto", "until the lease is over"),
+        ("auto", "until the lease expires"),
         pytest.param("nixl", "until the fence is given up", marks=pytest.mark.slow),
     ],
 )
-def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
+def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
     tiny_model, tiny_cluster, tiny_reference, transfer, stopped_s
 ):
-    """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""
-    timeouts = ("--fence-timeout-s", "3", "--pull-timeout-s", "5")
+    """The lease expires while the server is stopped. Then it continues and reuses the
+    blocks.
+    """
+    timeouts = ["--fence-timeout-s", "3", "--pull-timeout-s", "5"]
     p = partial(
         start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048"
     )
     d = partial(start_decode, tiny_model, "--transfer", transfer, *timeouts)
-    with started(*((p,) if transfer == "auto" else (p, d))) as servers:
-        prefiller, decode = (*servers, tiny_cluster.decode[0])[:2]
+    starts = [p] if transfer == "auto" else [p, d]
+    with started(*starts) as servers:
+        prefiller, decode = [*servers, tiny_cluster.decode[0]][:2]
         warm = fresh_prompt()
         complete(decode.url, warm, 2, kv_transfer_params=prefill(prefiller.url, warm))
         prompt = fresh_prompt()
         expected = tiny_reference.generate(prompt, 8)
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)
-        asked = Stream(decode.url, prompt, 8, kv_transfer_params=params).begun(1)
+        stream = Stream(
+            decode.url, prompt, 8, kv_transfer_params=params
+        ).wait_for_events(1)
         if "lease" in stopped_s:
             threading.Event().wait(1.5)
         else:
-            asked.join(60)
+            stream.join(60)
         prefiller.signal_engine(signal.SIGCONT)
         complete_all(prefiller.url, [fresh_prompt(500) for _ in range(3)], 2)
-        asked.assert_says(expected)
-        assert_home(prefiller, decode)
+        stream.assert_tokens(expected)
+        assert_idle(prefiller, decode)
 
         def pulls() -> bool:
-            """Unless this machine takes longer between the legs than a lease lasts."""
+            """Whether KV is pulled. A lease may expire between the legs on a slow
+            machine.
+            """
             other = fresh_prompt()
             params = prefill(prefiller.url, other)
             answer = complete(decode.url, other, 6, kv_transfer_params=params)
@@ -178,24 +196,36 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
         wait_until(pulls)
 
 
-def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_reference):
-    """Of a decode server that ends: another one pulls what was prefilled once, and no lease is left
-    to expire."""
+def test_queued_requests_move_to_another_server_with_their_leases(
+    tiny_cluster, tiny_model, tiny_reference
+):
+    """A decode server ends while requests wait for it.
+
+    Another server pulls the KV that was prefilled once, and no lease expires.
+    """
     prefiller = tiny_cluster.prefill[0]
-    wait_until(prefiller.all_blocks_home)
+    wait_until(prefiller.all_blocks_free)
     events = ("granted", "completed", "aborted", "expired")
     before = [prefiller.leases(event) for event in events]
-    fills = {"prompt": fresh_prompt(30), "n": 2, "max_tokens": 3900, "stream": True}
-    streamed, whole, left = (fresh_prompt() for _ in range(3))
+    filling_body = {
+        "prompt": fresh_prompt(30),
+        "n": 2,
+        "max_tokens": 3900,
+        "stream": True,
+    }
+    streamed_prompt = fresh_prompt()
+    full_prompt = fresh_prompt()
+    left_prompt = fresh_prompt()
 
     def leases() -> list[float]:
-        now = map(prefiller.leases, events)
-        return [count - then for count, then in zip(now, before, strict=True)]
+        """The increase of each counter since the start of the test."""
+        counts = map(prefiller.leases, events)
+        return [count - start for count, start in zip(counts, before, strict=True)]
 
     def waits(server: Server, num: int) -> None:
         wait_until(lambda: server.metrics()["baton_requests_waiting"] == num)
 
-    argv = ("--max-num-seqs", "2", "--shutdown-grace-s", "1")
+    argv = ["--max-num-seqs", "2", "--shutdown-grace-s", "1"]
     start = partial(start_decode, tiny_model, *argv)
     pool = ThreadPoolExecutor(1)
     with (
@@ -204,70 +234,80 @@ def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_referen
         pool,
     ):
         ending, other = decode
-        with _asked(ending, fills), _asked(other, fills):  # both run all that they may
+        with (
+            _request_until_exit(ending, filling_body),
+            _request_until_exit(other, filling_body),
+        ):  # both servers are full
             for server in decode:
                 wait_until(
                     lambda at=server: at.metrics()["baton_requests_running"] == 2
                 )
-            # Round robin: the first of each two asks the server that will end.
-            with _asked(proxy, {"prompt": left, "n": 2, "max_tokens": 5}):
+            # Round robin: the first of every two requests goes to the server that ends.
+            with _request_until_exit(
+                proxy, {"prompt": left_prompt, "n": 2, "max_tokens": 5}
+            ):
                 waits(ending, 1)
-                stream = Stream(proxy.url, streamed, 6)
+                stream = Stream(proxy.url, streamed_prompt, 6)
                 waits(other, 1)
-                whole_answer = pool.submit(post, proxy.url, **greedy(whole, 6, n=2))
+                full_answer = pool.submit(
+                    post, proxy.url, **greedy(full_prompt, 6, n=2)
+                )
                 waits(ending, 2)
                 ending.child.signal(signal.SIGTERM)
                 waits(other, 3)
                 assert leases() == [3, 0, 0, 0]
             waits(other, 2)
             wait_until(lambda: leases() == [3, 0, 1, 0])
-        stream.assert_says(tiny_reference.generate(streamed, 6))
-        answer = whole_answer.result()
+        stream.assert_tokens(tiny_reference.generate(streamed_prompt, 6))
+        answer = full_answer.result()
         choices = answer.json()["choices"]
-        assert [c["token_ids"] for c in choices] == [
-            tiny_reference.generate(whole, 6)
-        ] * 2
+        expected = tiny_reference.generate(full_prompt, 6)
+        assert [choice["token_ids"] for choice in choices] == [expected] * 2
         assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
-        wait_until(lambda: prefiller.all_blocks_home() and other.all_blocks_home())
+        wait_until(lambda: prefiller.all_blocks_free() and other.all_blocks_free())
         assert leases() == [3, 2, 1, 0]
         assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
         assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0
 
 
 @pytest.mark.slow
-def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model):
-    dice = random.Random(7)
+def test_no_lease_expires_when_clients_leave_at_random_times(tiny_model):
+    rng = random.Random(7)
 
-    async def ask(port: int, leaves_after_s: float | None) -> None:
-        prompt: Any = fresh_prompt(dice.randrange(20, 300))
-        if dice.random() < 0.2:
+    async def send(port: int, leaves_after_s: float | None) -> None:
+        """Send a request and leave after some time; with None, read it to its end."""
+        prompt: Any = fresh_prompt(rng.randrange(20, 300))
+        if rng.random() < 0.2:
             prompt = [prompt, fresh_prompt(40)]
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
-        body = json.dumps({**asked, "stream": dice.random() < 0.5}).encode()
+        fields = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+        body = json.dumps({**fields, "stream": rng.random() < 0.5}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(reader.read(), leaves_after_s)
-        writer.close() if dice.random() < 0.5 else writer.transport.abort()
+        if rng.random() < 0.5:
+            writer.close()
+        else:
+            writer.transport.abort()
 
-    async def ask_all(port: int) -> None:
-        began = asyncio.get_running_loop().time()
+    async def send_all(port: int) -> None:
+        started_at = asyncio.get_running_loop().time()
         for _ in range(4):
-            await ask(port, None)
-        long_s = (
-            (asyncio.get_running_loop().time() - began) / 4 * 3
-        )  # beside five others
+            await send(port, None)
+        elapsed_s = asyncio.get_running_loop().time() - started_at
+        long_s = elapsed_s / 4 * 3  # the time of a request concurrent with five others
         turns = asyncio.Semaphore(6)
 
         async def take_turn() -> None:
             async with turns:
-                await ask(port, dice.uniform(0, long_s))
+                await send(port, rng.uniform(0, long_s))
 
         await asyncio.gather(*(take_turn() for _ in range(300)))
 
-    with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S))) as made:
-        prefiller, decode = made.prefill[0], made.decode[0]
-        asyncio.run(ask_all(made.proxy.port))
-        wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
+    with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S))) as servers:
+        (prefiller,) = servers.prefill
+        (decode,) = servers.decode
+        asyncio.run(send_all(servers.proxy.port))
+        wait_until(lambda: prefiller.all_blocks_free() and decode.all_blocks_free(), 30)
         assert prefiller.leases("aborted") > 0

@@ -1,5 +1,7 @@
-"""Routers that nobody here wrote, between a prefill and a decode server of ours: all KV moves, and
-answers are those of the decode server alone."""
+"""Routers of other projects between a prefill and a decode server of Baton.
+
+All KV moves, and the answers are those of the decode server decode_only.
+"""
 
 import shutil
 import sys
@@ -32,7 +34,8 @@ _ROUTER = (
 
 @pytest.fixture(scope="module")
 def vllm_router(tiny_cluster: Cluster) -> Iterator[str]:
-    (p,), (d,) = tiny_cluster.prefill, tiny_cluster.decode
+    (p,) = tiny_cluster.prefill
+    (d,) = tiny_cluster.decode
     with reserved_ports(2) as (port, metrics_port):
         argv = [
             _ROUTER,
@@ -69,35 +72,35 @@ def _post(
 
 
 def _choices(answer: dict[str, Any]) -> list[Any]:
-    """Without numbers that computing a prompt in other pieces may round in another way."""
+    """Return the choices without numbers that may be rounded differently in chunks."""
     return [
         (choice.get("text"), choice.get("message"), choice["finish_reason"])
         for choice in answer["choices"]
     ]
 
 
-_DRAWN = {"temperature": 1.2, "seed": 7}
+_SAMPLED = {"temperature": 1.2, "seed": 7}
 
 
-_ASKED: dict[str, dict[str, Any]] = {
+_REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
-    "drawn, choices": {**_DRAWN, "n": 3},
-    "ends banned": {"temperature": 0, "min_tokens": 5},
-    "logprobs": {**_DRAWN, "logprobs": 5},
+    "sampled choices": {**_SAMPLED, "n": 3},
+    "minimum length": {"temperature": 0, "min_tokens": 5},
+    "logprobs": {**_SAMPLED, "logprobs": 5},
     "logprobs of the prompt": {"temperature": 0, "prompt_logprobs": 2},
-    "nothing, the prompt is scored": {"max_tokens": 0, "echo": True, "logprobs": 1},
-    "penalties": {**_DRAWN, "repetition_penalty": 1.3, "logit_bias": {"65": 2.5}},
-    "a grammar": {**_DRAWN, "guided_regex": "[a-z ]{3,9}"},
-    "a chat": {**_DRAWN, "logprobs": True, "top_logprobs": 3},
+    "scored prompt without output": {"max_tokens": 0, "echo": True, "logprobs": 1},
+    "penalties": {**_SAMPLED, "repetition_penalty": 1.3, "logit_bias": {"65": 2.5}},
+    "a grammar": {**_SAMPLED, "guided_regex": "[a-z ]{3,9}"},
+    "a chat": {**_SAMPLED, "logprobs": True, "top_logprobs": 3},
 }
 
 
-@pytest.mark.parametrize("name", _ASKED)
+@pytest.mark.parametrize("name", _REQUESTS)
 def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
     vllm_router, tiny_cluster, name
 ):
-    """tests/protocol/test_kv_params.py has routers that print numbers in their own ways."""
-    body: dict[str, Any] = {"max_tokens": 12, **_ASKED[name]}
+    """tests/protocol/test_kv_params.py tests routers that write numbers differently."""
+    body: dict[str, Any] = {"max_tokens": 12, **_REQUESTS[name]}
     if name == "a chat":
         path = "/v1/chat/completions"
         body["messages"] = [
@@ -106,40 +109,39 @@ def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
     else:
         path = "/v1/completions"
         body["prompt"] = fresh_prompt(70)
-    through, kv = _post(vllm_router, path, body)
-    assert (
-        kv["transferred"] >= (1 if name == "a chat" else 69) and kv["recomputed"] <= 1
-    )
-    alone, _ = _post(tiny_cluster.decode[0].url, path, body)
-    assert _choices(through) == _choices(alone)
-    for counted in ("prompt_tokens", "completion_tokens"):
-        assert through["usage"][counted] == alone["usage"][counted]
+    routed, kv = _post(vllm_router, path, body)
+    assert kv["transferred"] >= (1 if name == "a chat" else 69)
+    assert kv["recomputed"] <= 1
+    decode_only, _ = _post(tiny_cluster.decode[0].url, path, body)
+    assert _choices(routed) == _choices(decode_only)
+    for field in ("prompt_tokens", "completion_tokens"):
+        assert routed["usage"][field] == decode_only["usage"][field]
 
 
-def test_vllm_router_streams(vllm_router, tiny_cluster):
+def test_vllm_router_streams_the_answer_of_the_decode_server_alone(
+    vllm_router, tiny_cluster
+):
     prompt = fresh_prompt(70)
-    events = stream(vllm_router, prompt, 9, **_DRAWN)
-    alone = stream(tiny_cluster.decode[0].url, prompt, 9, **_DRAWN)
-    assert streamed_token_ids(events) == streamed_token_ids(alone)
+    events = stream(vllm_router, prompt, 9, **_SAMPLED)
+    decode_only = stream(tiny_cluster.decode[0].url, prompt, 9, **_SAMPLED)
+    assert streamed_token_ids(events) == streamed_token_ids(decode_only)
     kv = next(e["baton_kv"] for e in reversed(events[:-1]) if "baton_kv" in e)
-    assert kv == {"transferred": 70, "recomputed": 0, "skipped": 0}, (
-        "no end is banned on either"
-    )
+    # Neither server bans end tokens, so the first token of the prefill leg is used.
+    assert kv == {"transferred": 70, "recomputed": 0, "skipped": 0}
 
 
-def test_vllm_router_has_every_prompt_transferred(vllm_router, tiny_cluster):
+def test_every_prompt_behind_vllm_router_is_transferred(vllm_router, tiny_cluster):
     before = tiny_cluster.decode[0].metrics()
     prompts = [fresh_prompt(20 + 3 * index) for index in range(24)]
     for start in range(0, len(prompts), 8):
         complete_all(vllm_router, prompts[start : start + 8], ignore_eos=False)
 
-    def grown(name: str) -> float:
+    def increase(name: str) -> float:
         after = tiny_cluster.decode[0].metrics()
-        return sum(
-            after[series] - before.get(series, 0) for series in after if name in series
-        )
+        series = [key for key in after if name in key]
+        return sum(after[key] - before.get(key, 0) for key in series)
 
-    wait_until(lambda: grown("baton_kv_first_tokens_redrawn") >= 24)
-    assert grown('baton_kv_transfers_total{outcome="done"') == 24
-    assert grown("baton_kv_params_rejected") == 0
-    assert grown('source="recomputed"') == 24, "the last token of each"
+    wait_until(lambda: increase("baton_kv_first_tokens_redrawn") >= 24)
+    assert increase('baton_kv_transfers_total{outcome="done"') == 24
+    assert increase("baton_kv_params_rejected") == 0
+    assert increase('source="recomputed"') == 24, "the last token of each"

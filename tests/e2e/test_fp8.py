@@ -1,4 +1,4 @@
-"""KV of 8 bits from end to end: through prefill and decode as on one server, and converted."""
+"""8-bit KV end to end: a cluster answers like one server, and KV can be converted."""
 
 import zlib
 from collections.abc import Iterator
@@ -9,29 +9,30 @@ from tests.e2e.matrix import (
     NUM_TOKENS,
     Farm,
     Geometry,
-    ask,
-    assert_alike,
+    assert_same,
     check_cell,
     farm,
+    generate,
     model_dir,
 )
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import assert_home
+from tests.rigs.cluster import assert_idle
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
-_OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
-_PLAIN = Geometry(options=_OURS)
-_OTHER = Geometry(2, 16, "LBCNHD", _OURS)
-_SHARED = Geometry(2, options=_OURS, dcp=2)
+_SCALED = (*_FP8, "--kv-scales", "0.02")
+_OTHER_SCALES = (*_FP8, "--kv-scales", "0.03")
+_PLAIN = Geometry(options=_SCALED)
+_OTHER = Geometry(2, 16, "LBCNHD", _SCALED)
+_SHARED = Geometry(2, options=_SCALED, dcp=2)
 _CONVERT = ("--kv-convert",)
-# What eight bits cost on this model, in the logarithm of a token's probability.
-_CLOSE = 0.3
+# The difference in logprobs that 8-bit KV makes with this model.
+_TOLERANCE = 0.3
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Farm]:
-    with farm(max_ranks=4) as made:
-        yield made
+    with farm(max_ranks=4) as servers:
+        yield servers
 
 
 @pytest.mark.parametrize(
@@ -46,74 +47,72 @@ def engines() -> Iterator[Farm]:
         ),
     ],
 )
-def test_a_pair_equals_one_server(engines, tiny_model, tiny_cluster, p, d):
+def test_pair_equals_one_server(engines, tiny_model, tiny_cluster, p, d):
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, decoder.url, f"fp8 {p} {d}")
     prompt = make_prompt(len(p.layout), 200)
     exact, stored = (
-        ask(url, prompt, 1) for url in (tiny_cluster.prefill[0].url, decoder.url)
+        generate(url, prompt, 1) for url in (tiny_cluster.prefill[0].url, decoder.url)
     )
-    assert stored.logprobs[0] == pytest.approx(exact.logprobs[0], abs=_CLOSE)
-    assert stored.logprobs[0] != pytest.approx(
-        exact.logprobs[0], abs=1e-6
-    )  # it is rounded
+    assert stored.logprobs[0] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)
+    # The stored KV is rounded.
+    assert stored.logprobs[0] != pytest.approx(exact.logprobs[0], abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "d"),
-    [(_OURS, ()), ((), _OURS), (_THEIRS, _OURS)],
+    [(_SCALED, ()), ((), _SCALED), (_OTHER_SCALES, _SCALED)],
     ids=["fp8 to float32", "float32 to fp8", "to other scales"],
 )
 @pytest.mark.parametrize("transfer", ["nixl", "mapped"])
-def test_a_decode_server_told_to_requantises(
+def test_decode_server_with_kv_convert_requantises(
     engines, tiny_model, tiny_cluster, p, d, transfer
 ):
     options = (*d, *_CONVERT, "--transfer", transfer)
     prefiller, decoder = engines.pair(
         tiny_model,
-        _PLAIN if p == _OURS else Geometry(block_size=16, options=p),
+        _PLAIN if p == _SCALED else Geometry(block_size=16, options=p),
         Geometry(options=options),
     )
     for length in (7, 333):
         prompt = make_prompt(zlib.crc32(repr((p, options, length)).encode()), length)
-        pulled = ask(
+        pulled = generate(
             decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
         )
         assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
-        # The first token is P's; the second is computed from the KV that was converted.
-        exact = ask(tiny_cluster.prefill[0].url, [*prompt, pulled.token_ids[0]], 1)
-        assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_CLOSE)
-    assert_home(prefiller, decoder)
+        # P computes the first token. The second is computed from the converted KV.
+        exact = generate(tiny_cluster.prefill[0].url, [*prompt, pulled.token_ids[0]], 1)
+        assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)
+    assert_idle(prefiller, decoder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [Geometry(options=_OURS), _SHARED], ids=str)
-def test_latents_of_eight_bits_too(engines, d):
-    p = Geometry(2, 16, "LBCNHD", _OURS)
+@pytest.mark.parametrize("d", [Geometry(options=_SCALED), _SHARED], ids=str)
+def test_pair_with_8_bit_latents_equals_one_server(engines, d):
+    p = Geometry(2, 16, "LBCNHD", _SCALED)
     prefiller, decoder = engines.pair(model_dir("mla"), p, d)
     check_cell(prefiller, decoder, p, d, decoder.url, f"latents of eight bits {d}")
     prompt = make_prompt(3, 100)
-    again = [
-        ask(decoder.url, prompt, NUM_TOKENS) for _ in range(2)
-    ]  # the second from its cache
-    assert_alike(*again)
+    uncached = generate(decoder.url, prompt, NUM_TOKENS)
+    cached = generate(decoder.url, prompt, NUM_TOKENS)
+    assert_same(uncached, cached)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("p", "d"), [((), _OURS), (_OURS, ())], ids=["to fp8", "from fp8"]
+    ("p", "d"), [((), _SCALED), (_SCALED, ())], ids=["to fp8", "from fp8"]
 )
-def test_latents_are_converted_on_their_way_to_ranks_that_share_them(engines, p, d):
-    geometries = (
+def test_latents_are_converted_for_ranks_that_share_tokens(engines, p, d):
+    prefiller, decoder = engines.pair(
+        model_dir("mla"),
         Geometry(2, 16, "LBCNHD", p),
         Geometry(2, options=(*d, *_CONVERT), dcp=2),
     )
-    prefiller, decoder = engines.pair(model_dir("mla"), *geometries)
     prompt = make_prompt(len(p) + 40, 333)
-    pulled = ask(
+    pulled = generate(
         decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
     )
     assert pulled.kv == {"transferred": 333, "recomputed": 0, "skipped": 0}
-    exact = ask(prefiller.url, [*prompt, pulled.token_ids[0]], 1)
-    assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_CLOSE)
+    exact = generate(prefiller.url, [*prompt, pulled.token_ids[0]], 1)
+    assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)

@@ -1,6 +1,6 @@
-"""schemathesis asks everything that our own OpenAPI document allows, and what it does not.
+"""schemathesis sends requests that the OpenAPI document allows, and others.
 
-No answer is a 5xx, every one comes in time, and every block comes home.
+No answer is a 5xx, every answer arrives in time, and afterwards every block is free.
 """
 
 import json
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.client import MODEL, complete
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 from tests.rigs.plain_http import http
 
-_SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
-_TIMEOUT_S = (
-    "120"  # a thousand prompts in one request take seconds, of a busy machine many
-)
+_SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # keeps answers short
+# A thousand prompts in one request take many seconds on a busy machine.
+_TIMEOUT_S = "120"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,10 @@ def short_cluster(tiny_model: Path) -> Iterator[Cluster]:
 
 
 def _document(url: str, path: Path) -> Path:
-    """The served document, with the one model that there is: else most cases are a 404."""
+    """Store the served document with the one model name that exists.
+
+    With other names most cases would be a 404.
+    """
     document = http.get(f"{url}/openapi.json", timeout=30).json()
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
@@ -57,24 +59,26 @@ def _fuzz(url: str, scratch: Path, *options: str) -> None:
 
 
 def _assert_unharmed(cluster: Cluster) -> None:
-    assert_home(cluster.prefill[0], cluster.decode[0], timeout_s=60)
-    assert complete(cluster.url, [5, 9, 300], 4).kv == {
-        "transferred": 3, "recomputed": 0, "skipped": 0
-    }  # fmt: skip
+    assert_idle(cluster.prefill[0], cluster.decode[0], timeout_s=60)
+    answer = complete(cluster.url, [5, 9, 300], 4)
+    assert answer.kv == {"transferred": 3, "recomputed": 0, "skipped": 0}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("at", range(3), ids=["proxy", "prefill", "decode"])
-def test_a_fuzz_finds_no_server_error(short_cluster, tmp_path, at):
-    server = short_cluster.servers()[at]
-    phases = ("--phases", "coverage,fuzzing", "--max-examples", "100", "--seed", "2")
+@pytest.mark.parametrize("index", range(3), ids=["proxy", "prefill", "decode"])
+def test_fuzzing_finds_no_server_error(short_cluster, tmp_path, index):
+    server = short_cluster.servers()[index]
+    phases = ["--phases", "coverage,fuzzing", "--max-examples", "100", "--seed", "2"]
     _fuzz(server.url, tmp_path, *phases)
     _assert_unharmed(short_cluster)
 
 
-def test_more_prompts_than_the_pool_can_hold_at_once_are_served(tiny_cluster):
-    """Each keeps its blocks until all are answered, so they would wait for one another."""
+def test_request_with_more_prompts_than_the_pool_holds_is_served(tiny_cluster):
+    """The prompts could wait for one another's blocks.
+
+    Each prompt keeps its blocks on the prefill server until all are answered.
+    """
     body = {
         "model": MODEL,
         "prompt": [[5, 9]] * 150,

@@ -1,4 +1,4 @@
-"""The sampling values of a model's generation_config.json are the same for both servers."""
+"""Both servers use the sampling values of a model's generation_config.json."""
 
 import json
 from typing import Any
@@ -13,40 +13,36 @@ MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red bal
 
 
 @pytest.mark.slow
-def test_what_a_model_suggests_is_drawn_from_through_both_servers_and_alone(
-    tiny_model, tmp_path
-):
+def test_suggested_values_apply_in_a_cluster_and_on_one_server(tiny_model, tmp_path):
     for file in tiny_model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
-    suggested = {"eos_token_id": 2, "max_new_tokens": 20, **VALUES}
-    (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+    config = {"eos_token_id": 2, "max_new_tokens": 20, **VALUES}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
     with cluster(tmp_path) as running:
-        through, alone = running.url, running.decode[0].url
+        cluster_url = running.url
+        decode_url = running.decode[0].url
         for seed in range(3):
             prompt = make_prompt(seed, 40 + seed)
-            unsaid = _draw(through, prompt, seed)
-            assert unsaid.kv["transferred"] == len(
-                prompt
-            )  # P drew the first token alike
-            assert len(unsaid.token_ids) == 20
-            assert unsaid.token_ids == _draw(alone, prompt, seed).token_ids
-            said = _draw(through, prompt, seed, **VALUES)
-            assert unsaid.token_ids == said.token_ids
-            assert (
-                unsaid.token_ids
-                != _draw(through, prompt, seed, temperature=2).token_ids
-            )
-            assert (
-                _chat(through, seed)
-                == _chat(alone, seed)
-                == _chat(through, seed, **VALUES)
-            )
+            suggested = _draw(cluster_url, prompt, seed)
+            # P drew the same first token, so its KV is used.
+            assert suggested.kv["transferred"] == len(prompt)
+            assert len(suggested.token_ids) == 20
+            decode_only = _draw(decode_url, prompt, seed)
+            assert suggested.token_ids == decode_only.token_ids
+            explicit = _draw(cluster_url, prompt, seed, **VALUES)
+            assert suggested.token_ids == explicit.token_ids
+            hotter = _draw(cluster_url, prompt, seed, temperature=2)
+            assert suggested.token_ids != hotter.token_ids
+            chat = _chat(cluster_url, seed)
+            assert chat == _chat(decode_url, seed)
+            assert chat == _chat(cluster_url, seed, **VALUES)
 
 
 def _draw(url: str, prompt: list[int], seed: int, **members: Any) -> Answer:
-    unsaid = {"max_tokens": None, "temperature": None}
-    return complete(url, prompt, **{**unsaid, "seed": seed, **members})
+    """Return a completion without a limit or temperature, unless given."""
+    defaults = {"max_tokens": None, "temperature": None}
+    return complete(url, prompt, **{**defaults, "seed": seed, **members})
 
 
 def _chat(url: str, seed: int, **members: Any) -> str:
@@ -57,8 +53,11 @@ def _chat(url: str, seed: int, **members: Any) -> str:
 
 
 @pytest.mark.slow
-def test_an_end_token_beyond_the_vocabulary_ends_no_start(tiny_model, tmp_path):
-    """Nor do values that no request may have. Masks of end tokens and grammars are made as ever."""
+def test_server_starts_with_an_end_token_beyond_the_vocabulary(tiny_model, tmp_path):
+    """Values that no request may have do not prevent the start either.
+
+    Masks of end tokens and grammars still work.
+    """
     for file in tiny_model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()

@@ -1,4 +1,4 @@
-"""gpt-oss's messages through a prefill and a decode server."""
+"""Messages in gpt-oss's harmony format through a prefill and a decode server."""
 
 import json
 import shutil
@@ -10,12 +10,15 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.rigs.client import answer_of, post, sse_events
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 _TAGS = [
     f"<|{tag}|>" for tag in "return call constrain channel start end message".split()
 ]
-_TEMPLATE = "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
+_TEMPLATE = (
+    "<|start|>user<|message|>{{ messages[0].content }}<|end|>"
+    "<|start|>assistant{# <|channel|> #}"
+)
 _PARAMETERS = {
     "type": "object",
     "properties": {"a": {"enum": [1, 2]}},
@@ -28,20 +31,21 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": _PARAM
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, whose last tokens are tags."""
+    """The tiny model with harmony's tags in place of its last tokens."""
     folder = tmp_path_factory.mktemp("harmony") / "model"
     shutil.copytree(tiny_model, folder)
-    said = json.loads((folder / "tokenizer.json").read_text())
-    vocab, merges = said["model"]["vocab"], said["model"]["merges"]
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    merges = data["model"]["merges"]
     last = sorted(vocab, key=vocab.get)[-len(_TAGS) :]
-    said["model"]["merges"] = [m for m in merges if "".join(m) not in last]
+    data["model"]["merges"] = [m for m in merges if "".join(m) not in last]
     for piece, tag in zip(last, _TAGS, strict=True):
         vocab[tag] = vocab.pop(piece)
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        said["added_tokens"].append(
+        data["added_tokens"].append(
             {"id": vocab[tag], "content": tag, "special": True, **flags}
         )
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_text(json.dumps(data))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": _TEMPLATE})
     )
@@ -55,11 +59,11 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(model: Path) -> Iterator[Cluster]:
     with cluster(model) as running:
         yield running
-        assert_home(*running.servers()[1:], timeout_s=45)
+        assert_idle(*running.servers()[1:], timeout_s=45)
 
 
-def _said(message: dict[str, Any]) -> list[str]:
-    """What was thought, what was said, and the arguments of calls."""
+def _parts(message: dict[str, Any]) -> list[str]:
+    """Return the reasoning, the content and the arguments of calls."""
     calls = (call["function"] for call in message.get("tool_calls", ()))
     arguments = "".join(call["arguments"] for call in calls)
     return [
@@ -78,33 +82,34 @@ def _said(message: dict[str, Any]) -> list[str]:
         (" to=functions.add<|call|>", {"response_format": _FORMAT}, "tool_calls"),
     ],
 )
-def test_a_grammar_has_the_model_write_messages(
+def test_grammar_makes_the_model_write_messages(
     servers, model, likely, fields, finish_reason
 ):
-    """The first token, drawn on the prefill server, is a part of a head."""
-    fields = fields | ({"tools": [_TOOL]} if finish_reason == "tool_calls" else {})
+    """The prefill server draws the first token, which is a part of a message head."""
+    if finish_reason == "tool_calls":
+        fields = {**fields, "tools": [_TOOL]}
     favoured = Tokenizer(model).encode(f"{likely}<|message|>", add_special_tokens=False)
     bias = {str(favoured[0]): 60, **dict.fromkeys(map(str, favoured[-2:]), 60)}
-    asked: dict[str, Any] = {
-        "path": "/v1/chat/completions", "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 200, "temperature": 0, "logit_bias": bias, "parallel_tool_calls": False,
+    request: dict[str, Any] = {
+        "path": "/v1/chat/completions",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 200,
+        "temperature": 0,
+        "logit_bias": bias,
+        "parallel_tool_calls": False,
         **fields,
-    }  # fmt: skip
-    answer = answer_of(servers.url, **asked)
+    }
+    answer = answer_of(servers.url, **request)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == finish_reason
-    said = _said(choice["message"])
-    alone = answer_of(servers.decode[0].url, **asked)
-    assert _said(alone["choices"][0]["message"]) == said
-    events = [
-        text for _, text in sse_events(post(servers.url, stream=True, **asked).text)
-    ][:-1]
-    deltas = [_said(json.loads(text)["choices"][0]["delta"]) for text in events]
-    assert ["".join(parts) for parts in zip(*deltas, strict=True)] == said
-    thought, content, arguments = said
-    assert bool(thought) == (likely == "analysis")
-    assert finish_reason == "length" or json.loads(content or arguments) in (
-        {},
-        {"a": 1},
-        {"a": 2},
-    )
+    parts = _parts(choice["message"])
+    decode_only = answer_of(servers.decode[0].url, **request)
+    assert _parts(decode_only["choices"][0]["message"]) == parts
+    streamed = post(servers.url, stream=True, **request)
+    events = [text for _, text in sse_events(streamed.text)][:-1]
+    deltas = [_parts(json.loads(text)["choices"][0]["delta"]) for text in events]
+    assert ["".join(column) for column in zip(*deltas, strict=True)] == parts
+    reasoning, content, arguments = parts
+    assert bool(reasoning) == (likely == "analysis")
+    if finish_reason != "length":
+        assert json.loads(content or arguments) in ({}, {"a": 1}, {"a": 2})

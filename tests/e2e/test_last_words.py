@@ -1,4 +1,7 @@
-"""`baton up` names the part that died and what it wrote last, whatever others wrote later."""
+"""`baton up` names the process that died and the last line that it wrote.
+
+Later lines of other processes do not matter.
+"""
 
 import os
 import signal
@@ -26,19 +29,11 @@ from tests.rigs.programs import BATON, child, launched
     ],
     ids=["server", "proxy", "rank"],
 )
-def test_the_last_line_is_about_the_process_that_was_killed(
+def test_last_line_is_about_the_process_that_was_killed(
     path, reason, sender, tiny_model
 ):
-    options = (
-        "--model",
-        str(tiny_model),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--prefill.tp",
-        "2",
-    )
+    options = ["--model", str(tiny_model), "--port", "0", "--device", "cpu"]
+    options += ["--prefill.tp", "2"]
     with launched([*BATON, "up", *options]) as program:
         program.read_until("curl ")
         pid = program.process.pid
@@ -47,7 +42,8 @@ def test_the_last_line_is_about_the_process_that_was_killed(
         os.kill(pid, signal.SIGKILL)
         assert program.end() == 1
         last = program.lines[-1]
-        assert last.startswith("baton up: error: ") and reason in last
+        assert last.startswith("baton up: error: ")
+        assert reason in last
         assert "told to end" not in last
         if sender is not None:
             assert sender_of(last.partition("its last line: ")[2]) == sender

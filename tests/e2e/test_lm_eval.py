@@ -1,7 +1,7 @@
-"""lm_eval asks the proxy, and hears document by document what its own `hf` backend says.
+"""lm_eval gets the same answers from a cluster as from its own `hf` backend.
 
-Greedy generation and scores in float32, four requests at a time, through a prefill and a decode
-server.
+Every document is compared: greedy generation and scores in float32, four requests at a
+time, through a prefill and a decode server.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -30,42 +30,44 @@ def _evaluate(
     options: Sequence[str] = (),
     reference: str,
 ) -> dict[str, Any]:
-    """Each task's figures; `reference` is the name of the file of hf's answers in `scratch`."""
+    """Return the figures of each task.
+
+    Args:
+        reference: name of a file in `scratch` with hf's answers. It is written if it
+            does not exist.
+    """
     saved = scratch / reference
-    known = ("--reference", str(saved)) if saved.is_file() else ("--save", str(saved))
-    offline = {
+    environment = {
+        **os.environ,
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(scratch),
+        "BATON_EVAL_DATA": str(_SHARED / "data"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
     }
-    offline |= {"BATON_EVAL_DATA": str(_SHARED / "data"), "OMP_NUM_THREADS": "1"}
-    argv = [
-        "--url",
-        url,
-        "--model",
-        str(model),
-        "--tasks",
-        ",".join(tasks),
-        *known,
-        *options,
-    ]
+    argv = ["--url", url, "--model", str(model), "--tasks", ",".join(tasks)]
+    argv += ["--reference" if saved.is_file() else "--save", str(saved), *options]
     for folder in (_TASKS, _SHARED / "tasks"):
-        argv += ["--include", str(folder)] if folder.is_dir() else []
+        if folder.is_dir():
+            argv += ["--include", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.evaluate", *argv],
         cwd=_ROOT,
-        env={**os.environ, **offline, "TOKENIZERS_PARALLELISM": "false"},
+        env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode in (0, 1) and done.stdout, done.stderr[-8000:]
+    assert done.returncode in (0, 1), done.stderr[-8000:]
+    assert done.stdout, done.stderr[-8000:]
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["tasks"]
     for name, task in figures.items():
         assert task["differing_documents"] == 0, (name, task["differences"])
     return figures
 
 
-def _pulled(cluster: Cluster) -> dict[str, float]:
+def _kv_tokens(cluster: Cluster) -> dict[str, float]:
+    """Return the KV tokens of the decode server by their source."""
     metrics = cluster.decode[0].metrics()
     return {
         source: metrics.get(_KV % source, 0)
@@ -77,18 +79,26 @@ def _pulled(cluster: Cluster) -> dict[str, float]:
 @pytest.mark.parametrize(
     "options", [(), ("--text-prompts",)], ids=["token ids", "text"]
 )
-def test_own_tasks_equal_the_hf_backend_document_by_document(
+def test_local_tasks_equal_the_hf_backend_in_every_document(
     tiny_cluster, tiny_model, tiny_reference, tmp_path, options
 ):
-    """A stop string ends some outputs, an end of sequence others; texts are longer than a window of
-    `--max-length`. Every prompt token of what generates is pulled, or was there since an earlier
-    time; scoring moves no KV."""
-    before = _pulled(tiny_cluster)
+    """Some outputs end with a stop string, others with an end-of-sequence token.
+
+    Texts are longer than a window of `--max-length`. Every prompt token of generation
+    tasks is pulled, or cached from an earlier request. Scoring moves no KV.
+    """
+    before = _kv_tokens(tiny_cluster)
     generating = ("stories_sentence", "stories_answer")
     tasks = (*generating, "stories_likelihood", "stories_rolling")
     options = ("--max-length", "256", *options)
-    asked = (tiny_cluster.url, tiny_model, tmp_path, *tasks)
-    figures = _evaluate(*asked, options=options, reference="own.json")
+    figures = _evaluate(
+        tiny_cluster.url,
+        tiny_model,
+        tmp_path,
+        *tasks,
+        options=options,
+        reference="own.json",
+    )
     assert [figures[task]["documents"] for task in tasks] == [20] * 4
     saved = json.loads((tmp_path / "own.json").read_text())["tasks"]
     documents = [
@@ -99,23 +109,23 @@ def test_own_tasks_equal_the_hf_backend_document_by_document(
         document["answers"][0][1]
         for document in saved["stories_likelihood"]["documents"]
     ]
-    assert False in likely  # and mostly True; that depends on the trained weights
+    assert False in likely  # most are True, depending on the trained weights
     prompts = [document["requests"][0][0] for document in documents]
     num_tokens = sum(
         len(tiny_reference.tokenizer(prompt).input_ids) for prompt in prompts
     )
-    risen = {
+    increase = {
         source: count - before[source]
-        for source, count in _pulled(tiny_cluster).items()
+        for source, count in _kv_tokens(tiny_cluster).items()
     }
-    assert risen["recomputed"] == 0
-    assert risen["transferred"] + risen["skipped"] == num_tokens
-    assert risen["transferred"] >= len(prompts) / 2
-    assert_home(tiny_cluster.decode[0], tiny_cluster.prefill[0])
+    assert increase["recomputed"] == 0
+    assert increase["transferred"] + increase["skipped"] == num_tokens
+    assert increase["transferred"] >= len(prompts) / 2
+    assert_idle(tiny_cluster.decode[0], tiny_cluster.prefill[0])
 
 
 @pytest.fixture(scope="module")
-def unlike_cluster(default_model: Path) -> Iterator[Cluster]:
+def mixed_cluster(default_model: Path) -> Iterator[Cluster]:
     prefill = ("--tp", "3", "--block-size", "16")
     with cluster(default_model, prefill_argv=prefill) as running:
         yield running
@@ -123,31 +133,39 @@ def unlike_cluster(default_model: Path) -> Iterator[Cluster]:
 
 _GENERATING = ("local_lambada_gen", "local_gsm8k")
 _PUBLIC = [
-    ("local_lambada_gen", "12"), ("local_gsm8k", "2"), ("local_lambada_openai", "12"),
-    ("local_piqa", "8"), ("local_arc_easy", "4"), ("local_wikitext", "1"),
-]  # fmt: skip
+    ("local_lambada_gen", "12"),
+    ("local_gsm8k", "2"),
+    ("local_lambada_openai", "12"),
+    ("local_piqa", "8"),
+    ("local_arc_easy", "4"),
+    ("local_wikitext", "1"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not _SHARED.is_dir(), reason="no shared/eval beside the checkout")
+@pytest.mark.skipif(not _SHARED.is_dir(), reason="no shared/eval next to the checkout")
 @pytest.mark.parametrize(("task", "limit"), _PUBLIC)
-@pytest.mark.parametrize("pair", ["default_cluster", "unlike_cluster"])
-def test_public_tasks_equal_the_hf_backend_document_by_document(
+@pytest.mark.parametrize("pair", ["default_cluster", "mixed_cluster"])
+def test_public_tasks_equal_the_hf_backend_in_every_document(
     default_model, request, tmp_path, pair, task, limit
 ):
-    asked: Cluster = request.getfixturevalue(pair)
-    before = _pulled(asked)
+    evaluated_cluster: Cluster = request.getfixturevalue(pair)
+    before = _kv_tokens(evaluated_cluster)
     options = ["--limit", limit]
-    if (
-        task == "local_wikitext"
-    ):  # sums of float32 over shorter windows are closer to the truth
+    if task == "local_wikitext":
+        # float32 sums over shorter windows have smaller errors.
         options += ["--max-length", "514"]
     name = f"{task}.json"
     figures = _evaluate(
-        asked.url, default_model, tmp_path, task, options=options, reference=name
+        evaluated_cluster.url,
+        default_model,
+        tmp_path,
+        task,
+        options=options,
+        reference=name,
     )
     assert figures[task]["documents"] == int(limit)
-    after = _pulled(asked)
+    after = _kv_tokens(evaluated_cluster)
     assert after["recomputed"] == before["recomputed"]
     assert (after["transferred"] > before["transferred"]) == (task in _GENERATING)

@@ -1,7 +1,8 @@
-"""Every prefill geometry to every decode geometry, token for token equal to one server.
+"""Every prefill geometry with every decode geometry gives the tokens of one server.
 
-The decode server with tensor parallelism 1 and no prefix cache is asked for every prompt alone: it
-is the oracle. Cells that share a server follow one another, so that each server starts once.
+The oracle is a decode server with tensor parallelism 1 and no prefix cache, without a
+prefill server. Cells that share a server follow one another, so that each server starts
+once.
 """
 
 from collections.abc import Iterator
@@ -20,14 +21,15 @@ _ORACLE = Geometry(options=("--no-enable-prefix-caching",))
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Farm]:
-    with farm(max_ranks=14) as made:
-        yield made
+    with farm(max_ranks=14) as servers:
+        yield servers
 
 
 def _check(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
     path = model_dir(model)
-    keys = Key("prefill", path, p), Key("decode", path, d), Key("decode", path, _ORACLE)
-    prefiller, decoder, oracle = engines.get(*keys)
+    prefiller, decoder, oracle = engines.get(
+        Key("prefill", path, p), Key("decode", path, d), Key("decode", path, _ORACLE)
+    )
     check_cell(prefiller, decoder, p, d, oracle.url, f"{model} {p} {d}")
 
 
@@ -41,7 +43,7 @@ def test_every_tensor_parallelism(engines, model, p, d):
 @pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("p", _TP)
 @pytest.mark.parametrize("model", ["gqa4", "gqa2", "mla"])
-def test_every_way_to_share_tokens(engines, model, p, tp, dcp):
+def test_every_number_of_ranks_that_share_tokens(engines, model, p, tp, dcp):
     _check(engines, model, Geometry(p), Geometry(tp, dcp=dcp))
 
 
@@ -60,7 +62,8 @@ def test_sizes_that_do_not_divide_one_another(engines, p, d):
     _check(engines, "gqa6", Geometry(p), Geometry(d))
 
 
-# Staging memory for two or three of the peer's blocks: many chunks, and pulls that wait in turn.
+# The staging memory holds two or three blocks of the peer. Pulls have many chunks then,
+# and wait for one another.
 _COMBINED = [
     (
         "gqa4",
@@ -85,5 +88,5 @@ _COMBINED = [
 
 
 @pytest.mark.parametrize(("model", "p", "d"), _COMBINED, ids=str)
-def test_everything_at_once(engines, model, p, d):
+def test_differences_combined(engines, model, p, d):
     _check(engines, model, p, d)

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the proxy: what it sends is understood, what it gets it can read."""
+"""OpenAI's own client understands the proxy, and the proxy understands it."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _MESSAGES = [
     {"role": "user", "content": "Tell a story about Anna and the red ball."},
 ]
 _GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-_PAST_THE_END = {"ignore_eos": True}  # not OpenAI's, so it goes as extra_body
+_PAST_THE_END = {"ignore_eos": True}  # an extension of OpenAI's API, sent as extra_body
 
 
-def test_the_served_model_is_listed(client):
+def test_served_model_is_listed(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
@@ -41,7 +41,7 @@ def _chat(client: openai.OpenAI, **members: Any) -> Any:
     )
 
 
-def test_a_completion_has_transformers_text_and_exact_usage(client, tiny_reference):
+def test_completion_has_transformers_text_and_exact_usage(client, tiny_reference):
     answer = _complete(client, max_tokens=24)
     (choice,) = answer.choices
     assert choice.text == tiny_reference.text(_PROMPT, 24)
@@ -54,21 +54,22 @@ def test_a_completion_has_transformers_text_and_exact_usage(client, tiny_referen
     assert _complete(client).usage.completion_tokens == 16  # by default
 
 
-def test_a_streamed_completion_joins_to_the_whole_one(client, tiny_reference):
+def test_streamed_completion_equals_the_complete_one(client, tiny_reference):
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    *told, last = _complete(client, max_tokens=24, **with_usage)
-    assert "".join(chunk.choices[0].text for chunk in told) == tiny_reference.text(
+    *chunks, last = _complete(client, max_tokens=24, **with_usage)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == tiny_reference.text(
         _PROMPT, 24
     )
-    assert len(told) > 12, "tokens come as they are made"
-    assert [c.choices[0].finish_reason for c in told[-2:]] == [None, "length"]
-    assert {chunk.id for chunk in told} == {last.id}
-    assert last.choices == [] and last.usage.completion_tokens == 24
-    assert all(chunk.usage is None for chunk in told)
+    assert len(chunks) > 12, "tokens arrive one by one"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert last.choices == []
+    assert last.usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_several_prompts_as_ids_and_as_texts_that_are_streamed(client, tiny_reference):
-    prompts = [_PROMPT, "Leo found the golden key", "Ida"]
+def test_several_prompts_as_token_ids_and_as_streamed_texts(client, tiny_reference):
+    prompts = [_PROMPT, "Leo families the golden key", "Ida"]
     expected = [tiny_reference.text(prompt, 8) for prompt in prompts]
     ids = [tiny_reference.tokenizer(prompt).input_ids for prompt in prompts]
     answer = _complete(client, ids, max_tokens=8)
@@ -76,15 +77,17 @@ def test_several_prompts_as_ids_and_as_texts_that_are_streamed(client, tiny_refe
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage.prompt_tokens == sum(map(len, ids))
     assert answer.usage.completion_tokens == 24
-    texts, reasons = ["", "", ""], {}
+    texts = ["", "", ""]
+    reasons = {}
     for chunk in _complete(client, prompts, max_tokens=8, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    assert texts == expected and reasons == dict.fromkeys(range(3), "length")
+    assert texts == expected
+    assert reasons == dict.fromkeys(range(3), "length")
 
 
-def test_a_chat_is_the_template_and_a_greedy_generate(client, tiny_reference):
+def test_chat_equals_template_and_greedy_generation(client, tiny_reference):
     ids, text = tiny_reference.answer(_MESSAGES, 120)
     answer = _chat(client, max_tokens=120)
     (choice,) = answer.choices
@@ -97,7 +100,7 @@ def test_a_chat_is_the_template_and_a_greedy_generate(client, tiny_reference):
     )
 
 
-def test_the_clients_streaming_helper_follows_a_chat(client, tiny_reference):
+def test_streaming_helper_of_the_client_reads_a_chat(client, tiny_reference):
     _, text = tiny_reference.answer(_MESSAGES, 60)
     with client.chat.completions.stream(
         **_GREEDY,
@@ -119,7 +122,7 @@ def test_the_clients_streaming_helper_follows_a_chat(client, tiny_reference):
     assert final.usage is not None and final.usage.completion_tokens > 3
 
 
-def test_errors_become_the_clients_classes(client):
+def test_errors_become_exceptions_of_the_client(client):
     with pytest.raises(openai.NotFoundError, match="gpt-17") as unknown:
         client.completions.create(model="gpt-17", prompt="x")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -134,13 +137,13 @@ def test_errors_become_the_clients_classes(client):
     assert long.value.code == "context_length_exceeded"
 
 
-def test_servers_expose_the_metrics_of_the_docs_and_no_others(client, tiny_cluster):
+def test_servers_expose_exactly_the_documented_metrics(client, tiny_cluster):
     _complete(client, max_tokens=2)
     proxy, *servers = (_families(server) for server in tiny_cluster.servers())
     origins = {"proxy": ("proxy", "any"), "server": ("server", "engine", "any")}
     docs = {
-        name: {(s.name, s.kind): s for s in TABLE if s.origin in those}
-        for name, those in origins.items()
+        role: {(s.name, s.kind): s for s in TABLE if s.origin in role_origins}
+        for role, role_origins in origins.items()
     }
     assert proxy == docs["proxy"].keys()
     together = set().union(*servers)
@@ -149,10 +152,10 @@ def test_servers_expose_the_metrics_of_the_docs_and_no_others(client, tiny_clust
 
 
 def _families(server: Server) -> set[tuple[str, str]]:
-    """Names and types in /metrics, a counter's without `_total`."""
+    """Return names and types in /metrics, without `_total` of counters."""
     lines = http.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    found = (line.split()[2:] for line in lines if line.startswith("# TYPE baton_"))
-    return {(name.removesuffix("_total"), kind) for name, kind in found}
+    families = (line.split()[2:] for line in lines if line.startswith("# TYPE baton_"))
+    return {(name.removesuffix("_total"), kind) for name, kind in families}
 
 
 # -- /v1/responses
@@ -164,7 +167,7 @@ class Ball(pydantic.BaseModel):
     is_round: bool
 
 
-def test_a_response_has_the_chats_text_and_usage(client, tiny_cluster):
+def test_response_has_text_and_usage_of_the_chat(client, tiny_cluster):
     before = tiny_cluster.decode[0].metrics()
     answer = client.responses.create(
         model=MODEL,
@@ -192,7 +195,7 @@ def test_a_response_has_the_chats_text_and_usage(client, tiny_cluster):
     assert answer.status == ("incomplete" if is_cut else "completed")
 
 
-def test_a_response_is_parsed_as_a_pydantic_model(client):
+def test_response_is_parsed_as_a_pydantic_model(client):
     answer = client.responses.parse(
         model=MODEL, input=_INPUT, text_format=Ball, max_output_tokens=200
     )

@@ -1,4 +1,4 @@
-"""langchain-openai and litellm against the proxy: they read our answers, streams and errors."""
+"""langchain-openai and litellm read the proxy's answers, streams and errors."""
 
 import asyncio
 import enum
@@ -31,11 +31,12 @@ _LIMIT = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """Imports what is tested; in every process that only collects, it would take 4 s."""
+    """Import the clients here: in every process that only collects, it would take 4
+    s.
+    """
     global ToolMessage, langchain_core, langchain_openai, litellm
-    os.environ.setdefault(
-        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # else it asks the network
+    # Otherwise litellm downloads a file.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import langchain_core.exceptions
     import langchain_openai
     import litellm
@@ -44,19 +45,21 @@ def imported() -> None:
 
 @pytest.fixture(scope="module")
 def answer(tiny_reference: Reference) -> str:
-    """transformers' greedy answer to the messages, up to its end of sequence or _LIMIT."""
+    """The greedy answer of transformers to the messages, up to its end or _LIMIT."""
     return tiny_reference.answer(_MESSAGES, _LIMIT)[1]
 
 
 @pytest.fixture(scope="module")
 def continuation(tiny_reference: Reference) -> str:
-    """transformers' greedy continuation of the prompt, up to its first full stop."""
+    """The greedy continuation of the prompt by transformers, up to its first full
+    stop.
+    """
     return tiny_reference.text(_PROMPT, _LIMIT).partition(".")[0]
 
 
 @pytest.fixture
 def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
-    """Makes langchain's chat model; arguments are its own."""
+    """Makes langchain's chat model with the given arguments."""
 
     def make(**members: Any) -> Any:
         arguments = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, **members}
@@ -72,14 +75,22 @@ def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
 
 @pytest.fixture
 def lite(tiny_cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """litellm's arguments that name the proxy. It makes an event loop where it finds none, and
-    leaves it open, which whatever test comes then is blamed for."""
+    """litellm's arguments for the proxy.
+
+    litellm creates an event loop if there is none and leaves it open. pytest would then
+    blame the next test.
+    """
     with asyncio.Runner() as runner:
         asyncio.set_event_loop(runner.get_loop())
         yield {
-            "model": f"openai/{MODEL}", "api_base": f"{tiny_cluster.url}/v1", "api_key": "unused",
-            "max_retries": 0, "timeout": 60, "temperature": 0, "max_tokens": _LIMIT,
-        }  # fmt: skip
+            "model": f"openai/{MODEL}",
+            "api_base": f"{tiny_cluster.url}/v1",
+            "api_key": "unused",
+            "max_retries": 0,
+            "timeout": 60,
+            "temperature": 0,
+            "max_tokens": _LIMIT,
+        }
 
 
 def test_langchain_chats(chat, answer):
@@ -89,10 +100,10 @@ def test_langchain_chats(chat, answer):
     assert message.response_metadata["model_name"] == MODEL
     assert message.usage_metadata["input_tokens"] > 10
     assert message.usage_metadata["output_tokens"] <= _LIMIT
-    told = message.response_metadata["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in told).startswith(answer)
+    entries = message.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries).startswith(answer)
     assert all(
-        entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told
+        entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in entries
     )
 
 
@@ -100,15 +111,20 @@ def test_langchain_streams_with_usage(chat, answer):
     chunks = list(chat(stream_usage=True).stream(_LANGCHAIN_MESSAGES))
     assert "".join(chunk.content for chunk in chunks) == answer
     num_pieces = sum(bool(chunk.content) for chunk in chunks)
-    assert num_pieces > len(answer.split()) // 2, "tokens come as they are made"
+    assert num_pieces > len(answer.split()) // 2, "tokens arrive one by one"
     used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
 
 
 def test_langchain_completes_texts(tiny_cluster, continuation):
-    asked = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, "max_retries": 0}
+    arguments = {
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": _LIMIT,
+        "max_retries": 0,
+    }
     model = langchain_openai.OpenAI(
-        base_url=f"{tiny_cluster.url}/v1", api_key="unused", **asked
+        base_url=f"{tiny_cluster.url}/v1", api_key="unused", **arguments
     )
     assert model.invoke(_PROMPT, stop=["."]) == continuation
     assert "".join(model.stream(_PROMPT, stop=["."])) == continuation
@@ -144,7 +160,7 @@ def test_litellm_completes_texts(lite, continuation):
     assert response.choices[0].text == continuation
 
 
-def test_litellm_maps_our_errors_to_its_own(lite):
+def test_litellm_maps_errors_to_its_exceptions(lite):
     with pytest.raises(litellm.BadRequestError, match="top_p"):
         litellm.completion(messages=_MESSAGES, top_p=3.0, **lite)
     with pytest.raises(litellm.NotFoundError, match="gpt-17"):
@@ -155,7 +171,7 @@ def test_litellm_maps_our_errors_to_its_own(lite):
         )
 
 
-# -- structured output and tools -----------------------------------------------------------------
+# -- structured output and tools
 
 
 class Colour(enum.StrEnum):
@@ -166,7 +182,7 @@ class Colour(enum.StrEnum):
 class Toy(pydantic.BaseModel):
     """A toy in the garden."""
 
-    # A tiny model would make members up until its tokens are used up.
+    # A tiny model would invent members until it reaches its token limit.
     model_config = pydantic.ConfigDict(extra="forbid")
 
     colour: Colour
@@ -185,22 +201,22 @@ _TOOL = {
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_gets_structured_output(chat, method):
-    asking = chat(max_tokens=200).with_structured_output(Toy, method=method)
-    assert isinstance(asking.invoke(_LANGCHAIN_MESSAGES), Toy)
+    model = chat(max_tokens=200).with_structured_output(Toy, method=method)
+    assert isinstance(model.invoke(_LANGCHAIN_MESSAGES), Toy)
 
 
 def test_langchain_calls_tools(chat):
-    asking = chat(max_tokens=200).bind_tools([Toy], tool_choice="Toy")
-    message = asking.invoke(_LANGCHAIN_MESSAGES)
+    model = chat(max_tokens=200).bind_tools([Toy], tool_choice="Toy")
+    message = model.invoke(_LANGCHAIN_MESSAGES)
     (call,) = message.tool_calls
     assert call["name"] == "Toy"
     toy = Toy.model_validate(call["args"])
-    streamed = list(asking.stream(_LANGCHAIN_MESSAGES))
+    streamed = list(model.stream(_LANGCHAIN_MESSAGES))
     joined = functools.reduce(operator.add, streamed)
     assert [(c["name"], c["args"]) for c in joined.tool_calls] == [
         ("Toy", call["args"])
     ]
-    assert len(streamed) > 3, "arguments come as they are made"
+    assert len(streamed) > 3, "arguments arrive in pieces"
     answered = [
         *_LANGCHAIN_MESSAGES,
         message,
@@ -211,7 +227,7 @@ def test_langchain_calls_tools(chat):
 
 def test_litellm_calls_tools(lite):
     lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
-    lite["parallel_tool_calls"] = False  # else it calls until it says that it is done
+    lite["parallel_tool_calls"] = False  # else it calls until it ends the message
     message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "find_toy"
@@ -223,19 +239,22 @@ def test_litellm_calls_tools(lite):
     assert rebuilt.choices[0].finish_reason == "tool_calls"
 
 
-def test_claude_code_gets_whole_calls_through_litellm(lite):
-    """Of an event that begins a call litellm tells the name alone."""
+def test_claude_code_gets_complete_calls_through_litellm(lite):
+    """litellm forwards only the name of an event that begins a call."""
     from litellm.llms.anthropic.experimental_pass_through.adapters import (
         streaming_iterator,
     )
 
-    asked = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
-    asked |= {"parallel_tool_calls": False, "stream_options": {"include_usage": True}}
-    chunks = litellm.completion(messages=_MESSAGES, stream=True, **asked)
+    arguments = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
+    arguments |= {
+        "parallel_tool_calls": False,
+        "stream_options": {"include_usage": True},
+    }
+    chunks = litellm.completion(messages=_MESSAGES, stream=True, **arguments)
     events = list(streaming_iterator.AnthropicStreamWrapper(chunks, MODEL))
-    told = [
+    entries = [
         event["delta"] for event in events if event["type"] == "content_block_delta"
     ]
     assert Toy.model_validate_json(
-        "".join(delta.get("partial_json", "") for delta in told)
+        "".join(delta.get("partial_json", "") for delta in entries)
     ).colour

@@ -1,6 +1,7 @@
-"""More than a cluster can do: an open loop at three times its capacity.
+"""An open loop offers three times the capacity of a cluster.
 
-Prints what it measured as one JSON line; docs/performance.md has the figures of a quiet machine.
+The test prints its figures as one JSON line; docs/performance.md has those of a machine
+with no other load.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import pytest
 from tests.rigs.client import fresh_prompt, greedy
 from tests.rigs.cluster import (
     Cluster,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -28,141 +29,144 @@ from tests.rigs.cluster import (
 )
 from tests.rigs.plain_http import http
 
-_WARM_S, _MEASURED_S = 15.0, 60.0
+_WARMUP_S = 15.0
+_MEASURED_S = 60.0
 _LIMITS = ("--max-queue-s", "6")
-_FEW_TOKENS = (
-    "--kv-cache-tokens",
-    "8192",
-)  # of which each page is used before memory is measured
+# The cache is small, so that all of its pages are in use before memory is measured.
+_SMALL_CACHE = ("--kv-cache-tokens", "8192")
 
 
 @pytest.fixture
 def bounded(default_model: Path) -> Iterator[Cluster]:
-    model = default_model
-    p, d = (
-        start(model, "--max-num-seqs", "8", "--threads", "1", *_FEW_TOKENS, *_LIMITS)
-        for start in (start_prefill, start_decode)
-    )
-    x = start_proxy([p], [d], *_LIMITS)
-    with running(p, d, x):
-        yield Cluster([p], [d], x, model)
+    argv = ["--max-num-seqs", "8", "--threads", "1", *_SMALL_CACHE, *_LIMITS]
+    prefill = start_prefill(default_model, *argv)
+    decode = start_decode(default_model, *argv)
+    proxy = start_proxy([prefill], [decode], *_LIMITS)
+    with running(prefill, decode, proxy):
+        yield Cluster([prefill], [decode], proxy, default_model)
 
 
 class Offered:
-    """Requests at a rate, and what became of each: (status, seconds)."""
+    """Requests index a rate.
+
+    Attributes:
+        outcomes: status and seconds of each request.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.found: list[tuple[int, float]] = []
+        self.outcomes: list[tuple[int, float]] = []
 
     @property
     def num_served(self) -> int:
-        return sum(status == 200 for status, _ in self.found)
+        return sum(status == 200 for status, _ in self.outcomes)
 
-    async def _ask(self, session: aiohttp.ClientSession) -> int:
+    async def _send(self, session: aiohttp.ClientSession) -> int:
         prompt = [
             random.randrange(300, 20_000) for _ in range(random.randrange(32, 96))
         ]
         body = greedy(prompt, 8)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         async with session.post(f"{self._url}/v1/completions", json=body) as response:
             await response.read()
-        self.found.append((response.status, time.perf_counter() - began))
+        self.outcomes.append((response.status, time.perf_counter() - started_at))
         return response.status
 
     async def run(
         self, seconds: float, *, rate: float = 0.0, clients: int = 0
     ) -> "Offered":
-        """An open loop at `rate`, or so many clients that ask one after the other."""
+        """Send requests in an open loop index `rate`, or in a closed loop of
+        `clients`.
+        """
         until = time.perf_counter() + seconds
         connector = aiohttp.TCPConnector(limit=0)
 
-        async def closed() -> None:
+        async def closed_loop() -> None:
             while time.perf_counter() < until:
-                if await self._ask(session) != 200:
+                if await self._send(session) != 200:
                     await asyncio.sleep(0.2)
 
         async with aiohttp.ClientSession(connector=connector) as session:
-            tasks = [asyncio.create_task(closed()) for _ in range(clients)]
+            tasks = [asyncio.create_task(closed_loop()) for _ in range(clients)]
             while rate and time.perf_counter() < until:
-                tasks.append(asyncio.create_task(self._ask(session)))
+                tasks.append(asyncio.create_task(self._send(session)))
                 await asyncio.sleep(random.expovariate(rate))
             await asyncio.gather(*tasks)
         return self
 
     def figures(self) -> dict[str, Any]:
         def ms(status: int, level: float) -> float:
-            times = [seconds for code, seconds in self.found if code == status]
+            times = [seconds for code, seconds in self.outcomes if code == status]
             return round(float(np.percentile(times, level)) * 1e3, 1) if times else 0.0
 
-        told = {
-            code: sum(status == code for status, _ in self.found) for code in (200, 429)
-        }
-        levels = {
-            f"{code}_p{level}_ms": ms(code, level)
-            for code in told
-            for level in (50, 99)
-        }
-        return {
-            "asked": len(self.found),
-            **{str(c): n for c, n in told.items()},
-            **levels,
-        }
+        figures: dict[str, Any] = {"asked": len(self.outcomes)}
+        for code in (200, 429):
+            figures[str(code)] = sum(status == code for status, _ in self.outcomes)
+        for code in (200, 429):
+            for level in (50, 99):
+                figures[f"{code}_p{level}_ms"] = ms(code, level)
+        return figures
 
 
 def _rss_mb(cluster: Cluster) -> list[int]:
-    """Of the proxy, and of both processes of each server."""
-    mine = [
-        int(s.metrics()["process_resident_memory_bytes"]) for s in cluster.servers()
+    """Return the memory of the proxy and of both processes of each server."""
+    http_bytes = [
+        int(server.metrics()["process_resident_memory_bytes"])
+        for server in cluster.servers()
     ]
-    engines = [pid for server in cluster.servers()[1:] for pid in server.engine_pids()]
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in engines]
-    return [one >> 20 for one in mine] + [
-        one * resource.getpagesize() >> 20 for one in pages
-    ]
+    engine_bytes = []
+    for server in cluster.servers()[1:]:
+        for pid in server.engine_pids():
+            num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            engine_bytes.append(num_pages * resource.getpagesize())
+    return [nbytes >> 20 for nbytes in http_bytes + engine_bytes]
 
 
 @pytest.mark.slow
-async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_the_rest(
-    bounded,
-):
+async def test_overloaded_cluster_keeps_its_throughput_and_refuses_the_rest(bounded):
     url = bounded.url
-    capacity = (await Offered(url).run(_WARM_S, clients=6)).num_served / _WARM_S
+    capacity = (await Offered(url).run(_WARMUP_S, clients=6)).num_served / _WARMUP_S
     calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
-    await Offered(url).run(_WARM_S, rate=3.0 * capacity)
+    await Offered(url).run(_WARMUP_S, rate=3.0 * capacity)
     before = _rss_mb(bounded)
-    much = await Offered(url).run(_MEASURED_S, rate=3.0 * capacity)
+    overload = await Offered(url).run(_MEASURED_S, rate=3.0 * capacity)
     after = _rss_mb(bounded)
-    told = {"0.9x": calm.figures(), "3x": much.figures(), "rss_mb": [before, after]}
-    print(json.dumps({"capacity_per_s": round(capacity, 2), **told}))
-    assert {status for status, _ in calm.found + much.found} <= {200, 429}
-    served = much.num_served
-    assert served >= 0.5 * capacity * _MEASURED_S  # it goes on serving
-    assert len(much.found) - served >= 0.3 * len(much.found)
+    figures = {
+        "capacity_per_s": round(capacity, 2),
+        "0.9x": calm.figures(),
+        "3x": overload.figures(),
+        "rss_mb": [before, after],
+    }
+    print(json.dumps(figures))
+    assert {status for status, _ in calm.outcomes + overload.outcomes} <= {200, 429}
+    served = overload.num_served
+    assert served >= 0.5 * capacity * _MEASURED_S
+    assert len(overload.outcomes) - served >= 0.3 * len(overload.outcomes)
     assert all(now - then < 100 for then, now in zip(before, after, strict=True))
-    assert_home(*bounded.servers()[1:])
+    assert_idle(*bounded.servers()[1:])
 
 
-def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(
-    tiny_cluster,
-):
-    """In a queue, a prefill, a pull and a decode: each gets one end, and its KV comes home long
-    before its lease ends."""
+def test_requests_that_expire_in_any_phase_leave_no_block_and_no_lease(tiny_cluster):
+    """Requests expire in a queue, a prefill, a pull and a decode step.
 
-    def ask(at: int) -> tuple[int, str]:
-        body = greedy(fresh_prompt(700), 60, stream=bool(at % 2), priority=at % 3)
-        headers = {"x-request-timeout-s": f"{0.01 * 1.13**at:.4f}"}
+    Each has one end, and its KV is freed long before its lease expires.
+    """
+
+    def send(index: int) -> tuple[int, str]:
+        body = greedy(fresh_prompt(700), 60, stream=bool(index % 2), priority=index % 3)
+        headers = {"x-request-timeout-s": f"{0.01 * 1.13**index:.4f}"}
         url = f"{tiny_cluster.url}/v1/completions"
         answer = http.post(url, json=body, headers=headers, timeout=60)
         return answer.status_code, answer.text
 
     with ThreadPoolExecutor(12) as threads:
-        found = list(threads.map(ask, range(48)))
-    for status, text in found:
-        is_whole = status == 200 and "deadline_exceeded" not in text
-        assert is_whole or (
-            status in (200, 504) and text.count("deadline_exceeded") == 1
-        )
-    statuses = [status for status, _ in found]
-    assert 504 in statuses and 200 in statuses
-    assert_home(*tiny_cluster.prefill, *tiny_cluster.decode)
+        answers = list(threads.map(send, range(48)))
+    for status, text in answers:
+        is_complete = status == 200 and "deadline_exceeded" not in text
+        if not is_complete:
+            assert status in (200, 504)
+            assert text.count("deadline_exceeded") == 1
+    statuses = [status for status, _ in answers]
+    assert 504 in statuses
+    assert 200 in statuses
+    assert_idle(*tiny_cluster.prefill, *tiny_cluster.decode)

@@ -1,4 +1,7 @@
-"""Once GET /ready of the proxy is 200, requests are disaggregated: real processes, P comes late."""
+"""After GET /ready of the proxy returns 200, requests are disaggregated.
+
+Processes are real, and the prefill server starts late.
+"""
 
 import itertools
 import signal
@@ -28,8 +31,8 @@ _prompts = itertools.count()
 
 
 def start_bare_proxy(prefill_url: str, decode: Server) -> Server:
-    """A proxy whose process serves, whatever it has found of its servers."""
-    servers = ("--prefill", prefill_url, "--decode", decode.url)
+    """Start a proxy and wait until it listens, not until it has found its servers."""
+    servers = ["--prefill", prefill_url, "--decode", decode.url]
     return start("proxy", "--port", "0", "--health-interval-s", "0.2", *servers)
 
 
@@ -38,20 +41,21 @@ def probe(proxy: Server) -> httpx.Response:
 
 
 def wait_for_decode_alone(proxy: Server) -> None:
-    """Until the proxy has found the decode server; it must not be ready by then."""
+    """Wait until the proxy has found the decode server. It must not be ready then."""
     wait_until(lambda: probe(proxy).json()["servers"]["decode-0"], TIMEOUT_S)
     response = probe(proxy)
-    assert (response.status_code, response.json()["missing"]) == (503, NO_PREFILL)
+    assert response.status_code == 503
+    assert response.json()["missing"] == NO_PREFILL
 
 
-def first_answer_is_disaggregated(proxy: Server) -> None:
+def assert_first_answer_is_disaggregated(proxy: Server) -> None:
     wait_until(lambda: probe(proxy).status_code == 200, TIMEOUT_S)
-    prompt = [3 + next(_prompts), *range(5, 40)]  # of which nothing is cached
+    prompt = [3 + next(_prompts), *range(5, 40)]  # no part of it is cached
     body = {"model": "test-model", "prompt": prompt, "max_tokens": 2}
     response = http.post(f"{proxy.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
-    told = f"transferred={len(prompt)}, recomputed=0, skipped=0"
-    assert response.headers["x-baton-kv"] == told
+    expected = f"transferred={len(prompt)}, recomputed=0, skipped=0"
+    assert response.headers["x-baton-kv"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +64,8 @@ def decode(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-def test_the_first_request_after_ready_is_disaggregated_each_time(tiny_model, decode):
-    """P's HTTP process is stopped while the proxy starts, as if it were slow to answer."""
+def test_first_request_after_ready_is_always_disaggregated(tiny_model, decode):
+    """P's HTTP process is stopped while the proxy starts, like a slow server."""
     with started(partial(start_prefill, tiny_model)) as (prefill,):
         for _ in range(6):
             stopping.send(prefill.child.pid, signal.SIGSTOP)
@@ -70,20 +74,18 @@ def test_the_first_request_after_ready_is_disaggregated_each_time(tiny_model, de
                 with running(proxy):
                     wait_for_decode_alone(proxy)
                     stopping.send(prefill.child.pid, signal.SIGCONT)
-                    first_answer_is_disaggregated(proxy)
+                    assert_first_answer_is_disaggregated(proxy)
             finally:
                 stopping.send(prefill.child.pid, signal.SIGCONT)
 
 
-def test_a_prefill_server_that_starts_after_the_proxy_is_waited_for(
-    tiny_model, decode, ports
-):
+def test_proxy_waits_for_a_prefill_server_that_starts_later(tiny_model, decode, ports):
     proxy = start_bare_proxy(f"http://127.0.0.1:{ports[0]}", decode)
     with running(proxy):
         wait_for_decode_alone(proxy)
         prefill = start_prefill(tiny_model, *prefill_ports(*ports))
         with running(prefill):
-            first_answer_is_disaggregated(proxy)
+            assert_first_answer_is_disaggregated(proxy)
             prefill.kill()
             wait_until(
                 lambda: not probe(proxy).json()["servers"]["prefill-0"], TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Prompts that begin alike and come at once, to four servers: what they share is computed once."""
+"""Four servers compute a shared prefix once, although its prompts arrive at once."""
 
 from functools import partial
 from pathlib import Path
@@ -15,44 +15,54 @@ from tests.rigs.cluster import (
     started,
 )
 
-PREFIX, OWN = 512, 48  # tokens
+PREFIX_TOKENS = 512
+SUFFIX_TOKENS = 48
 CLIENTS = 12
 
 
 def _computed(server: Server) -> float:
-    """Tokens of prompts in the server's steps, so far."""
+    """Return the number of prompt tokens in the server's steps so far."""
     return server.metrics()["baton_engine_step_prompt_tokens_total"]
 
 
-def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
-    """Tokens computed, of the fewest that are possible: `each` prompts of so many groups come in
-    turn, many at once, to servers whose speed is known."""
-    make = [start_prefill] * num_prefills + [start_decode] * (4 - num_prefills)
-    patient = "--max-queue-s", "600"
-    argv = "--kv-cache-tokens", "32768", *patient
-    with started(*(partial(m, model, *argv) for m in make)) as servers:
-        argv = "--itl-target-s", "0.5", "--disaggregate", "auto", *patient
+def _share(
+    model: Path, num_prefills: int, num_prefixes: int, num_prompts: int
+) -> float:
+    """Return the computed tokens as a share of the fewest possible.
+
+    Each of the prefixes has `num_prompts` prompts. They arrive in turn, many at once,
+    after the speed of the servers has been measured.
+    """
+    argv = ["--kv-cache-tokens", "32768", "--max-queue-s", "600"]
+    starts = [partial(start_prefill, model, *argv)] * num_prefills
+    starts += [partial(start_decode, model, *argv)] * (4 - num_prefills)
+    with started(*starts) as servers:
+        argv = ["--itl-target-s", "0.5", "--disaggregate", "auto"]
+        argv += ["--max-queue-s", "600"]
         proxy = start_proxy(servers[:num_prefills], servers[num_prefills:], *argv)
         with running(proxy):
             for _ in range(2):
-                complete_all(
-                    proxy.url, [fresh_prompt(PREFIX) for _ in range(CLIENTS)], 8
-                )
+                warm_up = [fresh_prompt(PREFIX_TOKENS) for _ in range(CLIENTS)]
+                complete_all(proxy.url, warm_up, 8)
             before = sum(map(_computed, servers))
-            beginnings = [make_prompt(group, PREFIX) for group in range(groups)]
-            prompts = [
-                beginnings[n % groups] + fresh_prompt(OWN) for n in range(groups * each)
+            prefixes = [
+                make_prompt(seed, PREFIX_TOKENS) for seed in range(num_prefixes)
             ]
-            for at in range(0, len(prompts), CLIENTS):
-                complete_all(proxy.url, prompts[at : at + CLIENTS], 8)
+            prompts = [
+                prefixes[index % num_prefixes] + fresh_prompt(SUFFIX_TOKENS)
+                for index in range(num_prefixes * num_prompts)
+            ]
+            for start in range(0, len(prompts), CLIENTS):
+                complete_all(proxy.url, prompts[start : start + CLIENTS], 8)
             computed = sum(map(_computed, servers)) - before
-    return computed / (groups * (PREFIX + each * OWN))
+    necessary = num_prefixes * (PREFIX_TOKENS + num_prompts * SUFFIX_TOKENS)
+    return computed / necessary
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_four_servers_of_a_real_model_compute_what_prompts_share_once(
+def test_four_servers_of_a_real_model_compute_shared_prefixes_once(
     default_model, num_prefills
 ):
     assert _share(default_model, num_prefills, 4, 24) <= 1.15

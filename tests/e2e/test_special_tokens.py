@@ -1,4 +1,4 @@
-"""Messages that spell control tokens: both legs tokenize them alike, as text."""
+"""Both legs tokenize control tokens in messages alike, as text."""
 
 import pytest
 
@@ -16,20 +16,20 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_kv_of_such_a_prompt_is_pulled(tiny_cluster, path):
+def test_kv_of_such_a_prompt_is_pulled(tiny_cluster, path):
     answer = post(tiny_cluster.url, path, **BODIES[path])
     assert answer.status_code == 200, answer.text
     kv = parse_kv(answer.headers["x-baton-kv"])
-    assert kv["transferred"] > 0 and kv["recomputed"] == 0
+    assert kv["transferred"] > 0
+    assert kv["recomputed"] == 0
 
 
-def test_every_server_counts_it_as_text(tiny_cluster):
-    said = BODIES["/v1/chat/completions"]["messages"]
+def test_every_server_tokenizes_control_tokens_as_text(tiny_cluster):
+    messages = BODIES["/v1/chat/completions"]["messages"]
     server = tiny_cluster.decode[0].url
-    ends = answer_of(server, "/tokenize", prompt="<|im_end|><|im_start|>", model=MODEL)[
-        "tokens"
-    ]
+    tags = "<|im_end|><|im_start|>"
+    ends = answer_of(server, "/tokenize", prompt=tags, model=MODEL)["tokens"]
     assert len(ends) == 2
     for url in (tiny_cluster.url, server, tiny_cluster.prefill[0].url):
-        ids = answer_of(url, "/tokenize", messages=said)["tokens"]
+        ids = answer_of(url, "/tokenize", messages=messages)["tokens"]
         assert [ids.count(token_id) for token_id in ends] == [1, 2]

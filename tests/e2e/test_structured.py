@@ -1,4 +1,4 @@
-"""Outputs that must match something, and tools, through a prefill and a decode server."""
+"""Structured outputs and tools through a prefill and a decode server."""
 
 import json
 import re
@@ -46,36 +46,41 @@ _FORMAT: Any = {
 }
 
 
-def _on(url: str) -> openai.OpenAI:
+def _client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(
         base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120
     )
 
 
 def _chat(client: openai.OpenAI, **members: Any) -> Any:
-    """The only choice of an answer."""
-    asked = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 500, **members}
-    (choice,) = client.chat.completions.create(**asked).choices
+    """Return the only choice of an answer."""
+    fields = {"model": MODEL, "messages": _MESSAGES, "max_tokens": 500, **members}
+    (choice,) = client.chat.completions.create(**fields).choices
     return choice
 
 
 def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> Any:
-    asked: Any = {"model": MODEL, "prompt": "Anna found", "max_tokens": 30, **members}
-    extra = {"structured_outputs": demand, **asked.pop("extra", {})}
-    return client.completions.create(**asked, extra_body=extra)
+    fields: Any = {"model": MODEL, "prompt": "Anna found", "max_tokens": 30, **members}
+    extra = {"structured_outputs": demand, **fields.pop("extra", {})}
+    return client.completions.create(**fields, extra_body=extra)
 
 
-def test_any_answer_that_ends_with_stop_validates(client, tiny_cluster):
-    """A model of nonsense says anything that the schema allows. The same through
-    prefill and decode as on the decode server alone."""
+def test_answer_that_ends_with_stop_validates(client, tiny_cluster):
+    """A tiny model generates anything that the schema allows.
 
-    def ask(number: int) -> tuple[str, str | None]:
-        asked = client if number < 2 else alone
-        choice = _chat(asked, response_format=_FORMAT, seed=number % 2)
+    The answers are the same through a cluster and on the decode server alone.
+    """
+
+    def chat(number: int) -> tuple[str, str | None]:
+        used_client = client if number < 2 else decode_client
+        choice = _chat(used_client, response_format=_FORMAT, seed=number % 2)
         return choice.finish_reason, choice.message.content
 
-    with _on(tiny_cluster.decode[0].url) as alone, ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, range(4)))
+    with (
+        _client_of(tiny_cluster.decode[0].url) as decode_client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        answers = list(pool.map(chat, range(4)))
     assert answers[:2] == answers[2:]
     assert sum(reason == "stop" for reason, _ in answers) >= 2
     for reason, content in answers:
@@ -116,27 +121,32 @@ def test_integers_beyond_float64_are_exact(client, tiny_cluster):
             "tool_choice": {"type": "function", "function": {"name": "look_up"}},
         },
     ]
-    with _on(tiny_cluster.decode[0].url) as alone:
+    with _client_of(tiny_cluster.decode[0].url) as decode_client:
         for demand in demands:
             calls = [
-                _chat(asked, seed=seed, **demand).message.tool_calls
+                _chat(used_client, seed=seed, **demand).message.tool_calls
                 for seed in range(2)
-                for asked in (client, alone)
+                for used_client in (client, decode_client)
             ]
             arguments = [json.loads(call.function.arguments) for (call,) in calls]
             assert all(one["id"] in ids for one in arguments)
-            assert arguments[0] == arguments[1] and arguments[2] == arguments[3]
+            assert arguments[0] == arguments[1]
+            assert arguments[2] == arguments[3]
     bounds = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}
     answer = _complete(client, {"json": bounds})
     assert 2**53 + 1 <= int(answer.choices[0].text) <= 2**53 + 3
 
 
-def test_every_choice_matches_by_itself(client, tiny_cluster):
+def test_every_choice_matches_the_grammar(client, tiny_cluster):
     demand = {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}
-    with _on(tiny_cluster.decode[0].url) as alone:
-        answers = [_complete(asked, demand, n=4, seed=3) for asked in (client, alone)]
+    with _client_of(tiny_cluster.decode[0].url) as decode_client:
+        answers = [
+            _complete(used_client, demand, n=4, seed=3)
+            for used_client in (client, decode_client)
+        ]
     both = [[(c.text, c.finish_reason) for c in answer.choices] for answer in answers]
-    assert both[0] == both[1] and len(set(both[0])) > 1
+    assert both[0] == both[1]
+    assert len(set(both[0])) > 1
     for text, reason in both[0]:
         if reason == "stop":
             assert re.fullmatch(demand["regex"], text)
@@ -153,8 +163,8 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_servers_answer_the_same(tiny_cluster, client):
-    """Masks are made on rank 0 and sent to the others."""
+def test_tensor_parallel_servers_give_the_same_answers(tiny_cluster, client):
+    """Rank 0 makes the masks and sends them to the others."""
     options: Any = {
         "max_tokens": 80,
         "presence_penalty": 0.5,
@@ -163,8 +173,11 @@ def test_tensor_parallel_servers_answer_the_same(tiny_cluster, client):
     two = ("--tp", "2")
     with (
         cluster(tiny_cluster.model, prefill_argv=two, decode_argv=two) as pair,
-        _on(pair.url) as wide,
+        _client_of(pair.url) as wide,
     ):
         for seed in range(3):
-            answers = [_chat(asked, **options, seed=seed) for asked in (client, wide)]
+            answers = [
+                _chat(used_client, **options, seed=seed)
+                for used_client in (client, wide)
+            ]
             assert answers[0].message.content == answers[1].message.content

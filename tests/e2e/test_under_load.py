@@ -1,4 +1,4 @@
-"""Under load: servers on hosts of their own that are parted, and servers that are replaced."""
+"""Under load, servers on separate hosts are disconnected, and servers are replaced."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,9 +19,8 @@ from tests.rigs.cluster import (
     Cluster,
     Server,
     all_ready,
-    assert_home,
+    assert_idle,
     prefill_ports,
-    running,
     start_decode,
     start_prefill,
     start_proxy,
@@ -33,15 +33,17 @@ _LEASE_S = 4
 
 
 @contextlib.contextmanager
-def _asking(
+def _load(
     url: str, prompts: list[list[int]], expected: list[list[int]], num_clients: int
 ) -> Iterator[list[Load]]:
-    """Clients that ask until the end of the block; none of them may have had a problem."""
-    turned = [
-        (prompts[i:] + prompts[:i], expected[i:] + expected[:i])
+    """Run clients until the end of the block. None of them may have a problem.
+
+    Each client begins with another prompt.
+    """
+    load = [
+        Load(url, prompts[i:] + prompts[:i], expected[i:] + expected[:i])
         for i in range(num_clients)
     ]
-    load = [Load(url, *each) for each in turned]
     try:
         yield load
     finally:
@@ -62,13 +64,16 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.slow
-def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
+def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
     hosts, tiny_model, tiny_reference
 ):
-    """The two are parted while KV is pulled, so that no end of a connection is ever told. Rejoined,
-    UCX may end P (docs/deployment.md), which is then started again as by a supervisor."""
-    model = ("--model", str(tiny_model), *ENGINE_ARGV)
-    side = ("--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S))
+    """The two hosts are disconnected during pulls, so no connection is closed.
+
+    When they are connected again, UCX may end P (docs/deployment.md). P is then
+    restarted as by a supervisor.
+    """
+    model = ["--model", str(tiny_model), *ENGINE_ARGV]
+    side = ["--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S)]
     ports = prefill_ports(8100, 8101)
     start_p = partial(
         hosts.start, "p", "prefill_server", *model, *side, *ports, "--block-size", "16"
@@ -82,7 +87,7 @@ def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
         cluster = Cluster([p], [d], x, tiny_model)
         wait_until(lambda: all_ready(x))
         assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
-        with _asking(x.url, prompts, expected, 4) as load:
+        with _load(x.url, prompts, expected, 4) as load:
             _wait_for_more(cluster, _pulls)
             hosts.part("d", "p")
             _wait_for_more(cluster, _failures, 1)
@@ -98,59 +103,68 @@ def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
                 _wait_for_more(cluster, _pulls)
-        assert_home(p, d)
+        assert_idle(p, d)
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_hidden_behind_the_prefill(hosts, default_model):
-    """Of a long prompt all KV goes over the link between tokens 1 and 2 when a leg comes after the
-    other, and the last chunk's where both are opened at once: in P a chunk takes twice as long."""
-    model = ("--model", str(default_model), *ENGINE_ARGV, "--insecure")
-    chunks = (
+def test_prefill_hides_a_slow_link(hosts, default_model):
+    """Legs in sequence send all KV of a long prompt between tokens 1 and 2.
+
+    With concurrent legs only the last chunk is sent there: P computes a chunk in twice
+    the time that its KV needs.
+    """
+    model = ["--model", str(default_model), *ENGINE_ARGV, "--insecure"]
+    chunks = [
         "--side-channel-host",
         hosts.address("p"),
         "--max-num-batched-tokens",
         "256",
-    )
+    ]
     p = hosts.start("p", "prefill_server", *model, *chunks, "--block-size", "16")
     d = hosts.start("d", "decode_server", *model, "--block-size", "32")
     hosts.slow_down("p", "400mbit")
-    servers = ("--prefill", p.url, "--decode", d.url)
-    gaps_s, sent_bytes = dict[str, float](), dict[str, int]()
-    for order, secret in (("in turn", "that no server knows"), ("at once", SECRET)):
+    servers = ["--prefill", p.url, "--decode", d.url]
+    gaps_s: dict[str, float] = {}
+    sent_bytes: dict[str, int] = {}
+    for order, secret in (("in turn", "another secret"), ("at once", SECRET)):
         x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
         with hosts.inside("x"):
             wait_until(lambda x=x: all_ready(x))
-            for seed in (
-                1,
-                2,
-            ):  # at the first one hands are shaken, and a secret is distrusted
+            # The first prompt completes the handshake, or finds that secrets differ.
+            for seed in (1, 2):
                 prompt = make_prompt(70_000 + seed + len(gaps_s) * 10, 2000)
-                (first_s, first), (second_s, second) = _token_times(
-                    hosts, x.url, prompt
-                )
-            assert complete(x.url, prompt, 4).token_ids == Reference(
-                default_model
-            ).generate(prompt, 4)
-        gaps_s[order], sent_bytes[order] = second_s - first_s, second - first
+                first, second = _token_times(hosts, x.url, prompt)
+            expected = Reference(default_model).generate(prompt, 4)
+            assert complete(x.url, prompt, 4).token_ids == expected
+        gaps_s[order] = second.at_s - first.at_s
+        sent_bytes[order] = second.sent_bytes - first.sent_bytes
         x.child.kill()
     gap_ms = {name: round(1000 * gap) for name, gap in gaps_s.items()}
     print(json.dumps({"gap_ms": gap_ms, "sent_bytes": sent_bytes}))
-    # The last chunk, the one before it, which may still be read, and what the link had queued.
+    # The last chunk, the chunk before it, which may still be read, and the link's
+    # queue.
     assert sent_bytes["at once"] <= sent_bytes["in turn"] * 2 * 256 / 2000 + (128 << 10)
     for server in (p, d):
         with hosts.inside("x"):
-            wait_until(server.all_blocks_home)
+            wait_until(server.all_blocks_free)
 
 
-def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[tuple[float, int]]:
-    """When the first two tokens came, and what P had sent by then."""
-    stream, found = Stream(url, prompt, 2), list[tuple[float, int]]()
-    while len(found) < 2:
-        stream.begun(len(found) + 1)
-        found.append((time.monotonic(), hosts.sent_bytes("p")))
+class _TokenTime(NamedTuple):
+    """The time at which a token arrived, and the bytes that P had sent by then."""
+
+    at_s: float
+    sent_bytes: int
+
+
+def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[_TokenTime]:
+    """Return the times of the first two tokens."""
+    stream = Stream(url, prompt, 2)
+    times: list[_TokenTime] = []
+    while len(times) < 2:
+        stream.wait_for_events(len(times) + 1)
+        times.append(_TokenTime(time.monotonic(), hosts.sent_bytes("p")))
     stream.join(60)
-    return found
+    return times
 
 
 def _pulls(cluster: Cluster) -> float:
@@ -182,44 +196,45 @@ def six_ports() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_rolling_restart_under_load_is_not_noticed(
-    tiny_model, tiny_reference, six_ports
-):
-    """Servers are told to end, and replaced, one after another."""
-    model, reference, ports = tiny_model, tiny_reference, six_ports
+def test_clients_do_not_notice_a_rolling_restart(tiny_model, tiny_reference, six_ports):
+    """Servers end and are replaced, one after another."""
     starts = [
-        partial(start_prefill, model, *prefill_ports(*ports[at : at + 2]))
+        partial(start_prefill, tiny_model, *prefill_ports(*six_ports[at : at + 2]))
         for at in (0, 2)
     ]
-    starts += [partial(start_decode, model, "--port", str(port)) for port in ports[4:]]
+    starts += [
+        partial(start_decode, tiny_model, "--port", str(port)) for port in six_ports[4:]
+    ]
     with (
         started(*starts) as servers,
-        running(proxy := start_proxy(servers[:2], servers[2:])),
+        started(lambda: start_proxy(servers[:2], servers[2:])) as (proxy,),
     ):
         prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
-        expected = [reference.generate(prompt, 24) for prompt in prompts]
-        cluster = Cluster(servers[:2], servers[2:], proxy, model)
+        expected = [tiny_reference.generate(prompt, 24) for prompt in prompts]
+        cluster = Cluster(servers[:2], servers[2:], proxy, tiny_model)
         successors: list[Server] = []
         try:
-            with _asking(proxy.url, prompts, expected, _CLIENTS) as load:
-                answers = partial(
-                    _wait_for_more,
-                    cluster,
-                    lambda _: sum(c.num_right for c in load),
-                    4 * _CLIENTS,
-                )
+            with _load(proxy.url, prompts, expected, _CLIENTS) as load:
+
+                def wait_for_answers() -> None:
+                    _wait_for_more(
+                        cluster,
+                        lambda _: sum(client.num_right for client in load),
+                        4 * _CLIENTS,
+                    )
+
                 for server, start in zip(servers, starts, strict=True):
-                    answers()
+                    wait_for_answers()
                     at = servers.index(server)
                     name = f"{'prefill' if at < 2 else 'decode'}-{at % 2}"
                     assert server.stop() == 0
                     successors.append(start())
                     cluster.wait_until_ready(name)
-                answers()
-            assert_home(*successors)
+                wait_for_answers()
+            assert_idle(*successors)
             fresh = make_prompt(81_000, 130)
             answer = complete(proxy.url, fresh, 6)
-            assert answer.token_ids == reference.generate(fresh, 6)
+            assert answer.token_ids == tiny_reference.generate(fresh, 6)
             assert answer.kv["transferred"] == len(fresh)
         finally:
             for server in successors:

@@ -1,4 +1,4 @@
-"""Programs whose output goes to a pipe that is full and that nothing reads: they serve and end."""
+"""Programs serve and end although nothing reads their output and its pipe is full."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,8 @@ from tests.rigs.client import MODEL, TIMEOUT_S
 from tests.rigs.cluster import Cluster, Server, running, start, wait_until
 from tests.rigs.plain_http import http
 
-# Becomes the program that the other arguments name. The pipe's end for reading stays open.
+# Fills a pipe, and then executes its arguments with the pipe as output. The reading end
+# of the pipe stays open.
 _WITH_FULL_PIPE = """
 import os, sys
 reader, writer = os.pipe()
@@ -38,7 +39,7 @@ _ENGINE = (
 _NAMED = ("--served-model-name", MODEL, "--log-level", "debug")
 
 
-def _completes(server: Server) -> None:
+def _assert_completes(server: Server) -> None:
     body = {
         "model": MODEL,
         "prompt": "Once upon a time",
@@ -51,18 +52,16 @@ def _completes(server: Server) -> None:
 
 
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
-def test_server_serves_and_ends_though_its_output_is_not_read(
-    tiny_model: Path, module: str
-):
-    argv = ("--model", str(tiny_model), *_ENGINE, *_NAMED)
+def test_server_with_unread_output_serves_and_ends(tiny_model: Path, module: str):
+    argv = ["--model", str(tiny_model), *_ENGINE, *_NAMED]
     server = start(module, *argv, by=_UNREAD)
     with running(server):
         for _ in range(3):
-            _completes(server)
+            _assert_completes(server)
         assert server.stop() == 0
 
 
-def test_proxy_serves_and_ends_though_its_output_is_not_read(tiny_cluster: Cluster):
+def test_proxy_with_unread_output_serves_and_ends(tiny_cluster: Cluster):
     urls = [
         *("--prefill", tiny_cluster.prefill[0].url),
         *("--decode", tiny_cluster.decode[0].url),
@@ -73,5 +72,5 @@ def test_proxy_serves_and_ends_though_its_output_is_not_read(tiny_cluster: Clust
             lambda: http.get(f"{proxy.url}/ready", timeout=10).status_code == 200
         )
         for _ in range(3):
-            _completes(proxy)
+            _assert_completes(proxy)
         assert proxy.stop() == 0

@@ -1,4 +1,4 @@
-"""KV that changes on its way between two real servers: never decoded from, and told."""
+"""KV that is corrupted between two real servers is not used, and is reported."""
 
 import mmap
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.e2e.matrix import ask
+from tests.e2e.matrix import generate
 from tests.rigs.client import fresh_prompt, prefill
-from tests.rigs.cluster import Server, assert_home, running, start_decode, wait_until
+from tests.rigs.cluster import Server, assert_idle, running, start_decode, wait_until
 
 
 def pool_of(server: Server) -> mmap.mmap:
-    """The memory of its KV (kvcache/shared_memory.py)."""
+    """Map the memory of a server's KV (kvcache/shared_memory.py)."""
     files = (
         file
         for pid in server.engine_pids()
@@ -27,32 +27,36 @@ def pool_of(server: Server) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_cluster):
-    """The decode server copies out of the prefill server's memory, where a bit is wrong at that
-    moment only: the prefill server stands still meanwhile."""
-    argv = "--transfer", "mapped", "--kv-verify", "all"
-    p, d = tiny_cluster.prefill[0], start_decode(tiny_cluster.model, *argv)
+def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
+    """A bit of the prefill server's memory is wrong while the decode server copies it.
+
+    The prefill server is stopped at that time.
+    """
+    (p,) = tiny_cluster.prefill
+    d = start_decode(tiny_cluster.model, "--transfer", "mapped", "--kv-verify", "all")
     with running(d), ThreadPoolExecutor(1) as thread:
-        first, prompt = fresh_prompt(), fresh_prompt()
-        right = ask(d.url, first, 4, prefill(p.url, first, logprobs=1))
+        first = fresh_prompt()
+        prompt = fresh_prompt()
+        right = generate(d.url, first, 4, prefill(p.url, first, logprobs=1))
         assert right.kv["transferred"] == 150
         wait_until(lambda: d.metrics()["baton_kv_verified_tokens_total"] == 150)
-        theirs, ours = pool_of(p), pool_of(d)
-        before = np.frombuffer(theirs[:], np.uint8)
+        p_pool = pool_of(p)
+        d_pool = pool_of(d)
+        before = np.frombuffer(p_pool[:], np.uint8)
         params = prefill(p.url, prompt, logprobs=1)
         p.signal_engine(signal.SIGSTOP)
-        at = int(np.flatnonzero(before != np.frombuffer(theirs[:], np.uint8))[0])
-        theirs[at] ^= 4
-        row = theirs[at - at % 32 : at - at % 32 + 32]
-        answer = thread.submit(ask, d.url, prompt, 8, params)
-        wait_until(lambda: ours.find(row) >= 0)
-        theirs[at] ^= 4
+        at = int(np.flatnonzero(before != np.frombuffer(p_pool[:], np.uint8))[0])
+        p_pool[at] ^= 4
+        row = p_pool[at - at % 32 : at - at % 32 + 32]
+        answer = thread.submit(generate, d.url, prompt, 8, params)
+        wait_until(lambda: d_pool.find(row) >= 0)
+        p_pool[at] ^= 4
         p.signal_engine(signal.SIGCONT)
-        got = answer.result(60)
-        assert got.token_ids == ask(p.url, prompt, 8).token_ids
-        assert got.kv["recomputed"] == 150
+        reply = answer.result(60)
+        assert reply.token_ids == generate(p.url, prompt, 8).token_ids
+        assert reply.kv["recomputed"] == 150
         wait_until(lambda: d.metrics()["baton_kv_verify_failures_total"] == 1)
         metrics = d.metrics()
         assert metrics['baton_kv_transfer_failures_total{code="kv_corrupt"}'] == 1
         assert metrics["baton_kv_verified_tokens_total"] == 150
-        assert_home(p, d)
+        assert_idle(p, d)

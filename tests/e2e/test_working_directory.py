@@ -1,6 +1,6 @@
-"""Every program works in a directory whose files are named like Baton's packages and Python's own.
+"""Programs work in a directory with files named like modules of Baton and Python.
 
-`python -m` and `python -c` put the working directory before everything else on sys.path.
+`python -m` and `python -c` put the working directory first on sys.path.
 """
 
 import json
@@ -15,31 +15,12 @@ from tests.rigs.programs import TIMEOUT_S, environment, launched
 
 DECOY = "raise SystemExit('this file belongs to the user: ' + __file__)\n"
 MODULES = (
-    *("model", "protocol", "attention", "kvcache", "benchmarks"),
-    *(
-        "json",
-        "socket",
-        "random",
-        "selectors",
-        "pickle",
-        "logging",
-        "queue",
-        "signal",
-        "tempfile",
-    ),
-    *(
-        "torch",
-        "numpy",
-        "nixl",
-        "transformers",
-        "tokenizers",
-        "llguidance",
-        "yaml",
-        "uvicorn",
-    ),
-)
+    "model protocol attention kvcache benchmarks "
+    "json socket random selectors pickle logging queue signal tempfile "
+    "torch numpy nixl transformers tokenizers llguidance yaml uvicorn"
+).split()
 PACKAGES = ("engine", "tests", "pydantic")
-# What pip makes of the entry point `baton`.
+# The script that pip creates for the entry point `baton`.
 CONSOLE_SCRIPT = """\
 import sys
 from deploy.cli import main
@@ -50,7 +31,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's own project."""
+    """The directory of a user's project."""
     folder = tmp_path / "project"
     for name in PACKAGES:
         (folder / name).mkdir(parents=True)
@@ -68,8 +49,8 @@ def baton(tmp_path: Path) -> tuple[str, str]:
     return sys.executable, str(script)
 
 
-def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
-    options = (
+def test_local_cluster_serves_and_compiles_grammars(baton, home, tiny_model):
+    options = [
         "--model",
         str(tiny_model),
         "--port",
@@ -78,7 +59,7 @@ def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
         "2",
         "--device",
         "cpu",
-    )
+    ]
     with launched(
         [*baton, "up", *options, "--served-model-name", "m"], home
     ) as program:
@@ -88,14 +69,14 @@ def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
             "properties": {"a": {"enum": ["x", "y"]}},
             "required": ["a"],
         }
-        wanted = {
+        response_format = {
             "type": "json_schema",
             "json_schema": {"name": "it", "schema": schema},
         }
         body = {
             "model": "m",
             "messages": [{"role": "user", "content": "Tell a story."}],
-            "response_format": wanted,
+            "response_format": response_format,
             "max_tokens": 200,
         }
         answer = http.post(f"{url}v1/chat/completions", json=body, timeout=TIMEOUT_S)
@@ -106,8 +87,8 @@ def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
 
 
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
-def test_a_server_started_by_its_module_serves(module, home, tiny_model):
-    options = ("--model", str(tiny_model), "--port", "0", "--device", "cpu")
+def test_server_started_by_its_module_serves(module, home, tiny_model):
+    options = ["--model", str(tiny_model), "--port", "0", "--device", "cpu"]
     with launched([sys.executable, "-m", module, *options], home) as program:
         url = program.read_until(" serves at ").split()[-1]
         body = {"prompt": [5, 6, 7], "max_tokens": 2}
@@ -143,7 +124,7 @@ def test_tools_work(argv, baton, home):
 
 
 @pytest.mark.parametrize("module", ["proxy", "deploy.cli", "deploy.healthcheck"])
-def test_a_module_started_by_hand_imports_its_own_packages(module, home):
+def test_module_started_by_hand_imports_packages_of_baton(module, home):
     done = subprocess.run(
         [sys.executable, "-m", module, "--help"],
         cwd=home,

@@ -21,11 +21,11 @@ from protocol.messages import (
 from tests.rigs.http_server import (
     WAIT_S,
     Server,
-    ask,
     connected,
     end,
     events,
     scripted,
+    send_request,
     serving,
 )
 from tests.rigs.metric import metric
@@ -103,7 +103,7 @@ async def test_one_failing_prompt_ends_the_others(tokenizer):
 async def test_a_dead_engine_is_503_everywhere(tokenizer):
     async with serving(tokenizer) as server:
         assert (await server.http.get("/health")).status_code == 200
-        server.engine.say(EngineFailed("out of memory"))
+        server.engine.emit(EngineFailed("out of memory"))
         for response in (
             await server.post(),
             await server.http.get("/health"),
@@ -239,7 +239,7 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
 ):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
         with await connected(server) as client:
-            await ask(client, max_tokens=1)
+            await send_request(client, max_tokens=1)
             await asyncio.get_running_loop().sock_recv(client, 100)
             assert server.engine.aborted == []
         assert await _is_let_go(server)
@@ -261,7 +261,7 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
 
     async with serving(tokenizer, script, Retaining(10)) as server:
         made.append(await connected(server))
-        await ask(made[0], max_tokens=1)
+        await send_request(made[0], max_tokens=1)
         assert await _is_let_go(server)
 
 

@@ -186,7 +186,7 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
-        engine.say(EngineFailed("rank 0 lost its device"))
+        engine.emit(EngineFailed("rank 0 lost its device"))
         with pytest.raises(StartFailure, match="lost its device"):
             await _serve(server, listener, tokenizer, engine)
 
@@ -201,7 +201,7 @@ class _Watched(_EndingEngine):
     def look(self) -> bool:
         is_silent = self.silences.pop(0) == "s"
         if not self.silences:
-            self.say(EngineFailed("it was looked at to the end"))
+            self.emit(EngineFailed("it was looked at to the end"))
         return is_silent
 
 

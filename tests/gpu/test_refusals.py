@@ -104,4 +104,4 @@ def test_peer_whose_device_cannot_be_mapped_is_refused(
         "Use --transfer auto or nixl"
     )
     assert re.search(message, error["message"]), error["message"]
-    wait_until(decoder.all_blocks_home)
+    wait_until(decoder.all_blocks_free)

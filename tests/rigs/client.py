@@ -15,8 +15,12 @@ import httpx
 from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
-MODEL = "test-model"  # as the tests' servers name their model
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+MODEL = "test-model"  # the served model name of all servers in tests
+REMOTE_DECODE_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+}
 _seeds = itertools.count(5000)
 
 
@@ -26,12 +30,15 @@ def make_prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
 
 
 def fresh_prompt(length: int = 150) -> list[int]:
-    """A prompt that no server of this process has seen."""
+    """Return a prompt that no server has received from this process."""
     return make_prompt(next(_seeds), length)
 
 
 def greedy(prompt: object, max_tokens: int, **members: Any) -> dict[str, Any]:
-    """The body of a greedy completion, unless `members` say otherwise, past ends of sequence."""
+    """Return the body of a greedy completion that ignores end-of-sequence tokens.
+
+    `members` are added to the body and override it.
+    """
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -46,7 +53,7 @@ def post(url: str, path: str = "/v1/completions", **body: Any) -> httpx.Response
 
 
 def answer_of(url: str, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
-    """The JSON of an answer that is no error."""
+    """Return the JSON of a response, which must have status 200."""
     response = post(url, path, **body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -83,7 +90,7 @@ def parse_kv(header: str) -> dict[str, int]:
 def complete_all(
     url: str, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **members: Any
 ) -> list[Answer]:
-    """All at once, one connection each."""
+    """Send all prompts at once, each over a connection of its own."""
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         return list(
             pool.map(lambda p: complete(url, p, max_tokens, **members), prompts)
@@ -91,13 +98,13 @@ def complete_all(
 
 
 def sse_events(text: str) -> list[tuple[str, str]]:
-    """Name and data of the whole events of a stream of ours."""
-    found = re.findall(r"(?:event: (.+)\n)?data: (.+)\n\n", text)
-    return [(name or "message", data) for name, data in found]
+    """Return the name and data of each complete event of a Baton stream."""
+    matches = re.findall(r"(?:event: (.+)\n)?data: (.+)\n\n", text)
+    return [(name or "message", data) for name, data in matches]
 
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """The data of a stream's events, as they come."""
+    """Yield the data of a stream's events as they arrive."""
     with http.stream(
         "POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S
     ) as response:
@@ -110,18 +117,28 @@ def _events(url: str, body: dict[str, Any]) -> Iterator[str]:
 def stream(
     url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any
 ) -> list[Any]:
-    """The parsed events of a streamed completion; "[DONE]" stays text."""
+    """Return the parsed events of a streamed completion; "[DONE]" stays text."""
     events = _events(url, greedy(prompt, max_tokens, stream=True, **members))
     return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 def streamed_token_ids(events: Sequence[Any]) -> list[int]:
-    chunks = [e for e in events if isinstance(e, dict) and e.get("choices")]
-    return [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+    chunks = [
+        event for event in events if isinstance(event, dict) and event.get("choices")
+    ]
+    return [
+        token_id
+        for chunk in chunks
+        for token_id in chunk["choices"][0].get("token_ids") or []
+    ]
 
 
 class Stream(threading.Thread):
-    """A streamed completion that is read in a thread; `events` are its data lines."""
+    """A streamed completion that a thread reads.
+
+    Attributes:
+        events: the data of the events read so far.
+    """
 
     def __init__(
         self, url: str, prompt: list[int], max_tokens: int, **members: Any
@@ -129,7 +146,8 @@ class Stream(threading.Thread):
         super().__init__(daemon=True)
         self.events: list[str] = []
         self.error: Exception | None = None
-        self._url, self._body = url, greedy(prompt, max_tokens, stream=True, **members)
+        self._url = url
+        self._body = greedy(prompt, max_tokens, stream=True, **members)
         self.start()
 
     def run(self) -> None:
@@ -139,7 +157,8 @@ class Stream(threading.Thread):
         except httpx.HTTPError as error:
             self.error = error
 
-    def begun(self, num_events: int = 3) -> "Stream":
+    def wait_for_events(self, num_events: int = 3) -> "Stream":
+        """Wait until `num_events` events have arrived. Return the stream."""
         while len(self.events) < num_events:
             assert self.is_alive(), (self.events, self.error)
             self.join(0.02)
@@ -148,18 +167,21 @@ class Stream(threading.Thread):
     def token_ids(self) -> list[int]:
         return streamed_token_ids([json.loads(e) for e in self.events if e != "[DONE]"])
 
-    def assert_says(self, token_ids: list[int]) -> None:
-        """The stream ends without an error, and these are its tokens."""
+    def assert_tokens(self, token_ids: list[int]) -> None:
+        """Assert that the stream ends without an error, with these tokens."""
         self.join(60)
-        assert self.error is None and self.events[-1] == "[DONE]", (
-            self.events,
-            self.error,
-        )
+        assert self.error is None, self.error
+        assert self.events[-1] == "[DONE]", self.events
         assert self.token_ids() == token_ids
 
 
 class Load(threading.Thread):
-    """A client that asks for one completion after another, until `done` is set."""
+    """A client that sends one completion after another until `done` is set.
+
+    Attributes:
+        num_right: number of answers with the expected tokens.
+        problems: descriptions of all other answers.
+    """
 
     def __init__(
         self, url: str, prompts: list[list[int]], expected: list[list[int]]
@@ -168,7 +190,8 @@ class Load(threading.Thread):
         self.done = threading.Event()
         self.num_right = 0
         self.problems: list[str] = []
-        self._url, self._cases = url, list(zip(prompts, expected, strict=True))
+        self._url = url
+        self._cases = list(zip(prompts, expected, strict=True))
         self.start()
 
     def run(self) -> None:
@@ -191,9 +214,12 @@ class Load(threading.Thread):
 
 
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
-    """Runs leg 1 by hand and returns the kv_transfer_params that a proxy would relay."""
-    asked = {"kv_transfer_params": ASK, "return_token_ids": False, **members}
-    params: dict[str, Any] = answer_of(url, **greedy(prompt, 1, **asked))[
-        "kv_transfer_params"
-    ]
+    """Run the prefill leg and return its kv_transfer_params, as a proxy relays them."""
+    fields = {
+        "kv_transfer_params": REMOTE_DECODE_PARAMS,
+        "return_token_ids": False,
+        **members,
+    }
+    answer = answer_of(url, **greedy(prompt, 1, **fields))
+    params: dict[str, Any] = answer["kv_transfer_params"]
     return params

@@ -1,4 +1,4 @@
-"""Real servers as processes, for end-to-end tests: started, asked, killed, and always ended."""
+"""Real servers as processes, for end-to-end tests. They always end with the test."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ SECRET = "a secret of the tests' cluster"
 
 @dataclass
 class Server:
-    """One running program and where it listens."""
+    """One running program and the address on which it listens."""
 
     name: str
     child: lifecycle.Child
@@ -36,12 +36,12 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def kill(self) -> None:
-        """SIGKILL to the program; its engine processes end because it is gone."""
+        """Send SIGKILL to the program. Its engine processes then end by themselves."""
         self.child.signal(signal.SIGKILL)
         assert self.child.exited.wait(30)
 
     def engine_pids(self) -> list[int]:
-        """The rank processes behind the HTTP process."""
+        """Return the pids of the rank processes of an HTTP process."""
         path = Path(f"/proc/{self.child.pid}/task")
         tasks = [task / "children" for task in path.iterdir()]
         return [int(pid) for task in tasks for pid in task.read_text().split()]
@@ -51,12 +51,12 @@ class Server:
             stopping.send(pid, number)
 
     def free_blocks(self) -> float:
-        """Blocks that hold nothing anybody waits for: free ones and cached ones."""
+        """Return the number of blocks that are free or only cached."""
         metrics = self.metrics()
         states = ("free", "cached")
         return sum(metrics[f'baton_kv_blocks{{state="{state}"}}'] for state in states)
 
-    def all_blocks_home(self) -> bool:
+    def all_blocks_free(self) -> bool:
         return self.free_blocks() == self.metrics()["baton_kv_blocks_capacity"]
 
     def leases(self, event: str) -> float:
@@ -67,7 +67,7 @@ class Server:
         return self.child.process.returncode
 
     def metrics(self) -> dict[str, float]:
-        """Samples of /metrics by name, labels included as written there."""
+        """Return the samples of /metrics by name, with labels as written there."""
         text = http.get(f"{self.url}/metrics", timeout=10).text
         samples = (
             line.rsplit(" ", 1)
@@ -80,8 +80,14 @@ class Server:
 def start(
     module: str, *argv: str, name: str | None = None, by: Sequence[str] = (), **env: str
 ) -> Server:
-    """Starts `python -m module argv`, by a command that runs others if one is given, and waits
-    until it reports that it is ready."""
+    """Start `python -m module argv` and wait until it reports that it is ready.
+
+    Args:
+        by: a command that runs other commands, such as unshare; it runs the program.
+
+    Raises:
+        AssertionError: the program ended or was not ready in time.
+    """
     events: queue.Queue[lifecycle.Event] = queue.Queue()
     name = name or module
     variables = {"BATON_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1", **env}
@@ -123,7 +129,7 @@ class Cluster:
         return [self.proxy, *self.prefill, *self.decode]
 
     def wait_until_ready(self, name: str) -> None:
-        """Until the proxy has found a server such as "decode-0"."""
+        """Wait until the proxy reports that a server such as "decode-0" is ready."""
         wait_until(
             lambda: http.get(f"{self.url}/ready", timeout=10).json()["servers"][name]
         )
@@ -150,23 +156,25 @@ def start_decode(model: Path, *argv: str, **env: str) -> Server:
 def start_proxy(
     prefill: Sequence[Server], decode: Sequence[Server], *argv: str
 ) -> Server:
-    urls = [a for s in prefill for a in ("--prefill", s.url)]
-    urls += [a for s in decode for a in ("--decode", s.url)]
+    urls = []
+    for server in prefill:
+        urls += ["--prefill", server.url]
+    for server in decode:
+        urls += ["--decode", server.url]
     proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
-    wait_until(
-        lambda: all_ready(proxy)
-    )  # its first look at them comes after it is up itself
+    # The proxy is ready before its first health check of the servers.
+    wait_until(lambda: all_ready(proxy))
     return proxy
 
 
 def all_ready(proxy: Server) -> bool:
-    """Whether the proxy has found each of its servers ready."""
+    """Whether the proxy reports that each of its servers is ready."""
     return all(http.get(f"{proxy.url}/ready", timeout=10).json()["servers"].values())
 
 
 @contextlib.contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Ends the servers, whatever happens in between."""
+    """End the servers when the block ends, also after an error."""
     try:
         yield
     finally:
@@ -175,7 +183,7 @@ def running(*servers: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def started(*starts: Callable[[], Server]) -> Iterator[list[Server]]:
-    """Starts servers side by side, and ends them, whatever happens in between."""
+    """Start servers in parallel, and end them when the block ends."""
     with ThreadPoolExecutor(len(starts)) as pool:
         futures = [pool.submit(start) for start in starts]
     with running(*(future.result() for future in futures if not future.exception())):
@@ -190,28 +198,32 @@ def cluster(
     decode_argv: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
-    """One prefill server, one decode server and the proxy."""
-    p = partial(start_prefill, model, *prefill_argv, **env or {})
-    d = partial(start_decode, model, *decode_argv, **env or {})
-    with started(p, d) as (prefill, decode):
+    """Start one prefill server, one decode server and a proxy."""
+    prefill_start = partial(start_prefill, model, *prefill_argv, **env or {})
+    decode_start = partial(start_decode, model, *decode_argv, **env or {})
+    with started(prefill_start, decode_start) as (prefill, decode):
         proxy = start_proxy([prefill], [decode])
         with running(proxy):
             yield Cluster([prefill], [decode], proxy, model)
 
 
-def assert_home(*servers: Server, timeout_s: float = 30.0) -> None:
-    """Every block comes back, and no request is left."""
+def assert_idle(*servers: Server, timeout_s: float = 30.0) -> None:
+    """Wait until every block is free or cached, and assert that no request is left."""
     for server in servers:
-        wait_until(server.all_blocks_home, timeout_s)
+        wait_until(server.all_blocks_free, timeout_s)
         metrics = server.metrics()
         for name in ("running", "waiting", "receiving"):
             assert metrics[f"baton_requests_{name}"] == 0
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Asks until `condition()` is true; a condition that never comes fails the test."""
+    """Poll until `condition()` is true.
+
+    Raises:
+        AssertionError: the condition did not become true in time.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         os.sched_yield()
         time.sleep(0.02)

@@ -1,6 +1,7 @@
-"""A TCP relay in front of a decode server, which holds requests up at a token of their streams.
+"""A TCP relay in front of a decode server. It holds a request at a token of its stream.
 
-The bytes up to the frame with that token are passed on, this one only if the fault loses nothing.
+The relay passes on all bytes before the frame with that token. It passes on the frame
+itself only if the fault loses nothing.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 _FRAME = re.compile(rb":baton [0-9a-f]{8} (\[\[[^\n]*\]\])\n")
 _ID = re.compile(rb"\r\nx-request-id: ([^\r]*)\r\n", re.IGNORECASE)
-_MAX_HELD_BYTES = 1 << 16  # of a frame's beginning
+_MAX_PARTIAL_FRAME_BYTES = 1 << 16
 AT_REQUEST = -2
 AT_ANSWER = -1
 HOLD_S = 120.0
@@ -21,26 +22,30 @@ HOLD_S = 120.0
 
 @dataclass
 class Hold:
-    """Where one request is held up, once, at whichever server is the first to send so many tokens.
+    """The point at which one request is held, once.
+
+    It is held at whichever server is the first to send more than `after` tokens.
 
     Args:
-        after: tokens that are passed on before; or AT_REQUEST, AT_ANSWER: before any byte of it.
-        loses: what is on its way back then.
+        after: number of tokens that are passed on before. AT_REQUEST holds the request
+            before it is sent, AT_ANSWER holds the answer before its first byte.
+        loses: whether the bytes that are on their way back at that point are lost.
 
     Attributes:
-        asked, reached: a server was asked; it is held up.
-        go: set by whoever waited for that.
+        requested: set when a server got the request.
+        reached: set when the request is held.
+        go: set by the test to release the request.
     """
 
     after: int
     loses: bool = True
-    asked: threading.Event = field(default_factory=threading.Event)
+    requested: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def holds(self, num_tokens: int) -> bool:
-        """True for one caller, after a wait."""
+        """Wait if the request is to be held here. Return True to one caller only."""
         with self._lock:
             if self.reached.is_set() or num_tokens <= self.after:
                 return False
@@ -48,40 +53,40 @@ class Hold:
         return self.go.wait(HOLD_S)
 
 
-_Asked = list[
-    Hold
-]  # of what a connection has asked for last; none: it is not to be held up
+# The hold of a connection's latest request, or no element.
+_Holds = list[Hold]
 
 
 class Cutter:
-    """Relays connections to a port. `close` ends it.
+    """Relays connections to a port until `close`.
 
     Args:
-        holds: by the id of a request.
+        holds: holds by request id.
 
     Attributes:
-        target: the port, of connections from now on.
+        target: the port to which new connections go.
     """
 
     def __init__(self, port: int, holds: Mapping[bytes, Hold]) -> None:
         self._holds = holds
         self.target = port
         self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()  # of these
+        self._lock = threading.Lock()  # guards _open
         self._passes = threading.Event()
         self._passes.set()
-        self._is_cut = self._is_closed = False
+        self._is_cut = False
+        self._is_closed = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Ends all connections, and each new one, until `mend`."""
+        """End all connections, and each new one, until `mend`."""
         self._is_cut = True
         self._hang_up()
 
     def swallow(self) -> None:
-        """Passes nothing on any more, either way, until `mend`."""
+        """Pass on nothing in either direction until `mend`."""
         self._passes.clear()
 
     def mend(self) -> None:
@@ -119,41 +124,48 @@ class Cutter:
         with near, far:
             with self._lock:
                 self._open |= {near, far}
-            asked: _Asked = []
-            told = near, far, asked
-            there = threading.Thread(target=self._pass_requests, args=told, daemon=True)
-            there.start()
-            self._pass_answers(far, near, asked)
-            there.join()
+            holds: _Holds = []
+            requests = threading.Thread(
+                target=self._pass_requests, args=(near, far, holds), daemon=True
+            )
+            requests.start()
+            self._pass_answers(far, near, holds)
+            requests.join()
             with self._lock:
                 self._open -= {near, far}
 
     def _pass_requests(
-        self, near: socket.socket, far: socket.socket, asked: _Asked
+        self, near: socket.socket, far: socket.socket, holds: _Holds
     ) -> None:
+        """Pass on requests. Update `holds` at the start of each request."""
         with _ending(near, far):
             while data := near.recv(1 << 16):
                 if data.startswith((b"GET ", b"POST ")):
-                    name = _ID.search(data) if data.startswith(b"POST /v1/") else None
-                    asked[:] = (
-                        [self._holds[name[1]]]
-                        if name and name[1] in self._holds
-                        else []
-                    )
-                    for hold in asked:
-                        hold.asked.set()
+                    holds[:] = self._holds_of(data)
+                    for hold in holds:
+                        hold.requested.set()
                         hold.holds(AT_ANSWER)
                 self._passes.wait()
                 far.sendall(data)
 
+    def _holds_of(self, head: bytes) -> _Holds:
+        """Return the hold of a request that begins with `head`, if it has one."""
+        match = _ID.search(head) if head.startswith(b"POST /v1/") else None
+        if match is None or match[1] not in self._holds:
+            return []
+        return [self._holds[match[1]]]
+
     def _pass_answers(
-        self, far: socket.socket, near: socket.socket, asked: _Asked
+        self, far: socket.socket, near: socket.socket, holds: _Holds
     ) -> None:
-        num_tokens, held, is_lost = 0, b"", False
+        """Pass on answers, and hold them at the frames of `holds`."""
+        num_tokens = 0
+        unparsed = b""  # the end of the data, which may be a partial frame
+        is_lost = False
 
         def hold_up() -> None:
             nonlocal is_lost
-            for hold in asked:
+            for hold in holds:
                 if hold.holds(num_tokens):
                     is_lost = hold.loses
 
@@ -164,24 +176,28 @@ class Cutter:
 
         with _ending(far, near):
             while data := far.recv(1 << 16):
-                if data.startswith(b"HTTP/"):  # the next one over this connection
-                    num_tokens, held = 0, b""
+                if data.startswith(b"HTTP/"):  # the next answer of this connection
+                    num_tokens = 0
+                    unparsed = b""
                 hold_up()
-                begin, end, sent = len(held), 0, 0
-                held += data
-                for frame in _FRAME.finditer(held):
-                    start, end = max(frame.start() - begin, 0), frame.end()
+                num_before = len(unparsed)
+                parsed = 0
+                sent = 0
+                unparsed += data
+                for frame in _FRAME.finditer(unparsed):
+                    start = max(frame.start() - num_before, 0)
+                    parsed = frame.end()
                     send(data[sent:start])
                     sent = start
                     num_tokens += sum(len(entry[1]) for entry in json.loads(frame[1]))
                     hold_up()
                 send(data[sent:])
-                held = held[end:][-_MAX_HELD_BYTES:]
+                unparsed = unparsed[parsed:][-_MAX_PARTIAL_FRAME_BYTES:]
 
 
 @contextlib.contextmanager
 def _ending(*ends: socket.socket) -> Iterator[None]:
-    """Both, when one of them has ended."""
+    """Shut down both sockets when one of them has ended."""
     with contextlib.suppress(OSError):
         yield
     for end in ends:

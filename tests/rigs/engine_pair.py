@@ -1,6 +1,6 @@
-"""A prefill and a decode engine in one process. `RealPair` has a real model on both sides.
+"""A prefill and a decode engine in one process. `RealPair` runs a real model on both.
 
-Whatever goes wrong, the output must be the continuation of the request's own prompt.
+Whatever fails, the output must be the continuation of the request's own prompt.
 """
 
 import random
@@ -19,7 +19,7 @@ from tests.rigs.engines import SECRET, Engine, Group, RealEngine, _names
 from tests.rigs.memory_pair import run_round
 from tests.rigs.shadow import MemoryTransport, add
 
-_OF_BOTH = {
+_SHARED_OPTIONS = {
     "depth",
     "verify",
     "max_num_seqs",
@@ -29,12 +29,13 @@ _OF_BOTH = {
 
 
 class Pair(Group):
-    """P lends and D borrows, driven by hand round by round.
+    """P lends and D borrows. A test drives both, one round at a time.
 
     Args:
-        make: an engine.
-        lease_s: of P's leases, by a clock that is moved by hand.
-        options: of P as "p_...", of both if in _OF_BOTH, all others of D.
+        make: makes an engine.
+        lease_s: duration of P's leases, by a clock that only the test moves.
+        options: options of P have the prefix "p_". Options in _SHARED_OPTIONS are for
+            both engines, all others for D.
     """
 
     def __init__(
@@ -45,34 +46,44 @@ class Pair(Group):
         rng: random.Random | None = None,
         **options: Any,
     ) -> None:
-        self._ports, self._make = ExitStack(), make
-        (port,) = self._ports.enter_context(
-            reserved_ports(1)
-        )  # P's, also after its restart
-        self.now_s = 1000.0  # P's clock, moved by hand
-        both = {name: value for name, value in options.items() if name in _OF_BOTH}
-        of_p = {
-            name[2:]: value for name, value in options.items() if name.startswith("p_")
+        self._ports = ExitStack()
+        self._make = make
+        # P keeps its port when it restarts.
+        (port,) = self._ports.enter_context(reserved_ports(1))
+        self.now_s = 1000.0  # P's clock
+        shared: dict[str, Any] = {"rng": rng or random.Random(0)}
+        p_options: dict[str, Any] = {}
+        d_options: dict[str, Any] = {}
+        for name, value in options.items():
+            if name.startswith("p_"):
+                p_options[name.removeprefix("p_")] = value
+            else:
+                d_options[name] = value
+            if name in _SHARED_OPTIONS:
+                shared[name] = value
+        self._p_options = {
+            **shared,
+            **p_options,
+            "lease_s": lease_s,
+            "lease_clock": lambda: self.now_s,
+            "port": port,
         }
-        of_d = {
-            name: value for name, value in options.items() if not name.startswith("p_")
-        }
-        common = {"rng": rng or random.Random(0), **both}
-        time = {"lease_s": lease_s, "lease_clock": lambda: self.now_s, "port": port}
-        self._of_p = {**common, **of_p, **time}
-        self._gone: list[Engine] = []  # whose memory a READ that hangs may still name
-        self.d = make(**{**common, **of_d})
+        # A READ that hangs may still refer to the memory of an engine that ended.
+        self._ended_engines: list[Engine] = []
+        self.d = make(**{**shared, **d_options})
         self._start_prefill()
-        self.coordinator, self.workers = self.d.coordinator, self.d.workers
+        self.coordinator = self.d.coordinator
+        self.workers = self.d.workers
 
     def _start_prefill(self) -> None:
-        self.p = self._make(**self._of_p)
-        self.leases, self.engines = self.p.leases, [self.p, self.d]
+        self.p = self._make(**self._p_options)
+        self.leases = self.p.leases
+        self.engines = [self.p, self.d]
 
     def restart_prefill(self) -> None:
-        """P ends, and another one comes at its address."""
+        """End P and start another engine at its address."""
         self.p.end()
-        self._gone.append(self.p)
+        self._ended_engines.append(self.p)
         self._start_prefill()
 
     def close(self) -> None:
@@ -80,14 +91,14 @@ class Pair(Group):
         self._ports.close()
 
     def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
-        """Runs the prompt on P and returns what it would answer."""
+        """Run the prompt on P. Return its kv_transfer_params."""
         name = self.begin(self.p, prompt, 1, retain_kv=True, **members)
         self.until(lambda: bool(self.p.out.terminals(name)))
         params = self.p.out.terminals(name)[0].kv_transfer_params
         assert params is not None
         return params
 
-    def ask(
+    def submit(
         self,
         prompt: Sequence[int],
         params: dict[str, Any] | None = None,
@@ -98,17 +109,26 @@ class Pair(Group):
         redrawn: bool = False,
         **members: Any,
     ) -> str:
-        """Gives D the request with its reference, which P is asked for if there is none (`redrawn`:
-        without first tokens), and an abort at once if told so; returns its name."""
+        """Submit a request with a reference to P's KV to D. Return its name.
+
+        Args:
+            params: the reference; P computes the prompt if it is None.
+            redrawn: remove the first tokens from the reference.
+            aborted: abort the request in the same round.
+        """
         name = f"d{next(_names)}"
         params = self.prefill(prompt) if params is None else params
         parsed = kv_params.parse(params)
         parsed.verify(SECRET)
         lent = kv_params.sender_releases(params)
         remote = kv_params.to_remote_prefill(parsed, sender_releases=lent)
-        remote = replace(remote, first_tokens=[]) if redrawn else remote
+        if redrawn:
+            remote = replace(remote, first_tokens=[])
         request = add(name, prompt, max_tokens, sampling, remote=remote, **members)
-        self.d.core.round([request, AbortRequest(name)] if aborted else [request])
+        messages: list[Any] = [request]
+        if aborted:
+            messages.append(AbortRequest(name))
+        self.d.core.round(messages)
         return name
 
     def both(
@@ -121,37 +141,50 @@ class Pair(Group):
         transfer_id: str = "",
         **members: Any,
     ) -> tuple[str, str]:
-        """Asks P and D at once, or in this order with rounds between; returns their names of it."""
-        number, told = next(_names), {"stop_token_ids", "num_choices", "sampling"}
-        names = f"p{number}", f"d{number}"
-        asked = {name: value for name, value in members.items() if name in told}
-        asked |= {"sampling": p_sampling} if p_sampling else {}
-        remote = self.p.offer(transfer_id or names[0], prompt)
-        ours = add(
-            names[0], prompt, 1, retain_kv=True, transfer_id=remote.transfer_id, **asked
+        """Submit a request to P and to D. Return its name on each.
+
+        Args:
+            order: the order of the two sides, "pd" or "dp". Other characters stand for
+                rounds until P has answered.
+        """
+        number = next(_names)
+        p_name = f"p{number}"
+        d_name = f"d{number}"
+        p_fields = ("stop_token_ids", "num_choices", "sampling")
+        p_members = {name: members[name] for name in p_fields if name in members}
+        if p_sampling:
+            p_members["sampling"] = p_sampling
+        remote = self.p.offer(transfer_id or p_name, prompt)
+        p_request = add(
+            p_name,
+            prompt,
+            1,
+            retain_kv=True,
+            transfer_id=remote.transfer_id,
+            **p_members,
         )
-        theirs = add(names[1], prompt, max_tokens, remote=remote, **members)
+        d_request = add(d_name, prompt, max_tokens, remote=remote, **members)
         for side in order:
             if side == "p":
-                self.p.core.round([ours])
+                self.p.core.round([p_request])
             elif side == "d":
-                self.d.core.round([theirs])
+                self.d.core.round([d_request])
                 run_round(self.coordinator)
             else:
-                self.until(lambda: bool(self.p.out.terminals(names[0])))
-        return names
+                self.until(lambda: bool(self.p.out.terminals(p_name)))
+        return p_name, d_name
 
     def skip(self, seconds: float) -> None:
-        """Pulls that take longer by the coordinator's clock take too long."""
+        """Advance the coordinator's clock, so that pulls in progress time out."""
         self.d.clock.skip(seconds)
         run_round(self.coordinator)
 
     def end(self, name: str) -> TokenDelta:
-        """The one end of a request of D."""
+        """Return the only terminal delta of a request of D."""
         return self.end_of(self.d, name)
 
     def failed(self, name: str, code: str) -> str:
-        """The message of the error that ended a request."""
+        """Return the message of the error that ended a request."""
         error = self.end(name).error
         assert error is not None and error.code == code
         return error.message
@@ -167,13 +200,13 @@ class Pair(Group):
 
 
 class RealPair(Pair):
-    """Both engines run `model` in float32; requests are answered one at a time."""
+    """Both engines run `model` in float32 and answer one request at a time."""
 
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(make=partial(RealEngine, model), **options)
 
     def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:
-        """What D sends with P's reference."""
+        """Run a request on P, then on D with P's reference. Return D's output."""
         name = f"p{next(_names)}"
         self.p.core.round(
             [replace(request, request_id=name, max_tokens=1, retain_kv=True)]
@@ -189,8 +222,10 @@ class RealPair(Pair):
         )
 
     def decode_alone(self, request: AddRequest) -> MemoryTransport:
-        out = self.d.out = self.d.core.transport = MemoryTransport()
-        name = f"d{next(_names)}"  # a pull's name is used once
+        out = MemoryTransport()
+        self.d.out = out
+        self.d.core.transport = out
+        name = f"d{next(_names)}"  # the name of a pull must not repeat
         self.d.core.round([replace(request, request_id=name)])
         self.until(lambda: len(out.terminals(name)) == request.num_choices)
         assert all(end.error is None for end in out.terminals(name))

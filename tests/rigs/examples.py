@@ -1,18 +1,19 @@
-"""How many examples property tests draw."""
+"""The number of examples that property tests draw."""
 
 from typing import Any
 
 import hypothesis
 
-_SHARE = 3
+_REPEATABLE_DIVISOR = 3
 
 
 def examples(count: int, **options: Any) -> hypothesis.settings:
-    """So many in `make test-all`, which draws new ones; a third of them in `make test`, which draws
-    the same ones each time."""
-    if (
-        hypothesis.settings.default is not None
-        and hypothesis.settings.default.derandomize
-    ):
-        count = -(-count // _SHARE)
+    """Return settings with `count` examples for `make test-all`, a third for `make
+    test`.
+
+    `make test-all` draws new examples each time, `make test` the same ones.
+    """
+    default = hypothesis.settings.default
+    if default is not None and default.derandomize:
+        count = -(-count // _REPEATABLE_DIVISOR)
     return hypothesis.settings(deadline=None, max_examples=count, **options)

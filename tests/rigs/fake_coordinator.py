@@ -1,7 +1,8 @@
-"""A pull coordinator without threads or sockets, which does what PullCoordinator may do, at random:
-shakes hands, reads in pieces, fails with READs under way or without, loses leases, hangs.
+"""A pull coordinator without threads or sockets that behaves randomly.
 
-What it reads is known by lease. While it may write, the blocks must be RECEIVING or QUARANTINED.
+It does everything that PullCoordinator may do: it connects, reads in pieces, fails with
+and without active READs, loses leases, and hangs. A lease determines the tokens that a
+pull reads. While a pull may write, its blocks must be RECEIVING or QUARANTINED.
 """
 
 import random
@@ -29,19 +30,29 @@ from protocol.errors import (
 )
 from protocol.messages import RemotePrefill
 
-GARBAGE = 10_000  # no token
+GARBAGE = 10_000  # outside of the vocabulary
 
 
 @dataclass
 class _Pull:
+    """One pull.
+
+    Attributes:
+        blocks: blocks of D.
+        tokens: positions to read.
+        unread: positions that have not been read.
+        is_reported: whether the engine got a PullFailed or PullStuck while READs were
+            active.
+    """
+
     remote: RemotePrefill
     blocks: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # positions to be read
-    left: list[int] = field(default_factory=list)  # of those, what is still to be read
+    tokens: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     is_begun: bool = False
     is_draining: bool = False
     is_cancelled: bool = False
-    is_told: bool = False  # that it failed, or is stuck, while READs are active
+    is_reported: bool = False
     error: BatonError | None = None
 
 
@@ -50,8 +61,8 @@ class FakeCoordinator:
 
     Args:
         content: the tokens of each lease.
-        write: puts a token into a block of D: (block, place in it, token).
-        state_of: of a block of D.
+        write: writes a token into a block of D: (block, offset, token).
+        state_of: returns the state of a block of D.
     """
 
     def __init__(
@@ -62,24 +73,28 @@ class FakeCoordinator:
         write: Callable[[int, int, int], None],
         state_of: Callable[[int], BlockState],
     ) -> None:
-        self._rng, self._block_size, self._content = rng, block_size, content
-        self._write_token, self._state_of = write, state_of
+        self._rng = rng
+        self._block_size = block_size
+        self._content = content
+        self._write_token = write
+        self._state_of = state_of
         self._events: list[Event] = []
         self._pulls: dict[str, _Pull] = {}
-        self._ended: dict[str, bool] = {}  # -> PullDrained was told
+        # Whether a PullDrained was sent, by pull.
+        self._ended: dict[str, bool] = {}
         self._ready: set[str] = set()
         self._awaited: set[tuple[str, str]] = set()
-        self._failing = rng.choice([0.0, 0.1, 0.5])
-        self._hanging = rng.choice([0.0, 0.2, 0.7])
+        self._failure_rate = rng.choice([0.0, 0.1, 0.5])
+        self._hang_rate = rng.choice([0.0, 0.2, 0.7])
         self._speed = rng.choice([0.05, 0.2, 0.5, 1.0])
-        self._losing = rng.choice([0.0, 0.0, 0.02])
+        self._lease_loss_rate = rng.choice([0.0, 0.0, 0.02])
         self.counts: Counter[str] = Counter()
 
     @property
     def is_idle(self) -> bool:
         return not (self._events or self._pulls or self._awaited)
 
-    # -- what the role calls
+    # -- methods that the borrower calls
 
     def can_pull_from(self, remote: RemotePrefill) -> bool:
         return remote.engine_id in self._ready
@@ -106,11 +121,12 @@ class FakeCoordinator:
         self.hold(pull_id, remote)
         pull = self._pulls.get(pull_id)
         if pull is None:
-            return  # its lease is gone: that is on its way to the engine
-        assert not pull.is_begun, "a pull is ordered once"
-        pull.is_begun, pull.blocks = True, list(local_block_ids)
+            return  # it lost its lease; the event is on its way to the engine
+        assert not pull.is_begun, "the pull was ordered twice"
+        pull.is_begun = True
+        pull.blocks = list(local_block_ids)
         pull.tokens = list(range(token_start, token_stop))
-        pull.left = list(pull.tokens)
+        pull.unread = list(pull.tokens)
         if not pull.tokens:
             self._end(pull_id, PullDone(pull_id, 0, 0, 0.0, "none"))
 
@@ -126,15 +142,16 @@ class FakeCoordinator:
                 self._end(pull_id, PullDrained(pull_id))
             elif not pull.is_draining:
                 pull.is_draining = True
-            elif pull.is_told:
+            elif pull.is_reported:
                 self._events.append(PullStuck(pull_id))
 
     def drain(self) -> list[Event]:
-        """Some of the events; the others are late."""
+        """Return some of the events. The others are delayed."""
         count = len(self._events)
         if self._rng.random() < 0.3:
             count = self._rng.randint(0, count)
-        events, self._events = self._events[:count], self._events[count:]
+        events = self._events[:count]
+        del self._events[:count]
         return events
 
     def handshakes(self) -> dict[str, int]:
@@ -143,10 +160,13 @@ class FakeCoordinator:
     def close(self) -> None:
         pass
 
-    # -- what happens meanwhile
+    # -- the simulation
 
-    def go_on(self, *, to_end: bool = False) -> None:
-        """Something happens to some pulls; with `to_end` as much as can to all of them."""
+    def advance(self, *, to_end: bool = False) -> None:
+        """Advance some pulls by a random amount.
+
+        With `to_end`, advance all pulls as far as possible.
+        """
         for key in sorted(self._awaited):
             if to_end or self._rng.random() < 0.3:
                 self._decide(key)
@@ -154,11 +174,11 @@ class FakeCoordinator:
             if not to_end and self._rng.random() > self._speed:
                 continue
             if not pull.is_begun:
-                self._hold_on(pull_id)
+                self._advance_hold(pull_id)
             elif pull.is_draining:
-                self._drain_on(pull_id, pull, to_end)
+                self._advance_drain(pull_id, pull, to_end)
             else:
-                self._read_on(pull_id, pull, to_end)
+                self._advance_read(pull_id, pull, to_end)
 
     def _decide(self, key: tuple[str, str]) -> None:
         self._awaited.discard(key)
@@ -166,25 +186,30 @@ class FakeCoordinator:
             self._ready.add(key[0])
             self._events.append(PeerDecided(key))
         else:
-            self._events.append(PeerDecided(key, PeerUnreachable("nobody is there")))
+            self._events.append(
+                PeerDecided(key, PeerUnreachable("the peer does not answer"))
+            )
 
-    def _hold_on(self, pull_id: str) -> None:
-        if self._rng.random() < self._losing:
-            self._end(pull_id, PullFailed(pull_id, LeaseGone("it ran out"), True))
+    def _advance_hold(self, pull_id: str) -> None:
+        if self._rng.random() < self._lease_loss_rate:
+            self._end(
+                pull_id, PullFailed(pull_id, LeaseGone("the lease expired"), True)
+            )
 
-    def _read_on(self, pull_id: str, pull: _Pull, to_end: bool) -> None:
-        if self._rng.random() < self._failing:
+    def _advance_read(self, pull_id: str, pull: _Pull, to_end: bool) -> None:
+        if self._rng.random() < self._failure_rate:
             self._fail(pull_id, pull)
             return
-        count = len(pull.left) if to_end else self._rng.randint(0, len(pull.left))
-        for at in pull.left[:count]:
-            self._write(pull, at, self._content[pull.remote.lease_id][at])
-        del pull.left[:count]
-        if pull.left:
+        count = len(pull.unread) if to_end else self._rng.randint(0, len(pull.unread))
+        for position in pull.unread[:count]:
+            self._write(pull, position, self._content[pull.remote.lease_id][position])
+        del pull.unread[:count]
+        if pull.unread:
             return
         if self._rng.random() < 0.1:
             self._end(
-                pull_id, PullFailed(pull_id, LeaseGone("so says the fence"), True)
+                pull_id,
+                PullFailed(pull_id, LeaseGone("the fence reports a lost lease"), True),
             )
         else:
             self._end(pull_id, PullDone(pull_id, 1, 1, 0.0, "direct"))
@@ -193,41 +218,45 @@ class FakeCoordinator:
         kinds = [PullTimeout, TransferFailed, PeerUnreachable, LeaseGone]
         error: BatonError = self._rng.choice(kinds)("it failed")
         if self._rng.random() < 0.5:
-            for at in self._rng.sample(pull.left, self._rng.randint(0, len(pull.left))):
-                self._write(pull, at, GARBAGE)
+            for position in self._rng.sample(
+                pull.unread, self._rng.randint(0, len(pull.unread))
+            ):
+                self._write(pull, position, GARBAGE)
             self._end(pull_id, PullFailed(pull_id, error, True))
             return
-        pull.is_draining, pull.error = True, error
+        pull.is_draining = True
+        pull.error = error
         if self._rng.random() < 0.5:
-            pull.is_told = True
+            pull.is_reported = True
             self._events.append(PullFailed(pull_id, error, False))
 
-    def _drain_on(self, pull_id: str, pull: _Pull, to_end: bool) -> None:
-        """READs of a pull that was given up deliver whatever P has there by now."""
-        for at in pull.tokens:
+    def _advance_drain(self, pull_id: str, pull: _Pull, to_end: bool) -> None:
+        """Advance the READs of a cancelled or failed pull.
+
+        They deliver whatever P has in its blocks by now.
+        """
+        for position in pull.tokens:
             if self._rng.random() < 0.3:
-                self._write(pull, at, self._rng.choice([GARBAGE, 3]))
-        if not to_end and self._rng.random() < self._hanging:
-            if not pull.is_told:
-                pull.is_told = True
-                stuck = PullStuck(pull_id)
-                error = pull.error
-                is_ours = pull.is_cancelled or error is None
-                self._events.append(
-                    stuck if is_ours else PullFailed(pull_id, error, False)
-                )
-        elif pull.is_cancelled or pull.is_told or pull.error is None:
+                self._write(pull, position, self._rng.choice([GARBAGE, 3]))
+        if not to_end and self._rng.random() < self._hang_rate:
+            if not pull.is_reported:
+                pull.is_reported = True
+                if pull.is_cancelled or pull.error is None:
+                    self._events.append(PullStuck(pull_id))
+                else:
+                    self._events.append(PullFailed(pull_id, pull.error, False))
+        elif pull.is_cancelled or pull.is_reported or pull.error is None:
             self._end(pull_id, PullDrained(pull_id))
         else:
             self._end(pull_id, PullFailed(pull_id, pull.error, True))
 
-    def _write(self, pull: _Pull, at: int, token: int) -> None:
-        block = pull.blocks[at // self._block_size]
+    def _write(self, pull: _Pull, position: int, token: int) -> None:
+        block = pull.blocks[position // self._block_size]
         state = self._state_of(block)
         assert state in (BlockState.RECEIVING, BlockState.QUARANTINED), (
             f"a READ writes to a block that is {state.name}"
         )
-        self._write_token(block, at % self._block_size, token)
+        self._write_token(block, position % self._block_size, token)
 
     def _end(self, pull_id: str, event: Event) -> None:
         del self._pulls[pull_id]

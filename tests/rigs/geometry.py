@@ -1,4 +1,7 @@
-"""Random pairs of geometries, memory in which every element names itself, and brute force."""
+"""Random pairs of geometries, and reference results by brute force.
+
+Every element of the memories has a value of its own, so that a misplaced one shows.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,14 +23,20 @@ from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
-STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # descriptors cost so much that all is staged
 GARBAGE = -7.0
 NUMPY = {"float32": np.float32, "float16": np.float16}
 
 
 @dataclass(frozen=True)
 class Side:
-    """One engine: a geometry, a block table, and (tp, elements) maps of where things lie."""
+    """The geometry and the block table of one engine.
+
+    Attributes:
+        scales: scales of its KV, if its dtype has any.
+        dcp: number of ranks that share tokens. A block of the table is then one block
+            on each of these ranks.
+    """
 
     tp: int
     order: str
@@ -36,7 +45,7 @@ class Side:
     num_blocks: int
     dtype: str = "float32"
     scales: tuple[float, ...] = ()
-    dcp: int = 1  # a block of the table is a block on each rank that shares it
+    dcp: int = 1
 
     @property
     def tokens_per_block(self) -> int:
@@ -45,13 +54,15 @@ class Side:
     def heads(self, rank: int, total: int) -> range:
         return heads_of(rank // self.dcp, self.tp // self.dcp, total)
 
-    def kept(self, rank: int, tokens: np.ndarray) -> np.ndarray:
-        """Those of the tokens that the rank keeps."""
+    def stored_tokens(self, rank: int, tokens: np.ndarray) -> np.ndarray:
+        """Return those of the tokens that the rank stores."""
         return tokens[tokens // self.block_size % self.dcp == rank % self.dcp]
 
 
 @dataclass(frozen=True)
 class Case:
+    """A transfer of tokens [start, stop) from P to D."""
+
     p: Side
     d: Side
     heads: int
@@ -70,20 +81,26 @@ class Case:
 
     def layout(self, side: Side, rank: int) -> KVLayout:
         return KVLayout(
-            order=side.order, num_blocks=side.num_blocks,
-            num_heads=len(side.heads(rank, self.heads)), num_layers=self.layers,
-            num_components=self.components, block_size=side.block_size, head_dim=self.head_dim,
+            order=side.order,
+            num_blocks=side.num_blocks,
+            num_heads=len(side.heads(rank, self.heads)),
+            num_layers=self.layers,
+            num_components=self.components,
+            block_size=side.block_size,
+            head_dim=self.head_dim,
             dtype=side.dtype,
-        )  # fmt: skip
+        )
 
     def planner(self, d_rank: int, **options) -> Planner:
-        ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
-        return Planner(*ends, self.heads, **options)
+        local = self.endpoints(self.d)[d_rank]
+        return Planner(local, self.endpoints(self.p), self.heads, **options)
 
     def pull(self, planner: Planner) -> Transfer:
-        tables = self.d.blocks, np.repeat(self.p.blocks, self.p.dcp)
         return planner.make_transfer(
-            (self.start, self.stop), *tables, lease_hash=self.lease_hash
+            (self.start, self.stop),
+            self.d.blocks,
+            np.repeat(self.p.blocks, self.p.dcp),
+            lease_hash=self.lease_hash,
         )
 
     def plan(self, d_rank: int, costs: CostModel = COSTS, **options) -> TransferPlan:
@@ -95,21 +112,30 @@ class Case:
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Element offset of [head on the rank, layer, component, token, dim], by indexing an arange;
-    tokens are those of the sequence that the rank keeps."""
+    """Return the element offset of [head, layer, component, token, dim] in a rank's
+    pool.
+
+    It is found by indexing an arange. Heads are those of the rank.
+
+    Args:
+        tokens: tokens of the sequence that the rank stores.
+    """
     layout = case.layout(side, rank)
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     where = where.transpose([layout.order.index(axis) for axis in "BHLCND"])
     blocks = np.array(side.blocks, int)[tokens // side.tokens_per_block]
-    # Two index arrays with slices between: their axis comes first.
+    # With slices between two index arrays, numpy puts their axis first.
     picked = where[blocks, :, :, :, tokens % side.block_size, :]
     return picked.transpose(1, 2, 3, 0, 4)
 
 
 def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
-    """A different number for each (head of the model, layer, component, token, dim).
+    """Return a different number for each (head, layer, component, token, dim).
 
-    Where 16 bits must hold it the numbers repeat, but with a period that no stride has.
+    If 16 bits must hold the numbers, they repeat, with a period that no stride has.
+
+    Args:
+        heads: heads of the model.
     """
     shape = (case.heads, case.layers, case.components, case.stop, case.head_dim)
     assert np.prod(shape) < 2**24
@@ -125,16 +151,22 @@ def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
 
 
 def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
-    """The rank's pool with its part of tokens [start, stop) in it; garbage everywhere else."""
+    """Return the rank's pool with its part of tokens [start, stop).
+
+    All other elements are GARBAGE.
+    """
     memory = garbage(case, side, rank)
-    tokens = side.kept(rank, np.arange(start, case.stop))
+    tokens = side.stored_tokens(rank, np.arange(start, case.stop))
     heads = side.heads(rank, case.heads)
     memory[element_map(case, side, rank, tokens)] = codes(case, heads, tokens)
     return memory
 
 
 def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
-    """By the in-memory agent, which refuses what lies outside the memory registered with it."""
+    """Execute READs with the in-memory agent.
+
+    The agent refuses addresses outside the memory that is registered with it.
+    """
     agent = MemoryAgent("D")
     agent.register(into.ctypes.data, into.nbytes)
     for read in reads:
@@ -154,51 +186,60 @@ def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
 
 
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
+    """Return the rank of P from which D's rank reads a head of each token."""
     owners = [r for r in range(case.p.tp) if head in case.p.heads(r, case.heads)]
     dcp = case.p.dcp
-    mine = case.d.kept(d_rank, np.arange(case.stop))  # whose blocks it counts
-    blocks = np.searchsorted(mine, tokens) // case.p.block_size
+    # A rank of D counts blocks of the tokens that it stores.
+    stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
+    blocks = np.searchsorted(stored, tokens) // case.p.block_size
     turns = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
     return np.array(owners)[turns * dcp + tokens // case.p.block_size % dcp]
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
-    """The tokens behind the rank's last one that are in the same block as that on both sides."""
-    mine = case.d.kept(d_rank, np.arange(case.stop))
-    sizes = case.p.block_size, case.d.block_size
-    return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(
-        1, n + 1
-    )
+    """Return the tokens after the rank's last one in the same block on both sides."""
+    stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
+    block_sizes = (case.p.block_size, case.d.block_size)
+    count = min(-len(stored) % size for size in block_sizes)
+    return stored[-1:].repeat(count) + np.arange(1, count + 1)
 
 
 def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
-    """Brute force: pairs every element with its source, counts where both sides stop being next."""
+    """Return the fewest READ descriptors, by brute force.
+
+    Every element is paired with its source. A descriptor ends where the next element is
+    not adjacent on both sides.
+    """
     d_heads = case.d.heads(d_rank, case.heads)
     local = element_map(case, case.d, d_rank, tokens)
     owner = np.stack([owner_of(case, d_rank, head, tokens) for head in d_heads])
     count = 0
     for rank in range(case.p.tp):
         p_heads = case.p.heads(rank, case.heads)
-        shared = [h for h in d_heads if h in p_heads]
+        shared = [head for head in d_heads if head in p_heads]
         if not shared:
             continue
-        theirs = element_map(case, case.p, rank, tokens)[
-            [h - p_heads.start for h in shared]
-        ]
-        ours = local[[h - d_heads.start for h in shared]]
-        mine = owner[[h - d_heads.start for h in shared]] == rank
-        mine = np.broadcast_to(mine[:, None, None, :, None], ours.shape)
-        ours, theirs = ours[mine], theirs[mine]
-        if len(ours):
-            order = np.argsort(ours)
-            joined = (np.diff(ours[order]) == 1) & (np.diff(theirs[order]) == 1)
-            count += len(ours) - int(joined.sum())
+        p_rows = [head - p_heads.start for head in shared]
+        d_rows = [head - d_heads.start for head in shared]
+        sources = element_map(case, case.p, rank, tokens)[p_rows]
+        targets = local[d_rows]
+        is_owner = owner[d_rows] == rank
+        is_owner = np.broadcast_to(is_owner[:, None, None, :, None], targets.shape)
+        targets = targets[is_owner]
+        sources = sources[is_owner]
+        if len(targets):
+            order = np.argsort(targets)
+            is_adjacent = np.diff(targets[order]) == 1
+            is_adjacent &= np.diff(sources[order]) == 1
+            count += len(targets) - int(is_adjacent.sum())
     return count
 
 
 @st.composite
 def block_tables(draw, block_size: int, tokens: int) -> tuple[tuple[int, ...], int]:
-    """A scattered, contiguous or mixed table, in a pool that may have room to spare."""
+    """Draw a scattered, ascending or mixed table, in a pool that may have spare
+    blocks.
+    """
     needed = -(-tokens // block_size)
     num_blocks = needed + draw(st.integers(0, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -222,9 +263,13 @@ def sides(draw, tokens: int) -> Side:
 
 @st.composite
 def shared_sides(draw, p: Side, tokens: int) -> Side:
-    """Sides whose ranks share tokens: those of D cut a sequence where blocks of P end."""
-    most = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
-    dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, most))
+    """Draw a side with ranks that share tokens.
+
+    A block boundary of such a rank of D is a block boundary of P too.
+    """
+    max_factor = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
+    dcp = draw(st.integers(2, 4))
+    size = p.block_size * draw(st.integers(1, max_factor))
     blocks, num_blocks = draw(block_tables(size * dcp, tokens))
     tp = dcp * draw(st.integers(1, 8 // dcp))
     order = draw(st.sampled_from([p.order, *ORDERS]))
@@ -234,10 +279,11 @@ def shared_sides(draw, p: Side, tokens: int) -> Side:
 @st.composite
 def cases(draw) -> Case:
     tokens = draw(st.integers(1, 130))
-    p, d = draw(sides(tokens)), draw(sides(tokens))
+    p = draw(sides(tokens))
+    d = draw(sides(tokens))
     if draw(st.integers(0, 3)) == 0:
         p = draw(shared_sides(p, tokens))
-    if draw(st.integers(0, 2)) == 0:  # geometries often agree in something
+    if draw(st.integers(0, 2)) == 0:  # some geometries agree in the order
         d = dataclasses.replace(d, order=p.order)
     if draw(st.integers(0, 2)) == 0:
         blocks, num_blocks = draw(block_tables(p.block_size, tokens))
@@ -247,13 +293,20 @@ def cases(draw) -> Case:
     if draw(st.integers(0, 2)) == 0:
         d = draw(shared_sides(p, tokens))
     return Case(
-        p, d, heads=draw(st.integers(1, 16)), layers=draw(st.integers(1, 3)),
-        components=draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 3)),
-        start=draw(st.integers(0, tokens)), stop=tokens, lease_hash=draw(st.integers(0, 9)),
-    )  # fmt: skip
+        p,
+        d,
+        heads=draw(st.integers(1, 16)),
+        layers=draw(st.integers(1, 3)),
+        components=draw(st.integers(1, 2)),
+        head_dim=draw(st.integers(1, 3)),
+        start=draw(st.integers(0, tokens)),
+        stop=tokens,
+        lease_hash=draw(st.integers(0, 9)),
+    )
 
 
 def leased_bytes(case: Case, rank: int) -> np.ndarray:
+    """Return bool[bytes of the pool]: whether each byte of P's rank is leased."""
     layout = case.layout(case.p, rank)
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     leased = np.zeros(where.size, bool)
@@ -267,9 +320,12 @@ DTYPES = st.sampled_from(
 
 
 def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
-    """Carried out, a plan brings what is wanted, changes nothing else (READs straight into place
-    may fill the last block), reads nothing that is not leased, takes no larger slots than it says,
-    and says what it reads."""
+    """Execute a plan and check its result.
+
+    The plan writes the expected tokens and nothing else. Direct READs may also fill the
+    rest of the last block. It reads only leased memory, uses no larger slots than it
+    reports, and reports its READs correctly.
+    """
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
@@ -293,14 +349,12 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) 
 
 
 def staging_for(case: Case, blocks: int) -> int:
-    """Bytes of staging memory with room for some blocks, whatever a slot holds."""
+    """Return the bytes of staging memory that hold `blocks` blocks of any slot."""
     sizes = (case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
     return blocks * (max(sizes) + 64) * 2 * case.p.tp
 
 
 def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:
-    p, d = (
-        dataclasses.replace(s, dtype=t)
-        for s, t in ((case.p, p_dtype), (case.d, d_dtype))
-    )
+    p = dataclasses.replace(case.p, dtype=p_dtype)
+    d = dataclasses.replace(case.d, dtype=d_dtype)
     return dataclasses.replace(case, p=p, d=d)

@@ -1,4 +1,7 @@
-"""The HTTP application under a real uvicorn, in front of a scripted engine, on one event loop."""
+"""The HTTP application under uvicorn, in front of a scripted engine.
+
+All of it runs on the event loop of the test.
+"""
 
 import asyncio
 import json
@@ -23,8 +26,9 @@ from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import DecodeSettings, PrefillSettings
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 
-take_brief_naps()
+shorten_uvicorn_polls()
 WAIT_S = 120.0
 SECRET = b"the secret of a cluster"
 CONTEXT = 64
@@ -33,7 +37,7 @@ READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_s
 
 
 class Server:
-    """The application under uvicorn, the engine's script and the client, on one loop."""
+    """The application, its scripted engine and a client."""
 
     def __init__(
         self, engine: ScriptedEngine, http: httpx.AsyncClient, metrics: Metrics
@@ -41,7 +45,8 @@ class Server:
         self.engine = engine
         self.http = http
         self.metrics = metrics
-        self.host, self.port = str(http.base_url.host), http.base_url.port
+        self.host = str(http.base_url.host)
+        self.port = http.base_url.port
 
     async def post(
         self, path: str = "/v1/completions", headers: Any = None, **fields: Any
@@ -59,8 +64,8 @@ class Server:
 
 
 async def connected(server: Server) -> socket.socket:
-    """A client with room for 4 kB that it does not read."""
-    await server.http.get("/health")  # it listens from now on
+    """Return a connected socket with a receive buffer of 4 kB."""
+    await server.http.get("/health")  # the server listens from now on
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((server.host, server.port))
@@ -68,7 +73,8 @@ async def connected(server: Server) -> socket.socket:
     return client
 
 
-async def ask(client: socket.socket, **fields: Any) -> None:
+async def send_request(client: socket.socket, **fields: Any) -> None:
+    """Send a completion request over a connected socket."""
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -78,10 +84,13 @@ async def ask(client: socket.socket, **fields: Any) -> None:
 
 
 class Running:
-    """A server that runs already, to the rig of a proxy before it."""
+    """A server that already runs, for a test rig that starts proxies in front of
+    servers.
+    """
 
     def __init__(self, url: object) -> None:
-        self.url, self.ready = str(url).rstrip("/"), True
+        self.url = str(url).rstrip("/")
+        self.ready = True
 
     def start(self) -> None: ...
 
@@ -102,23 +111,39 @@ async def serving(
     role: str = "prefill",
     **more: Any,
 ) -> AsyncIterator[Server]:
-    """`more` are settings."""
-    usual = {"model": "folder/model", "served_model_name": "m", "max_num_seqs": 8}
-    usual |= {
+    """Run the application until the block ends.
+
+    Args:
+        script: the answers of the engine, see ScriptedEngine.
+        more: further settings.
+    """
+    fields = {
+        "model": "folder/model",
+        "served_model_name": "m",
+        "max_num_seqs": 8,
         "max_body_bytes": max_body,
         "cors_origin": origins,
         "grammar_timeout_s": 30.0,
         **more,
     }
-    kind = PrefillSettings if role == "prefill" else DecodeSettings
-    settings = kind(_cli_parse_args=[], client_timeout_s=client_timeout_s, **usual)
+    settings_class = PrefillSettings if role == "prefill" else DecodeSettings
+    settings = settings_class(
+        _cli_parse_args=[], client_timeout_s=client_timeout_s, **fields
+    )
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
     api = Api(engine, settings, hooks or ServerHooks(), SECRET)
     api.take_model(tokenizer, fingerprint, config)
     tls = api.access.certificate
-    how = {"port": 0, "log_level": "warning", "lifespan": "off"}
-    server = HttpServer(create_app(api), settings, tls, KV_PARAMS_BYTES, **how)
+    server = HttpServer(
+        create_app(api),
+        settings,
+        tls,
+        KV_PARAMS_BYTES,
+        port=0,
+        log_level="warning",
+        lifespan="off",
+    )
     listener = server.config.bind_socket()
     listener.listen()
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -143,13 +168,14 @@ serving_harmony = partial(
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    """Return a copy of the tokenizer with another chat template."""
     copy = object.__new__(Tokenizer)
     copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
     return copy
 
 
 def scripted(*deltas: dict[str, Any]) -> Any:
-    """A script that sends these members of TokenDeltas."""
+    """Return a script that sends a TokenDelta for each of these dicts of fields."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for members in deltas:
@@ -160,11 +186,12 @@ def scripted(*deltas: dict[str, Any]) -> Any:
 
 
 def end(choice: int = 0, **members: Any) -> dict[str, Any]:
+    """Return the fields of a terminal delta."""
     return {"choice": choice, "finish_reason": "length", "usage": USAGE, **members}
 
 
-def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
-    """A script that says `text`, one token per delta."""
+def text_script(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
+    """Return a script that generates `text`, one token per delta."""
     tokens = ({"token_ids": [token_id]} for token_id in tokenizer.encode(text))
     return scripted(*tokens, end(**last))
 
@@ -173,16 +200,17 @@ USAGE = KVUsage(transferred=1, recomputed=1, skipped=0, cached_tokens=1)
 
 
 def events(response: httpx.Response) -> list[tuple[str, Any]]:
+    """Return the name and parsed data of each event of a stream."""
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = sse_events(response.text)
     return [
-        (name, text if text == "[DONE]" else json.loads(text)) for name, text in found
+        (name, text if text == "[DONE]" else json.loads(text))
+        for name, text in sse_events(response.text)
     ]
 
 
 def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    """A good stream's chunks: it ends in [DONE] and holds no error."""
-    *found, last = events(response)
+    """Return the chunks of a stream that ends in [DONE] and has no error."""
+    *chunk_events, last = events(response)
     assert last == ("message", "[DONE]")
-    assert {name for name, _ in found} == {"message"}
-    return [chunk for _, chunk in found]
+    assert {name for name, _ in chunk_events} == {"message"}
+    return [chunk for _, chunk in chunk_events]

@@ -1,7 +1,8 @@
-"""Triton's kernels on the CPU: what its interpreter lacks, and does differently than a GPU.
+"""Patches of Triton's interpreter, so that it runs the kernels on the CPU.
 
-Triton decides when it is first imported: processes that run this have TRITON_INTERPRET=1 in their
-environment, as of `make test-all`.
+They add what the interpreter lacks and correct what it does differently from a GPU.
+Triton reads TRITON_INTERPRET when it is imported first. Processes that use this module
+must have TRITON_INTERPRET=1, as in `make test-all`.
 """
 
 import os
@@ -22,8 +23,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-# What the interpreter keeps as integers of their size.
-_TORCH = {
+# Dtypes that the interpreter stores as integers of the same size.
+_STORED_AS_INTEGERS = {
     tl.bfloat16: (torch.bfloat16, np.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
     tl.float8e5: (torch.float8_e5m2, np.uint8),
@@ -34,28 +35,34 @@ _FP4 = np.array([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4,
 
 
 def _numbers(handle: TensorHandle) -> Any:
+    """Return the values of a handle as an array of numbers."""
     dtype = handle.dtype.scalar
-    if dtype not in _TORCH:
+    if dtype not in _STORED_AS_INTEGERS:
         return handle.data
-    bits = torch.from_numpy(
-        np.array(handle.data, order="C")
-    )  # a copy, of no broadcast strides
-    return bits.view(_TORCH[dtype][0]).float().numpy()
+    # The copy has no broadcast strides.
+    bits = torch.from_numpy(np.array(handle.data, order="C"))
+    return bits.view(_STORED_AS_INTEGERS[dtype][0]).float().numpy()
 
 
 def _converted(data: Any, dtype: Any) -> TensorHandle:
-    """Rounded to the nearest; to FP8 saturating, as GPUs do."""
-    if dtype not in _TORCH:
-        kept = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}[
-            dtype
-        ]
-        return TensorHandle(np.asarray(data).astype(kept), dtype)
+    """Return numbers as a handle of `dtype`, rounded to nearest.
+
+    FP8 saturates, as on GPUs.
+    """
+    if dtype not in _STORED_AS_INTEGERS:
+        numpy_dtypes = {
+            tl.float16: np.float16,
+            tl.float32: np.float32,
+            tl.float64: np.float64,
+        }
+        return TensorHandle(np.asarray(data).astype(numpy_dtypes[dtype]), dtype)
     numbers = torch.from_numpy(np.array(data, np.float32, order="C"))
     if dtype in _LARGEST:
         numbers = numbers.clamp(-_LARGEST[dtype], _LARGEST[dtype])
-    theirs, kept = _TORCH[dtype]
-    bits = numbers.to(theirs).view(torch.uint8 if kept is np.uint8 else torch.int16)
-    return TensorHandle(bits.numpy().view(kept), dtype)
+    torch_dtype, integer_dtype = _STORED_AS_INTEGERS[dtype]
+    bits_dtype = torch.uint8 if integer_dtype is np.uint8 else torch.int16
+    bits = numbers.to(torch_dtype).view(bits_dtype)
+    return TensorHandle(bits.numpy().view(integer_dtype), dtype)
 
 
 _cast = InterpreterBuilder.cast_impl
@@ -64,21 +71,22 @@ _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _cast_impl(self: Any, src: TensorHandle, dst_type: Any) -> TensorHandle:
-    if {src.dtype.scalar, dst_type.scalar} & _TORCH.keys():
+    if {src.dtype.scalar, dst_type.scalar} & _STORED_AS_INTEGERS.keys():
         if dst_type.scalar.is_floating():
             return _converted(_numbers(src), dst_type.scalar)
         src = TensorHandle(_numbers(src), tl.float32)
-    found: TensorHandle = _cast(self, src, dst_type)
-    return found
+    result: TensorHandle = _cast(self, src, dst_type)
+    return result
 
 
 def _binary_op(
     self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Any
 ) -> TensorHandle:
-    if lhs.dtype.scalar in _TORCH:  # which the interpreter would take for integers
+    # The interpreter would compute with the integers.
+    if lhs.dtype.scalar in _STORED_AS_INTEGERS:
         return _converted(op(_numbers(lhs), _numbers(rhs)), lhs.dtype.scalar)
-    found: TensorHandle = _binary(self, lhs, rhs, op)
-    return found
+    result: TensorHandle = _binary(self, lhs, rhs, op)
+    return result
 
 
 def _dot(
@@ -92,33 +100,33 @@ def _dot(
 def _inline_asm(
     self: Any, asm: str, _: str, values: list[TensorHandle], *__: Any
 ) -> Any:
-    """Ours alone: what makes numbers of codes. A GPU's own is held to the same in tests/gpu."""
+    """Evaluate the inline assembly of our own kernels, which converts codes to numbers.
+
+    tests/gpu compares the real instructions with the same reference.
+    """
     codes = values[0].data
-    kind, dtype = (
-        asm.rpartition("// ")[2],
-        tl.bfloat16 if "bf16x2" in asm else tl.float16,
-    )
-    low, high = codes & 15, codes >> 4
+    kind = asm.rpartition("// ")[2]
+    dtype = tl.bfloat16 if "bf16x2" in asm else tl.float16
+    halves = (codes & 15, codes >> 4)
     if kind == "int4":
-        found = [half + (128 if dtype == tl.bfloat16 else 1024) for half in (low, high)]
-        found = [half + _numbers(values[1]) for half in found]
+        bias = 128 if dtype == tl.bfloat16 else 1024
+        results = [half + bias + _numbers(values[1]) for half in halves]
     elif kind == "fp4":
-        found = [_FP4[half] for half in (low, high)]
+        results = [_FP4[half] for half in halves]
     else:
         assert kind == "fp8" or _TO_HALF in asm, asm
-        found = [_numbers(TensorHandle(codes, tl.float8e4nv))]
-    return SimpleNamespace(get_result=lambda index: _converted(found[index], dtype))
+        results = [_numbers(TensorHandle(codes, tl.float8e4nv))]
+    return SimpleNamespace(get_result=lambda index: _converted(results[index], dtype))
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    _patch_tensor(
-        tensor, scope
-    )  # scalars are arrays of one element, which numpy takes for none
+    _patch_tensor(tensor, scope)
+    # Scalars are arrays of one element, which numpy does not accept as an index.
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
-    if tl.core.is_builtin(tl.core.load):  # once is enough, and each time takes long
+    if tl.core.is_builtin(tl.core.load):  # patch only once, because it is slow
         interpreter._patch_lang(self.fn)
     return self.rewrite()(*args, **named)
 

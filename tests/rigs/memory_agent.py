@@ -1,7 +1,8 @@
 """A TransferAgent inside one process.
 
-Bytes move when a READ is polled, not when it is posted, so a stalled READ delivers late, as a
-network does when its peer was stopped and continued. `stall`, `resume` and `fail` steer that.
+Bytes move when a READ is polled, not when it is posted. A stalled READ therefore
+delivers late, like a network when its peer was stopped and continued. `stall`, `resume`
+and `fail` control that.
 """
 
 import ctypes
@@ -16,26 +17,31 @@ from kvcache.stripe import IntArray
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
-_living: dict[
-    str, "MemoryAgent"
-] = {}  # by unique name: what a network is to real agents
+# All open agents by their unique names. It stands for the network of real agents.
+_open_agents: dict[str, "MemoryAgent"] = {}
 _lock = threading.Lock()
 
-
-_Runs = list[tuple[int, int, int]]  # local and remote address, bytes
+# Local address, remote address and number of bytes of each run.
+_Runs = list[tuple[int, int, int]]
 
 
 @dataclass
 class _Network:
-    """What befalls the READs of an agent and of all that are `another` of it."""
+    """Faults of the READs of an agent and of all agents that `another` made of it.
 
-    stalled: set[str | None] = field(default_factory=set)  # peers; None: all of them
+    Attributes:
+        stalled: names of stalled peers; None stands for all peers.
+        failing: number of READs that will fail.
+        spoiling: number of READs that will deliver a wrong bit.
+        active: number of READs that were posted and have not ended.
+        late: runs of failed READs that have still to arrive.
+    """
+
+    stalled: set[str | None] = field(default_factory=set)
     failing: int = 0
     spoiling: int = 0
-    active: int = 0  # READs posted and not ended
-    late: list[tuple["MemoryAgent", _Runs]] = field(
-        default_factory=list
-    )  # of failed READs
+    active: int = 0
+    late: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)
 
 
 class MemoryAgent(TransferAgent):
@@ -53,30 +59,35 @@ class MemoryAgent(TransferAgent):
         self.name = f"{self._prefix}-{uuid.uuid4().hex}"
         self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
-        self._mine = 0  # of the network's active READs
+        self._num_active = 0  # READs of this agent alone
         with _lock:
-            _living[self.name] = self
+            _open_agents[self.name] = self
 
     @property
     def active(self) -> int:
-        """READs that were posted and have not ended, of all agents of this network."""
+        """READs of all agents of this network that were posted and have not ended."""
         return self._network.active
 
     def stall(self, peer: str | None = None) -> None:
-        """READs, or those from one peer, stay active and deliver nothing until `resume`."""
+        """Stall READs, or those from one peer, until `resume`. They deliver nothing."""
         self._network.stalled.add(peer)
 
     def resume(self) -> None:
         self._network.stalled.clear()
 
     def fail(self, count: int = 1) -> None:
-        """The next `count` READs to be polled end in ERROR. As UCX reports the first failure of
-        several runs, all but the last go on: they arrive when another READ is polled, unless the
-        agent was closed before."""
+        """Make the next `count` READs to be polled end in ERROR.
+
+        UCX reports the first failure of several runs while the others continue. Here,
+        all runs but the last continue. They arrive when another READ is polled, unless
+        the agent was closed before.
+        """
         self._network.failing = count
 
     def spoil(self, count: int = 1) -> None:
-        """The next `count` READs to be polled bring one wrong bit each, and say nothing of it."""
+        """Make the next `count` READs to be polled silently deliver one wrong bit
+        each.
+        """
         self._network.spoiling = count
 
     def register(
@@ -108,7 +119,7 @@ class MemoryAgent(TransferAgent):
                 f"agent metadata is not a memory agent's: {error}"
             ) from error
         with _lock:
-            if name not in _living:
+            if name not in _open_agents:
                 raise TransferFailed(f"memory agent {name} is not in this process")
         self._peers[name] = regions
         return name
@@ -125,9 +136,15 @@ class MemoryAgent(TransferAgent):
         kinds: Sequence[MemoryKind] = ("DRAM", "DRAM"),
     ) -> ReadHandle:
         if peer not in self._peers:
-            raise TransferFailed(f"peer {peer} is not known")
-        rows = local_addresses.tolist(), remote_addresses.tolist(), lengths.tolist()
-        runs: _Runs = list(zip(*rows, strict=True))
+            raise TransferFailed(f"peer {peer} was not added")
+        runs: _Runs = list(
+            zip(
+                local_addresses.tolist(),
+                remote_addresses.tolist(),
+                lengths.tolist(),
+                strict=True,
+            )
+        )
         for local, remote, length in runs:
             _require_inside(self._regions, local, length, "local")
             _require_inside(self._peers[peer], remote, length, "remote")
@@ -136,17 +153,18 @@ class MemoryAgent(TransferAgent):
 
     def poll(self, handle: ReadHandle) -> ReadState:
         network = self._network
-        late, network.late = network.late, []
+        late = network.late
+        network.late = []
         for agent, runs in late:
             agent._deliver(runs)
         if handle.ended or network.stalled & {None, handle.peer}:
             return handle.state
         with _lock:
-            gone = handle.peer not in _living
-        if gone or network.failing:
+            is_closed = handle.peer not in _open_agents
+        if is_closed or network.failing:
             network.failing = max(0, network.failing - 1)
             handle.state = ReadState.ERROR
-            if not gone:
+            if not is_closed:
                 network.late.append((self, handle.key[:-1]))
         else:
             _copy(handle.key)
@@ -158,11 +176,11 @@ class MemoryAgent(TransferAgent):
         return handle.state
 
     def _deliver(self, runs: _Runs) -> None:
-        if self._regions:  # it has not been closed
+        if self._regions:  # the agent is not closed
             _copy(runs)
 
     def _count(self, change: int) -> None:
-        self._mine += change
+        self._num_active += change
         self._network.active += change
 
     def release(self, handle: ReadHandle) -> None:
@@ -172,16 +190,19 @@ class MemoryAgent(TransferAgent):
 
     def close(self) -> None:
         with _lock:
-            _living.pop(self.name, None)
+            _open_agents.pop(self.name, None)
         self._regions.clear()
         self._peers.clear()
-        self._count(-self._mine)
+        self._count(-self._num_active)
 
 
 def _require_inside(
     regions: list[tuple[int, int]], address: int, length: int, side: str
 ) -> None:
-    if not any(a <= address and address + length <= a + n for a, n in regions):
+    if not any(
+        start <= address and address + length <= start + nbytes
+        for start, nbytes in regions
+    ):
         raise TransferFailed(
             f"{length} bytes at {side} address {address} are not registered"
         )

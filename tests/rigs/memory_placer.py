@@ -1,4 +1,4 @@
-"""A placer for pools of one process that can be told to stall or fail."""
+"""A placer for pools of one process that can stall or fail on command."""
 
 import os
 import threading
@@ -26,20 +26,26 @@ from protocol.handshake import RankMetadata
 def locate(
     copy: BlockCopy, factors: Factors
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-    """Units of the source and of the target that a copy pairs, i64[n] each, and what the elements
-    of each pair are multiplied by, float32[n]."""
-    kind, of_piece, parameters = units_of(copy, factors)
+    """Return the pairs of units that a copy pairs, and the factor of each pair.
+
+    Returns:
+        Unit indices of the source and of the target, i64[n] each, and the factors by
+        which elements are multiplied, float32[n].
+    """
+    kind, units_per_piece, parameters = units_of(copy, factors)
     p = [int(value) for value in parameters[:NUM_PARAMETERS]]
-    number = np.arange(len(copy.sources) * of_piece, dtype=np.int64)
+    number = np.arange(len(copy.sources) * units_per_piece, dtype=np.int64)
     number, source = _divide(number, p[:3])
-    target, factor = source, np.zeros_like(number)
+    target = source
+    factor = np.zeros_like(number)
     for axis in range(3, NUM_PARAMETERS, 6):
         number, index = _divide(number, p[axis : axis + 3])
         source = source + index * p[axis + 3]
         target = target + index * p[axis + 4]
         factor = factor + index * p[axis + 5]
     sources, targets = piece_units(copy, kind)
-    source, target = source + sources[number], target + targets[number]
+    source = source + sources[number]
+    target = target + targets[number]
     if factors is None:
         return source, target, np.ones(len(source), np.float32)
     scales = parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
@@ -47,7 +53,7 @@ def locate(
 
 
 def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
-    """Quotient and remainder, by `divisor`'s triple."""
+    """Return quotient and remainder, computed with the three numbers of `divisor`."""
     size, magic, shift = by
     quotient = (number * magic) >> shift
     return quotient, number - quotient * size
@@ -56,13 +62,16 @@ def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
 def place_units(
     copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
 ) -> None:
-    """As `place`, by the kernel's index arithmetic. Arguments on the CPU."""
+    """Like `place`, with the kernel's index arithmetic. All arguments are on the
+    CPU.
+    """
     kind = kind_of(copy.source, copy.target, factors)
     reads, writes, scales = (torch.from_numpy(array) for array in locate(copy, factors))
     if not len(reads):
         return
     assert len(writes.unique()) == len(writes)
-    dtype, elements = getattr(torch, copy.source.dtype), kind.unit_elements
+    dtype = getattr(torch, copy.source.dtype)
+    elements = kind.unit_elements
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]
     if kind.scaled or kind.source_dtype != kind.target_dtype:
@@ -71,21 +80,25 @@ def place_units(
 
 
 class MemoryPlacer(Placer):
-    """At once unless stalled, with the kernel's index arithmetic, out of pools of this process.
+    """Copies between pools of this process, with the kernel's index arithmetic.
+
+    A launch ends at once unless the placer is stalled.
 
     Attributes:
-        stalled: launches made while it is set do not end before it is unset.
-        num_failing: so many of the next launches raise; `num_failed` of them have.
-        rooms: what there is room for, asked one after the other; then all.
+        stalled: while it is set, no launch ends.
+        num_failing: number of the next launches that will raise.
+        num_failed: number of launches that raised.
+        rooms: results of the next calls of `room`; after them, `room` has no limit.
         mapped: addresses that are open now.
-        unmapped: set whenever one is closed.
+        unmapped: set whenever an address is closed.
     """
 
     def __init__(self, pool: KVPool, launch_bytes: int = 16 << 20) -> None:
         super().__init__(pool)
         self.launch_bytes = launch_bytes
         self.stalled = False
-        self.num_failing = self.num_failed = 0
+        self.num_failing = 0
+        self.num_failed = 0
         self.rooms: list[int] = []
         self.mapped: list[int] = []
         self.unmapped = threading.Event()
@@ -93,7 +106,7 @@ class MemoryPlacer(Placer):
     def open(self, rank: RankMetadata) -> Memory:
         offered(rank)
         if rank.pid != os.getpid():
-            raise NotMappable("it is another process's")
+            raise NotMappable("the memory belongs to another process")
         address = rank.base_address
 
         def close() -> None:

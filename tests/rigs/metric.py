@@ -1,9 +1,9 @@
-"""What a process has counted."""
+"""The values of a process's metrics."""
 
 from protocol.metrics import SPECS, Metrics
 
 
 def metric(metrics: Metrics, name: str, **labels: str) -> float:
-    """The current value of a counter or gauge of its own, 0 when it was never touched."""
+    """Return the current value of a counter or gauge, 0 if it was never set."""
     suffix = "_total" if SPECS[name].kind == "counter" else ""
     return metrics._registry.get_sample_value(name + suffix, labels) or 0.0

@@ -1,11 +1,12 @@
-"""The client that end-to-end tests ask with: unlike httpx's own functions it prepares no TLS.
+"""The HTTP client of end-to-end tests. Unlike httpx's functions, it prepares no TLS.
 
-That takes 34 ms of a core for each client, and httpx.get makes one for each request.
+That preparation takes 34 ms of a core for each client, and httpx.get creates a client
+for each request.
 """
 
 import httpx
 
-# No connection is kept: servers are killed and stopped between requests.
+# No connection is reused, because servers are killed and stopped between requests.
 http = httpx.Client(
     verify=False,
     trust_env=False,

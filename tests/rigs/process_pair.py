@@ -1,8 +1,8 @@
-"""Processes of their own over NIXL: the prefill side, one rank of the decode side, a piece of
-memory, or a program.
+"""Processes over NIXL: a prefill side, a rank of a decode side, memory, or a program.
 
-They are forked from a process that has torch, whose import takes longer than most tests do, but no
-agent: a program makes its processes first. UCX reads its environment once, when it is loaded.
+They are forked from a process that has imported torch, because the import takes longer
+than most tests. That process has no NIXL agent. UCX reads its environment once, when it
+is loaded.
 """
 
 import hashlib
@@ -27,14 +27,17 @@ from tests import stopping
 from tests.rigs.memory_pair import HEADS, Prefill, layout
 
 multiprocessing.set_forkserver_preload([__name__])
-_PROGRAM_S = 200.0
+_PROGRAM_TIMEOUT_S = 200.0
 
 
 class Forked:
-    """A process that runs `work(connection to here, *args)`, whose first word is its greeting.
+    """A process that runs `work(connection, *args)`.
 
     Args:
-        env: added to its environment.
+        env: variables that are added to its environment.
+
+    Attributes:
+        greeting: the first message that the process sends.
     """
 
     def __init__(self, work: Callable[..., None], *args: Any, **env: str) -> None:
@@ -42,13 +45,14 @@ class Forked:
         context: Any = multiprocessing.get_context(
             "fork" if is_program else "forkserver"
         )
-        self._connection, theirs = context.Pipe()
-        run = (work, theirs, args, env)
+        self._connection, child_connection = context.Pipe()
         self.process = context.Process(
-            target=_run, args=run, daemon=work is not _execute
+            target=_run,
+            args=(work, child_connection, args, env),
+            daemon=work is not _execute,
         )
         self.process.start()
-        theirs.close()
+        child_connection.close()
         self.greeting = self._connection.recv()
 
     def signal(self, number: int) -> None:
@@ -60,8 +64,8 @@ class Forked:
         self.process.join()
         self._connection.close()
 
-    def ask(self, **question: Any) -> Any:
-        self._connection.send(question)
+    def request(self, **query: Any) -> Any:
+        self._connection.send(query)
         return self._connection.recv()
 
 
@@ -74,29 +78,28 @@ def _run(
     os.environ.update(env)
     try:
         work(connection, *args)
-    except EOFError:  # nobody asks any more
+    except EOFError:  # the test closed the connection
         os._exit(0)
 
 
 class Child(Forked):
-    """A prefill side, or a rank ("worker") of a decode side, of these options."""
+    """A prefill side, or one rank ("worker") of a decode side."""
 
     def __init__(self, role: str, **options: Any) -> None:
-        super().__init__(
-            {"prefill": serve_prefill, "worker": serve_worker}[role], options
-        )
+        work = {"prefill": serve_prefill, "worker": serve_worker}[role]
+        super().__init__(work, options)
 
     def lease(
         self, block_ids: list[int], num_tokens: int, **options: Any
     ) -> RemotePrefill:
-        remote: RemotePrefill = self.ask(
+        remote: RemotePrefill = self.request(
             block_ids=block_ids, num_tokens=num_tokens, **options
         )
         return remote
 
 
 class MemoryPeer(Forked):
-    """Readable memory of which byte i is pattern(nbytes)[i]."""
+    """A process with readable memory that holds `pattern(nbytes)`."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(_serve_memory, nbytes)
@@ -107,15 +110,18 @@ class MemoryPeer(Forked):
 
 
 def run_program(program: str, **env: str) -> str:
-    """In a process of its own; what it printed. It has to end well."""
+    """Run a program in a process of its own. Return its output.
+
+    It must end with status 0.
+    """
     with tempfile.NamedTemporaryFile() as file:
         process = Forked(_execute, program, file.name, **env).process
-        process.join(_PROGRAM_S)
+        process.join(_PROGRAM_TIMEOUT_S)
         code = process.exitcode
         process.kill()
-        told = file.read().decode()
-    assert code == 0, told
-    return told
+        output = file.read().decode()
+    assert code == 0, output
+    return output
 
 
 def _execute(connection: Connection, program: str, output: str) -> None:
@@ -139,7 +145,8 @@ def nixl(name: str, device: str = "cpu") -> TransferAgent:
 
 
 def _serve_memory(connection: Connection, nbytes: int) -> None:
-    memory, agent = pattern(nbytes), nixl("peer")
+    memory = pattern(nbytes)
+    agent = nixl("peer")
     agent.register(memory.ctypes.data, memory.nbytes)
     connection.send((agent.metadata(), memory.ctypes.data))
     connection.recv()
@@ -149,30 +156,33 @@ def serve_prefill(connection: Connection, options: dict[str, Any]) -> None:
     device = options.get("device", "cpu")
     prefill = Prefill(lambda: nixl("P", device), **options)
     connection.send({"port": prefill.server.address[1]})
-    while question := connection.recv():
-        if "free" in question:  # its KV is not there any more
+    while query := connection.recv():
+        if "free" in query:  # free the memory of its KV
             prefill.pools.clear()
             torch.cuda.empty_cache()
             connection.send({})
-        elif "counters" in question:
+        elif "counters" in query:
             connection.send(prefill.server.counters())
         else:
-            connection.send(prefill.lease(**question))
+            connection.send(prefill.lease(**query))
 
 
 def serve_worker(connection: Connection, options: dict[str, Any]) -> None:
-    """One rank of D; answers with a digest of what lies in its blocks."""
-    rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
+    """Run one rank of D. It answers each query with a digest of its blocks."""
+    rank = options["rank"]
+    tp = options["tp"]
+    dcp = options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
     local = LocalRank(rank, tp, HEADS, nixl("D"), pool, dcp=dcp)
     worker = TransferWorker(local, options["link"])
     worker.start()
     connection.send({"rank": rank})
-    while question := connection.recv():
-        connection.send(digest_of(pool, question["block_ids"]))
+    while query := connection.recv():
+        connection.send(digest_of(pool, query["block_ids"]))
 
 
 def digest_of(pool: KVPool, blocks: list[int]) -> str:
+    """Return the digest of the tokens in these blocks, in order."""
     rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
     return digest(rows.flatten(0, 1).numpy())
 

@@ -1,4 +1,7 @@
-"""Programs started as a user starts them: in a directory, by a command, with their output read."""
+"""Programs that are started as a user starts them.
+
+They run in a directory, by a command, and the test reads their output.
+"""
 
 import os
 import signal
@@ -15,14 +18,14 @@ BATON = (sys.executable, "-m", "deploy.cli")
 
 
 def environment() -> dict[str, str]:
-    """That of a user who has this checkout's Baton installed and has set no option."""
-    kept = {
+    """Return an environment with this checkout installed and no option set."""
+    variables = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("BATON_")
     }
-    kept.pop("PYTHONSAFEPATH", None)
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables.pop("PYTHONSAFEPATH", None)
+    return {**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Program:
     lines: list[str] = field(default_factory=list)
 
     def read_until(self, text: str) -> str:
-        """The next line that contains `text`."""
+        """Read output up to a line that contains `text`, and return that line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -42,20 +45,20 @@ class Program:
         raise AssertionError("\n".join(self.lines[-20:]))
 
     def end(self) -> int:
-        """Reads the rest of its output; returns its exit status."""
+        """Read the rest of the output and return the exit status."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
         return self.process.wait(TIMEOUT_S)
 
     def stop(self) -> None:
-        """Ends it by SIGTERM, in order."""
+        """End the program by SIGTERM. Its exit status must be 0."""
         self.process.send_signal(signal.SIGTERM)
         assert self.end() == 0, "\n".join(self.lines[-20:])
 
 
 @contextmanager
 def launched(argv: Sequence[str], cwd: Path = ROOT) -> Iterator[Program]:
-    """A program that is killed afterwards, whatever happens in between."""
+    """Start a program, and kill it when the block ends."""
     process = subprocess.Popen(
         argv,
         cwd=cwd,
@@ -74,7 +77,7 @@ def launched(argv: Sequence[str], cwd: Path = ROOT) -> Iterator[Program]:
 
 
 def children(pid: int) -> dict[int, str]:
-    """The command lines of a process's children."""
+    """Return the command lines of a process's children, by pid."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     pids = [
         int(word) for task in tasks for word in (task / "children").read_text().split()
@@ -86,10 +89,10 @@ def children(pid: int) -> dict[int, str]:
 
 
 def child(pid: int, *words: str) -> int:
-    """The only child of a process whose command line has these words."""
-    (found,) = (
-        each
-        for each, command in children(pid).items()
+    """Return the pid of the only child with these words in its command line."""
+    (child_pid,) = (
+        child_pid
+        for child_pid, command in children(pid).items()
         if all(f" {word} " in f" {command} " for word in words)
     )
-    return found
+    return child_pid

@@ -1,5 +1,7 @@
-"""Ranks of a real model, each in a thread, behind one executor; all but the first get each step as
-bytes."""
+"""Ranks of a real model behind one executor, each in a thread.
+
+All ranks but the first get each step as bytes.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,49 +26,59 @@ WAIT_S = 60.0
 
 
 class _Step:
-    """A launched one, of all ranks."""
+    """A step that was launched on all ranks."""
 
     def __init__(
-        self, ranks: "Ranks", own: PendingStep, others: list[Future[StepOutput]]
+        self, ranks: "Ranks", first: PendingStep, others: list[Future[StepOutput]]
     ) -> None:
-        self._ranks, self._own, self._others = ranks, own, others
-        self.draw, self.has_ended = own.draw, own.has_ended
+        self._ranks = ranks
+        self._first = first
+        self._others = others
+        self.draw = first.draw
+        self.has_ended = first.has_ended
 
     def result(self) -> StepOutput:
-        own = self._own.result()
-        self._ranks.steps.append((own, self._others))
-        return own
+        output = self._first.result()
+        self._ranks.steps.append((output, self._others))
+        return output
 
 
 class Ranks:
-    """An executor. As between processes, rank 0 does not wait for the others' results."""
+    """An executor. As between processes, rank 0 does not wait for the other ranks.
+
+    Attributes:
+        steps: for each step, the output of rank 0 and the futures of the other ranks.
+    """
 
     def __init__(
         self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]
     ) -> None:
-        self.runners, self._threads = runners, threads
+        self.runners = runners
+        self._threads = threads
         self.depth = runners[0].depth
         self.steps: list[tuple[StepOutput, list[Future[StepOutput]]]] = []
 
     def outputs(self) -> list[list[StepOutput]]:
-        """Of each step, by rank."""
+        """Return the outputs of all ranks, for each step."""
         return [
-            [own, *(one.result(WAIT_S) for one in others)] for own, others in self.steps
+            [first, *(future.result(WAIT_S) for future in others)]
+            for first, others in self.steps
         ]
 
     def launch(self, step: StepInput) -> PendingStep:
-        data, others = (
-            step_to_bytes(step),
-            zip(self._threads[1:], self.runners[1:], strict=True),
-        )
-        begun = [
-            thread.submit(lambda runner=runner: runner.execute(step_from_bytes(data)))
-            for thread, runner in others
+        data = step_to_bytes(step)
+
+        def execute(runner: ModelRunner) -> StepOutput:
+            return runner.execute(step_from_bytes(data))
+
+        others = [
+            thread.submit(execute, runner)
+            for thread, runner in zip(self._threads[1:], self.runners[1:], strict=True)
         ]
-        return _Step(self, self.runners[0].launch(step), begun)
+        return _Step(self, self.runners[0].launch(step), others)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """New pools, of blocks of so many tokens on each rank."""
+        """Allocate new pools, with blocks of `block_size` tokens on each rank."""
         for runner in self.runners:
             runner.config = runner.config.model_copy(update={"block_size": block_size})
             runner.allocate(num_blocks)
@@ -83,23 +95,28 @@ def _runner(
     return ModelRunner(config, load_config(model), parallel)
 
 
+def _close(runners: list[ModelRunner]) -> None:
+    for runner in runners:
+        runner.model.parallel.close()
+
+
 @contextmanager
 def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
-    """`size` ranks, of which `dcp` share tokens; `allocate` comes next.
+    """Start `size` ranks. Groups of `dcp` ranks share tokens. Call `allocate` next.
 
     Args:
-        options: further ones of EngineConfig.
+        options: further options of EngineConfig.
     """
     runners: list[ModelRunner] = []
     with ExitStack() as stack:
-        # Once no thread runs any more.
-        stack.callback(lambda: [each.model.parallel.close() for each in runners])
+        # This runs after the threads have ended.
+        stack.callback(lambda: _close(runners))
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
         folder = stack.enter_context(TemporaryDirectory())
         options = {"size": size, "dcp": dcp, "meeting": f"{folder}/group", **options}
-        making = [
+        futures = [
             thread.submit(_runner, rank, **options)
             for rank, thread in enumerate(threads)
         ]
-        runners += [each.result(WAIT_S) for each in making]
+        runners += [future.result(WAIT_S) for future in futures]
         yield Ranks(runners, threads)

@@ -1,4 +1,4 @@
-"""An engine in memory, which plays a script."""
+"""An engine in memory that plays a script."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -19,7 +19,10 @@ from protocol.settings.options import QueueOptions
 async def generate(
     engine: EngineClient, request: AddRequest
 ) -> AsyncGenerator[TokenDelta, None]:
-    """One request's deltas, ending after the terminal one; closing it early aborts."""
+    """Yield the deltas of one request, up to the terminal one.
+
+    Closing the generator early aborts the request.
+    """
     subscription = engine.submit([request])
     try:
         while batch := await subscription.next_batch():
@@ -33,7 +36,10 @@ Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
 
 
 async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """The default script: answers with the prompt's last token + 1, + 2, ... up to the limit."""
+    """Answer with the prompt's last token + 1, + 2, ... up to the limit.
+
+    This is the default script.
+    """
     last = request.token_ids[-1]
     for step in range(1, request.max_tokens + 1):
         yield TokenDelta(request_id=request.request_id, token_ids=[last + step])
@@ -46,7 +52,7 @@ async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """A script that says nothing, ever."""
+    """A script that never sends anything."""
     await asyncio.Event().wait()
     yield TokenDelta(request_id=request.request_id)
 
@@ -57,14 +63,16 @@ SMALL_ENGINE = EngineReady(
 
 
 class ScriptedEngine(EngineClient):
-    """An engine in memory that answers each request with what a script yields.
+    """An engine in memory that answers each request with the deltas of a script.
 
-    A script that returns without a terminal delta, or raises, leaves its request open: that is
-    how a test makes an engine hang. An abort ends the script and answers as the engine does.
+    If a script raises, or returns without a terminal delta, its request stays open. So
+    a test can make an engine hang. An abort ends the script and is answered as by an
+    engine.
 
     Args:
         script: an async generator function of the request.
-        ready: what the engine says of itself; None: it never becomes ready by itself.
+        ready: the engine's ready message; if None, the engine never becomes ready by
+            itself.
     """
 
     def __init__(
@@ -89,8 +97,8 @@ class ScriptedEngine(EngineClient):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def say(self, message: EngineOutput) -> None:
-        """Plays a message of the engine."""
+    def emit(self, message: EngineOutput) -> None:
+        """Handle a message as if the engine had sent it."""
         self._take(message)
 
     def _send(self, message: EngineInput) -> None:

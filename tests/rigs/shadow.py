@@ -1,8 +1,9 @@
-"""A stand-in for the model whose KV cache holds what it claims to hold.
+"""A shadow of a model: its KV cache holds tokens, so wrong KV shows in the output.
 
-Each slot of the shadow pool remembers the token written to it. The next token is a hash of the
-whole context as read back through the block table, so any mistake with blocks, positions, prefix
-hits or preemption changes the output, which `expected_output` computes without any cache.
+Each slot of the pool stores the token that was written to it. The next token is a hash
+of the whole context, read back through the block table. Any mistake with blocks,
+positions, prefix hits or preemption therefore changes the output. `expected_output`
+computes the same output without a cache.
 """
 
 import dataclasses
@@ -44,34 +45,40 @@ VOCAB = 50
 
 
 def next_token(context: Sequence[int], choice: int = 0) -> int:
-    data = np.asarray([*context, *[choice] * (choice > 0)], dtype=np.int64).tobytes()
-    return (
-        int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB
-    )
+    """Return the token that follows a context in this choice of a request."""
+    hashed = list(context)
+    if choice > 0:
+        hashed.append(choice)
+    data = np.asarray(hashed, dtype=np.int64).tobytes()
+    digest = hashlib.blake2b(data, digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
 
 
 def allowed(token: int, banned: Sequence[int]) -> int:
-    """What is drawn instead of banned tokens, which must not be all."""
+    """Return the token, or the next one that is allowed. Not all may be banned."""
     while token in banned:
         token = (token + 1) % VOCAB
     return token
 
 
 def _masked(token: int, mask: Int32s) -> int:
-    """Of the tokens a mask allows the one that `token` picks; itself where it allows all."""
+    """Return the token if the mask allows all tokens, else one of the allowed
+    tokens.
+    """
     if (mask == -1).all():
         return token
-    found = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
-    return int(found[token % len(found)])
+    allowed_tokens = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+    return int(allowed_tokens[token % len(allowed_tokens)])
 
 
 def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLogprobs:
+    """Return the "logprob" of a target: a hash of its context and itself."""
     value = -float(next_token([*context, target]))
     return TokenLogprobs(value, [target] * num_top, [value] * num_top)
 
 
 def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
-    """Of every prompt token."""
+    """Return the scores of every prompt token; the first token has none."""
     rows = [
         expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))
     ]
@@ -87,18 +94,18 @@ def expected_output(
 ) -> list[int]:
     tokens = list(prompt)
     for num_outputs in range(max_tokens):
-        tokens.append(
-            allowed(
-                next_token(tokens, choice), stop if num_outputs < min_tokens else ()
-            )
-        )
+        banned = stop if num_outputs < min_tokens else ()
+        tokens.append(allowed(next_token(tokens, choice), banned))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
 
 
 class _ShadowStep:
-    """Runs when its result is asked for, the latest moment at which a device may run it."""
+    """A launched step. It runs when its result is requested.
+
+    That is the latest moment at which a device may run it.
+    """
 
     def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
         self.step = step
@@ -107,18 +114,15 @@ class _ShadowStep:
 
     def draw(self, masks: Int32s) -> None:
         assert self.step.is_masked and self._masks is None
-        assert self._executor.under_way[-1] is self, (
-            "drawn before anything else is launched"
-        )
+        is_last = self._executor.in_flight[-1] is self
+        assert is_last, "another step was launched before the draw"
         self._masks = masks.copy()
 
     @property
     def blocks(self) -> set[int]:
-        """What the step reads and writes."""
-        lens = (
-            -(-self.step.context_lens // self._executor.block_size)
-            * self._executor.num_groups
-        )
+        """The blocks that the step reads and writes."""
+        num_blocks = -(-self.step.context_lens // self._executor.block_size)
+        lens = num_blocks * self._executor.num_groups
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
         return {int(block) for row, length in rows for block in row[:length]}
 
@@ -126,27 +130,28 @@ class _ShadowStep:
         return self._executor.has_ended()
 
     def result(self) -> StepOutput:
-        assert self._executor.under_way.popleft() is self, (
-            "results are asked for in order"
-        )
-        assert self.step.is_masked == (self._masks is not None), (
-            "it cannot know what to draw"
-        )
+        is_oldest = self._executor.in_flight.popleft() is self
+        assert is_oldest, "results were requested out of order"
+        has_masks = self._masks is not None
+        assert self.step.is_masked == has_masks, "masks are missing or superfluous"
         return self._executor.execute(self.step, self._masks)
 
 
 class ShadowExecutor:
-    """Executes steps over a pool of token ids; -1 is a slot never written."""
+    """Executes steps over a pool of token ids; -1 marks a slot that was never written.
+
+    Attributes:
+        num_steps_ahead: number of steps launched while another one was in flight.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
         self.depth = depth
-        self.under_way: deque[_ShadowStep] = deque()
+        self.in_flight: deque[_ShadowStep] = deque()
         self.num_steps_ahead = 0
-        self._drawn: list[int] = []  # by the last step that ran
+        self._drawn: list[int] = []  # tokens of the last step that ran
         self._setups: dict[int, SamplingRow] = {}  # by state row
-        self._counted: dict[
-            int, list[int]
-        ] = {}  # by state row: prompt, then drawn tokens
+        # The prompt and the drawn tokens, by state row.
+        self._counted: dict[int, list[int]] = {}
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.num_groups = 1
@@ -155,20 +160,22 @@ class ShadowExecutor:
         self.max_tokens_in_step = 0
 
     def launch(self, step: StepInput) -> _ShadowStep:
-        assert len(self.under_way) <= self.depth
-        self.num_steps_ahead += bool(self.under_way)
-        launched = _ShadowStep(
-            self, step_from_bytes(step_to_bytes(step))
-        )  # as other ranks see it
-        self.under_way.append(launched)
+        assert len(self.in_flight) <= self.depth
+        if self.in_flight:
+            self.num_steps_ahead += 1
+        # Other ranks get the step as bytes, too.
+        launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))
+        self.in_flight.append(launched)
         return launched
 
     def has_ended(self) -> bool:
-        """Of the step that is waited for; by default it runs when its result is asked for."""
+        """Whether the oldest step has ended. By default it runs when its result is
+        requested.
+        """
         return True
 
     def blocks_in_flight(self) -> set[int]:
-        return {block for step in self.under_way for block in step.blocks}
+        return {block for step in self.in_flight for block in step.blocks}
 
     def execute(self, step: StepInput, masks: Int32s | None) -> StepOutput:
         ids = [
@@ -179,10 +186,11 @@ class ShadowExecutor:
             dataclasses.replace(step, token_ids=np.array(ids, dtype=np.int64))
         )
         if masks is not None:
-            pairs = zip(output.token_ids, masks, strict=True)
-            output = dataclasses.replace(
-                output, token_ids=[_masked(*pair) for pair in pairs]
-            )
+            masked = [
+                _masked(token, mask)
+                for token, mask in zip(output.token_ids, masks, strict=True)
+            ]
+            output = dataclasses.replace(output, token_ids=masked)
         self._drawn = output.token_ids
         return output
 
@@ -191,22 +199,22 @@ class ShadowExecutor:
         self.num_tokens += len(step.token_ids)
         self.max_tokens_in_step = max(self.max_tokens_in_step, len(step.token_ids))
         batch = step.attention_batch(self.block_size)
-        assert not (batch.slot_mapping < self.block_size).any(), (
-            "wrote to the null block"
-        )
-        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), (
-            "a slot twice"
-        )
-        self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
+        slots = batch.slot_mapping
+        assert not (slots < self.block_size).any(), "wrote to the null block"
+        assert len(set(slots.tolist())) == len(slots), "wrote to a slot twice"
+        self.pool.reshape(-1)[slots] = step.token_ids
         for setup in step.shapes.setups if step.shapes else []:
             self._setups[setup.row] = setup
             self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
         tokens = [self._draw(step, at) for at in range(len(step.sampling))]
-        scores = [self._score(step, wanted) for wanted in step.scores]
+        scores = [self._score(step, rows) for rows in step.scores]
         return StepOutput(tokens, [None] * len(tokens), scores)
 
     def _draw(self, step: StepInput, at: int) -> int:
-        """A token by the context; its state row, if any, must have counted just that."""
+        """Return the next token of a sampled row.
+
+        If the row has a state row, that must have counted exactly the row's context.
+        """
         context = self.context(step, int(step.sample_rows[at]))
         token = next_token(context, step.sampling[at].choice_index)
         row = step.shapes.rows[at] if step.shapes else NO_ROW
@@ -215,20 +223,22 @@ class ShadowExecutor:
         setup = self._setups[row]
         token = allowed(token, setup.stop_token_ids if step.shapes.bans[at] else ())
         if setup.penalties is not None:
-            assert self._counted[row] == context, "penalties of another text"
+            assert self._counted[row] == context, "penalties of another context"
             self._counted[row].append(token)
         return token
 
-    def _score(self, step: StepInput, wanted: ScoredRows) -> list[TokenLogprobs]:
-        """Each target's "logprob" says what context it was found in, as KV has it."""
-        row = int(
-            np.searchsorted(np.cumsum(step.query_lens), wanted.first_row, side="right")
-        )
-        first = int(step.positions[wanted.first_row]) + 1
+    def _score(self, step: StepInput, rows: ScoredRows) -> list[TokenLogprobs]:
+        """Return the scores of a sequence's targets.
+
+        A target's "logprob" is a hash of the context that the KV holds.
+        """
+        ends = np.cumsum(step.query_lens)
+        row = int(np.searchsorted(ends, rows.first_row, side="right"))
+        first = int(step.positions[rows.first_row]) + 1
         context = self.context(step, row)
         return [
-            expected_score(context[: first + at], target, wanted.num_top)
-            for at, target in enumerate(wanted.targets)
+            expected_score(context[: first + at], target, rows.num_top)
+            for at, target in enumerate(rows.targets)
         ]
 
     def context(self, step: StepInput, row: int) -> list[int]:
@@ -241,20 +251,25 @@ class ShadowExecutor:
 
 
 def chained(seen: Sequence[int], token: int) -> int:
-    """What the slots of a token hold that has seen these: it stands for all of them."""
+    """Return what the slots of a token hold.
+
+    It is a hash of the token and of everything that the token attends to.
+    """
     data = np.array([*seen, token], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
-    """What the last of these tokens sees, by group: what the slots in its window hold."""
+    """Return what the last of these tokens attends to, group by group.
+
+    It is the contents of the slots in the window of each group.
+    """
     chain: list[int] = []
     for token in tokens:
-        before = [
-            v
-            for w in groups.windows
-            for v in chain[max(0, len(chain) + 1 - w) if w else 0 :]
-        ]
+        before: list[int] = []
+        for window in groups.windows:
+            first = max(0, len(chain) + 1 - window) if window else 0
+            before += chain[first:]
         chain.append(chained(before, token))
     return [value for window in groups.windows for value in chain[-(window or 0) :]]
 
@@ -269,57 +284,64 @@ def windowed_output(
 
 
 class WindowedExecutor(ShadowExecutor):
-    """Of several KV groups: each reads its own blocks, as far back as its window reaches. A slot
-    stands for its whole prefix, so that a token drawn after another one's KV is another token."""
+    """A shadow executor with several KV groups.
+
+    Each group reads its own blocks, as far back as its window reaches. A slot holds a
+    hash of its whole prefix, so KV of another prefix leads to another token.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, depth: int, groups: KVGroups
     ) -> None:
         super().__init__(num_blocks, block_size, depth)
-        self.groups, self.num_groups = groups, groups.count
+        self.groups = groups
+        self.num_groups = groups.count
 
     def run(self, step: StepInput) -> StepOutput:
         self.num_steps += 1
         self.num_tokens += len(step.token_ids)
         ends = np.cumsum(step.query_lens)
-        for row, (length, stop) in enumerate(
-            zip(step.query_lens, step.context_lens, strict=True)
-        ):
-            for at in range(stop - length, stop):
-                before = self.visible(step, row, at, at + 1)
-                value = chained(before, int(step.token_ids[ends[row] - stop + at]))
+        lens = zip(step.query_lens, step.context_lens, strict=True)
+        for row, (length, stop) in enumerate(lens):
+            for position in range(stop - length, stop):
+                before = self.visible(step, row, position, position + 1)
+                token = int(step.token_ids[ends[row] - stop + position])
+                value = chained(before, token)
                 for group in range(self.num_groups):
-                    self.pool[self.slot(step, row, group, at)] = value
-        rows = zip(step.sample_rows.tolist(), step.sampling, strict=True)
-        lens = step.context_lens
-        drawn = [
-            next_token(self.visible(step, row, lens[row], lens[row]), one.choice_index)
-            for row, one in rows
-        ]
+                    self.pool[self.slot(step, row, group, position)] = value
+        drawn = []
+        for row, params in zip(step.sample_rows.tolist(), step.sampling, strict=True):
+            length = step.context_lens[row]
+            context = self.visible(step, row, length, length)
+            drawn.append(next_token(context, params.choice_index))
         return StepOutput(drawn, [None] * len(drawn))
 
-    def slot(self, step: StepInput, row: int, group: int, at: int) -> tuple[int, int]:
-        block, offset = divmod(at, self.block_size)
-        found = int(step.block_tables[row, block * self.num_groups + group])
-        assert found != NULL_BLOCK, f"group {group} reads token {at}, which was dropped"
-        return found, offset
+    def slot(
+        self, step: StepInput, row: int, group: int, position: int
+    ) -> tuple[int, int]:
+        """Return the block and the offset of a position in one group."""
+        index, offset = divmod(position, self.block_size)
+        block = int(step.block_tables[row, index * self.num_groups + group])
+        is_dropped = block == NULL_BLOCK
+        assert not is_dropped, f"group {group} reads token {position}, which it dropped"
+        return block, offset
 
     def visible(self, step: StepInput, row: int, stop: int, end: int) -> list[int]:
-        """What is before `stop` in the window that ends at `end`."""
+        """Return the slots before `stop` in the windows that end at `end`, by group."""
         firsts = [
             max(0, end - window) if window else 0 for window in self.groups.windows
         ]
         values = [
-            int(self.pool[self.slot(step, row, group, at)])
+            int(self.pool[self.slot(step, row, group, position)])
             for group, first in enumerate(firsts)
-            for at in range(first, stop)
+            for position in range(first, stop)
         ]
         assert min(values, default=0) >= 0, "read a slot that was never written"
         return values
 
 
 class MemoryTransport:
-    """Collects what the core sends."""
+    """Collects the messages that the core sends."""
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
@@ -341,18 +363,29 @@ class MemoryTransport:
                 self.stats = values
 
     def tokens(self, request_id: str, choice: int = 0) -> list[int]:
-        mine = [
-            d for d in self.deltas if (d.request_id, d.choice) == (request_id, choice)
+        return [
+            token
+            for delta in self.deltas
+            if delta.request_id == request_id and delta.choice == choice
+            for token in delta.token_ids
         ]
-        return [t for d in mine for t in d.token_ids]
 
     def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None]:
-        mine = [d for d in self.deltas if d.request_id == request_id]
-        return [row for d in mine for row in d.prompt_logprobs or []]
+        return [
+            row
+            for delta in self.deltas
+            if delta.request_id == request_id
+            for row in delta.prompt_logprobs or []
+        ]
 
     def terminals(self, request_id: str) -> list[TokenDelta]:
-        mine = [d for d in self.deltas if d.request_id == request_id]
-        return [d for d in mine if d.finish_reason is not None or d.error is not None]
+        """Return the deltas that end the request, or one of its choices."""
+        return [
+            delta
+            for delta in self.deltas
+            if delta.request_id == request_id
+            and (delta.finish_reason is not None or delta.error is not None)
+        ]
 
 
 def make_core(
@@ -369,11 +402,15 @@ def make_core(
     itl_target_s: float | None = None,
     groups: KVGroups = ONE_GROUP,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
+    """Return an engine core, its executor and its transport."""
     limits = SchedulerLimits(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, block_size=block_size, itl_target_s=itl_target_s,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        itl_target_s=itl_target_s,
         groups=groups,
-    )  # fmt: skip
+    )
     scheduler = Scheduler(limits, num_blocks, cached=prefix_caching)
     if executor is None and groups.drops_blocks:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)
@@ -387,15 +424,14 @@ def make_core(
 
 
 def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
-    """I8: no block is handed out while a launched step refers to it."""
+    """Check I8: no block is handed out while a launched step refers to it."""
     allocate = allocator.allocate
 
     def checked(num_blocks: int) -> list[int]:
-        taken = allocate(num_blocks)
-        assert not executor.blocks_in_flight().intersection(taken), (
-            "a step may still write there"
-        )
-        return taken
+        blocks = allocate(num_blocks)
+        conflicts = executor.blocks_in_flight().intersection(blocks)
+        assert not conflicts, "a step in flight may still write to these blocks"
+        return blocks
 
     allocator.allocate = checked  # type: ignore[method-assign]
 
@@ -403,7 +439,7 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
 def masks_of(
     compiler: GrammarCompiler, states: Sequence[GrammarState | None]
 ) -> Int32s:
-    """Of one step, however long they take."""
+    """Return the masks of one step, and wait for them without a time limit."""
     for state in states:
         if state is not None:
             state._advance([], fill=True)
@@ -417,6 +453,7 @@ def add(
     sampling: SamplingParams | None = None,
     **members: object,
 ) -> AddRequest:
+    """Return a request for the core."""
     return AddRequest(
         request_id=request_id,
         token_ids=list(prompt),
@@ -427,27 +464,31 @@ def add(
 
 
 def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
-    """A round with these, then rounds until nothing progresses. A core that never settles fails
-    here."""
+    """Run a round with these messages, then rounds until nothing progresses.
+
+    Raises:
+        AssertionError: the core still progresses after 2,000 rounds.
+    """
     if messages:
         core.round(messages)
     for _ in range(2000):
         if not core.round([]) and not awaited_masks(core):
             return
         core.scheduler.check_integrity()
-    raise AssertionError("the core never came to rest")
+    raise AssertionError("the core still progresses after 2,000 rounds")
 
 
 def awaited_masks(core: EngineCore) -> bool:
-    """Whether sequences sat out; they have no more reason to."""
+    """Wait for the masks of skipped sequences. Return whether there were any."""
     sitting = list(core.grammars.sitting.values())
     for work, _ in sitting:
         work.result(60.0)
     return bool(sitting)
 
 
-def assert_all_blocks_home(core: EngineCore) -> None:
+def assert_all_blocks_free(core: EngineCore) -> None:
+    """Assert that every block is free or cached."""
     counts = core.scheduler.allocator.counts()
     core.scheduler.check_integrity()
-    home = counts[BlockState.FREE] + counts[BlockState.CACHED]
-    assert home == core.scheduler.allocator.capacity, counts
+    num_available = counts[BlockState.FREE] + counts[BlockState.CACHED]
+    assert num_available == core.scheduler.allocator.capacity, counts

@@ -1,9 +1,10 @@
-"""What the proxy adds to streams: `python -m tests.rigs.streams`.
+"""The delay that the proxy adds to streams: `python -m tests.rigs.streams`.
 
-Fake servers in a process of their own stream events that say when they were sent. Clients read
-them from a server itself, then through a proxy: of every event how late it comes, and of
-every stream the time to its first event, the prefill leg in it. The last line is one JSON document:
-milliseconds at percentiles, and the processor time of the proxy for an event.
+Fake servers in a process of their own stream events that contain the time at which they
+were sent. Clients read the streams from a server directly, and then through a proxy.
+They measure the delay of every event, and the time to the first event of every stream,
+the prefill leg included. The last line is one JSON document: milliseconds at
+percentiles, and the proxy's CPU time per event.
 """
 
 import argparse
@@ -19,16 +20,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import uvloop
 
-LEVELS = (50, 90, 99)  # percentiles
+PERCENTILES = (50, 90, 99)
 _DONE = b"data: [DONE]\n\n"
 _go = asyncio.Event()
 _KV = {"kv_transfer_params": {"remote_engine_id": "fake", "remote_block_ids": [1]}}
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serves a connection: as a prefill server what is one's, and else a stream, of whose events
-    the prompt says how many they are and how many seconds apart; below 0, the first is followed by
-    the others once anybody has asked for /go."""
+    """Serve a connection as a prefill server or as a decode server.
+
+    A streaming request gets a stream. Its prompt contains the number of events and the
+    seconds between two of them. If that interval is negative, the second event is sent
+    only when a client has requested /go. Other requests get a prefill answer.
+    """
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while head := await reader.readuntil(b"\r\n\r\n"):
             lines = (line.partition(b": ") for line in head.lower().split(b"\r\n"))
@@ -41,9 +45,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             if body.get("stream"):
                 await _stream(writer, *map(float, body["prompt"].split()))
                 continue
-            told = json.dumps(_KV if body else {}).encode()
+            answer = json.dumps(_KV if body else {}).encode()
             writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(told), told)
+                b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b"
+                % (len(answer), answer)
             )
     writer.close()
 
@@ -57,7 +62,10 @@ async def _stream(
         event = b'data: {"sent_s": %.6f}\n\n' % time.monotonic()
         writer.write(b"%x\r\n%b\r\n" % (len(event), event))
         await writer.drain()
-        await (asyncio.sleep(interval_s) if interval_s >= 0 else _go.wait())
+        if interval_s >= 0:
+            await asyncio.sleep(interval_s)
+        else:
+            await _go.wait()
     writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(_DONE), _DONE))
 
 
@@ -69,8 +77,8 @@ async def _serve() -> None:
 
 @contextlib.contextmanager
 def _started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    told = [sys.executable, "-m", *command]
-    with subprocess.Popen(told, stdout=subprocess.PIPE, text=True) as process:
+    argv = [sys.executable, "-m", *command]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -79,7 +87,7 @@ def _started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def proxy_of_fakes(*options: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """A proxy's process in front of fake servers, its port and that of the servers."""
+    """Start fake servers and a proxy. Yield its process, its port and theirs."""
     with _started("tests.rigs.streams", "--serve") as fake, socket.socket() as free:
         assert fake.stdout is not None
         fake_port = int(fake.stdout.readline())
@@ -87,28 +95,21 @@ def proxy_of_fakes(*options: str) -> Iterator[tuple[subprocess.Popen[str], int, 
         port = free.getsockname()[1]
         free.close()
         url = f"http://127.0.0.1:{fake_port}"
-        told = [
-            "--port",
-            str(port),
-            "--log-level",
-            "error",
-            "--disaggregate",
-            "always",
-            *options,
-        ]
-        with _started("proxy", "--prefill", url, "--decode", url, *told) as proxy:
+        argv = ["--port", str(port), "--log-level", "error"]
+        argv += ["--disaggregate", "always", *options]
+        with _started("proxy", "--prefill", url, "--decode", url, *argv) as proxy:
             yield proxy, port, fake_port
 
 
 async def until_ready(port: int) -> None:
-    """Returns when the proxy has found both servers."""
+    """Wait until the proxy reports that both servers are ready."""
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /ready HTTP/1.0\r\n\r\n")
-            told = await reader.read()
+            report = await reader.read()
             writer.close()
-            if b'"missing":[]' in told:
+            if b'"missing":[]' in report:
                 return
         await asyncio.sleep(0.05)
 
@@ -116,46 +117,62 @@ async def until_ready(port: int) -> None:
 async def read_stream(
     port: int, num_events: int, interval_s: float, turn: asyncio.Semaphore | None = None
 ) -> list[float]:
-    """How late each event was, in seconds: the first one since the request, the others since they
-    were sent. Raises AssertionError for what is no stream, or one without its end."""
+    """Return the delay of each event of a stream in seconds.
+
+    The delay of the first event counts from the request, that of others from the time
+    at which they were sent.
+
+    Args:
+        turn: limits the number of streams that have not had their first event.
+
+    Raises:
+        AssertionError: the answer is not a stream, or the stream has no end.
+    """
     body = {"model": "m", "stream": True, "prompt": f"{num_events} {interval_s}"}
     data = json.dumps(body).encode()
-    if turn is not None:  # to begin
+    if turn is not None:
         await turn.acquire()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
         % len(data)
     )
-    begun_s, late = time.monotonic(), list[float]()
+    started_s = time.monotonic()
+    delays_s: list[float] = []
     writer.write(head + data)
     try:
-        while (event := await reader.readuntil(b"\n\n"))[-len(_DONE) :] != _DONE:
-            sent_s = float(event[event.rindex(b":") + 1 : -3]) if late else begun_s
-            late.append(time.monotonic() - sent_s)
-            if turn is not None and len(late) == 1:
+        while not (event := await reader.readuntil(b"\n\n")).endswith(_DONE):
+            sent_s = started_s
+            if delays_s:
+                sent_s = float(event[event.rindex(b":") + 1 : -3])
+            delays_s.append(time.monotonic() - sent_s)
+            if turn is not None and len(delays_s) == 1:
                 turn.release()
     except asyncio.IncompleteReadError as error:
         raise AssertionError(
-            f"{len(late)} events, then {error.partial[:500]!r}"
+            f"{len(delays_s)} events, then {error.partial[:500]!r}"
         ) from None
     finally:
         writer.close()
-    return late
+    return delays_s
 
 
 async def _load(port: int, args: argparse.Namespace) -> list[list[float]]:
-    """Streams, one after the other on each of `args.streams` clients, which begin by turns."""
+    """Return the delays of all streams.
 
-    async def client(at: int) -> list[list[float]]:
-        await asyncio.sleep(at / args.streams * args.events * args.interval_s)
+    Each of `args.streams` clients reads `args.rounds` streams one after the other. The
+    clients start at different times.
+    """
+
+    async def client(index: int) -> list[list[float]]:
+        await asyncio.sleep(index / args.streams * args.events * args.interval_s)
         return [
             await read_stream(port, args.events, args.interval_s)
             for _ in range(args.rounds)
         ]
 
-    found = await asyncio.gather(*(client(at) for at in range(args.streams)))
-    return [late for streams in found for late in streams]
+    clients = await asyncio.gather(*(client(index) for index in range(args.streams)))
+    return [delays_s for streams in clients for delays_s in streams]
 
 
 def _cpu_s(pid: int) -> float:
@@ -163,40 +180,44 @@ def _cpu_s(pid: int) -> float:
         return int(file.read().split()[0]) / 1e9
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    found = np.percentile(values, LEVELS) * 1e3
+def _percentiles_ms(values: Sequence[float]) -> dict[str, float]:
+    values_ms = np.percentile(values, PERCENTILES) * 1e3
     return {
         f"p{level}": round(float(ms), 3)
-        for level, ms in zip(LEVELS, found, strict=True)
+        for level, ms in zip(PERCENTILES, values_ms, strict=True)
     }
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, object]:
     with proxy_of_fakes() as (proxy, port, fake_port):
         await until_ready(port)
-        found = {"direct": await _load(fake_port, args)}
-        begun_s = _cpu_s(proxy.pid)
-        found["proxy"] = await _load(port, args)
-        spent_s = _cpu_s(proxy.pid) - begun_s
-    told: dict[str, object] = {"streams": args.streams, "interval_s": args.interval_s}
-    for name, late in found.items():
-        told[f"{name}_first_event_ms"] = _percentiles([times[0] for times in late])
-        told[f"{name}_event_ms"] = _percentiles(
-            [late_s for times in late for late_s in times[1:]]
-        )
+        delays_s = {"direct": await _load(fake_port, args)}
+        cpu_before_s = _cpu_s(proxy.pid)
+        delays_s["proxy"] = await _load(port, args)
+        cpu_s = _cpu_s(proxy.pid) - cpu_before_s
+    figures: dict[str, object] = {
+        "streams": args.streams,
+        "interval_s": args.interval_s,
+    }
+    for name, streams in delays_s.items():
+        first = [stream[0] for stream in streams]
+        later = [delay_s for stream in streams for delay_s in stream[1:]]
+        figures[f"{name}_first_event_ms"] = _percentiles_ms(first)
+        figures[f"{name}_event_ms"] = _percentiles_ms(later)
     num_events = args.rounds * args.streams * args.events
-    return told | {"proxy_cpu_us_per_event": round(spent_s / num_events * 1e6, 1)}
+    figures["proxy_cpu_us_per_event"] = round(cpu_s / num_events * 1e6, 1)
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tests.rigs.streams", description=__doc__)
-    parser.add_argument("--streams", type=int, default=64, help="at once")
-    parser.add_argument("--events", type=int, default=100, help="of a stream")
+    parser.add_argument("--streams", type=int, default=64, help="streams at once")
+    parser.add_argument("--events", type=int, default=100, help="events of a stream")
     parser.add_argument(
-        "--interval-s", type=float, default=0.02, help="between two of them"
+        "--interval-s", type=float, default=0.02, help="seconds between two events"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="streams of a client")
-    parser.add_argument("--serve", action="store_true", help="be the fake servers")
+    parser.add_argument("--rounds", type=int, default=5, help="streams of each client")
+    parser.add_argument("--serve", action="store_true", help="run the fake servers")
     args = parser.parse_args(argv)
     if args.serve:
         uvloop.run(_serve())

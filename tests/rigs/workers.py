@@ -1,5 +1,7 @@
-"""What pulls for an engine, and computes the digests of what it lends: its coordinator, and a
-worker of each rank."""
+"""The part of an engine that pulls, and that computes the digests of lent KV.
+
+It consists of a coordinator and one worker per rank.
+"""
 
 import socket
 import time
@@ -17,12 +19,13 @@ from protocol.handshake import CompatRecord
 
 
 class Workers:
-    """Of an engine with these pools, which `start` begins.
+    """The coordinator and the workers of an engine with these pools, not started.
 
     Args:
-        coordinator_dcp: how many ranks share tokens, as the coordinator believes.
-        make_placer: makes each rank's, if it has one.
-        options: of the ranks.
+        coordinator_dcp: number of ranks that share tokens according to the coordinator,
+            if it differs from `dcp`.
+        make_placer: makes the placer of a rank, or returns None.
+        options: further options of LocalRank.
     """
 
     def __init__(
@@ -41,25 +44,33 @@ class Workers:
         make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
         **options: Any,
     ) -> None:
-        tp, size = len(pools), pools[0].layout.block_size
         pairs = [socket.socketpair() for _ in pools[1:]]
-        about = {"dcp": coordinator_dcp or dcp, "block_size": size, "verify": verify}
-        settings, common = settings or PullSettings(), {"convert": convert}
         self.coordinator = PullCoordinator(
-            [ours for ours, _ in pairs],
+            [coordinator_end for coordinator_end, _ in pairs],
             compat,
             secret,
-            settings,
+            settings or PullSettings(),
             clock=clock,
-            **about,
-            **common,
+            dcp=coordinator_dcp or dcp,
+            block_size=pools[0].layout.block_size,
+            verify=verify,
+            convert=convert,
         )
         self.ranks = [
-            LocalRank(rank, tp, compat.total_kv_heads, agents[rank], pool, dcp=dcp,
-                      placer=make_placer(pool), **options, **common)
+            LocalRank(
+                rank,
+                len(pools),
+                compat.total_kv_heads,
+                agents[rank],
+                pool,
+                dcp=dcp,
+                placer=make_placer(pool),
+                convert=convert,
+                **options,
+            )
             for rank, pool in enumerate(pools)
-        ]  # fmt: skip
-        links = [self.coordinator, *(theirs for _, theirs in pairs)]
+        ]
+        links = [self.coordinator, *(worker_end for _, worker_end in pairs)]
         self.workers = list(map(TransferWorker, self.ranks, links))
 
     def start(self) -> "Workers":

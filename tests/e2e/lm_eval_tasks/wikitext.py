@@ -1,4 +1,4 @@
-"""The articles of WikiText-2's test split, out of a file: what local_wikitext.yaml calls."""
+"""The articles of WikiText-2's test split from a file, for local_wikitext.yaml."""
 
 import os
 import re
@@ -9,7 +9,7 @@ _TITLE = re.compile(r"(?m)^(?= = [^=\n]+ = $)")  # sections have more equals sig
 
 
 def detokenized(document: dict[str, Any]) -> str:
-    """The article as it is scored, as lm_eval's own task writes it."""
+    """Return the article as it is scored, as lm_eval's own task writes it."""
     from lm_eval.tasks.wikitext import preprocess_wikitext
 
     return str(preprocess_wikitext.wikitext_detokenizer(document))
@@ -18,7 +18,7 @@ def detokenized(document: dict[str, Any]) -> str:
 def measured(
     document: dict[str, Any], results: list[float]
 ) -> dict[str, tuple[float, int]]:
-    """The article's loglikelihood (nats) with what each metric divides it by."""
+    """Return the article's loglikelihood (nats) and the divisor, for each metric."""
     from lm_eval.tasks.wikitext import preprocess_wikitext
 
     metrics: dict[str, tuple[float, int]] = preprocess_wikitext.process_results(
@@ -28,7 +28,7 @@ def measured(
 
 
 def load(**_: Any) -> dict[str, Any]:
-    """The split `test`, one document per article, in the file's order."""
+    """Return the split `test`, one document per article, in the file's order."""
     from datasets import Dataset
 
     path = Path(os.environ["BATON_EVAL_DATA"]) / "wikitext2_test.txt"
@@ -40,5 +40,7 @@ def load(**_: Any) -> dict[str, Any]:
 
 
 def articles(text: str) -> list[str]:
-    """Splits the text at the titles of articles; what precedes the first one is dropped."""
+    """Split the text at the titles of articles. Text before the first title is
+    dropped.
+    """
     return [part for part in _TITLE.split(text) if _TITLE.match(part)]

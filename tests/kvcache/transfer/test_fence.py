@@ -92,4 +92,4 @@ def test_fence_waits_until_a_stopped_peer_continues(rig):
     prefill.signal(signal.SIGCONT)
     decode.done()
     assert np.array_equal(decode.tokens([3], 0, 8), expected(remote, 0, 8))
-    assert prefill.ask(counters=True)["completed"] == 1
+    assert prefill.request(counters=True)["completed"] == 1

@@ -35,7 +35,8 @@ from protocol.handshake import (
 from protocol.ipc.wire import Wire, WireClosed, framed, listen
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
-from tests.rigs.memory_pair import DEADLINE_S, REMOTE, Clock
+from tests.rigs.clock import Clock
+from tests.rigs.memory_pair import DEADLINE_S, REMOTE
 
 # bytes
 SECRET = b"cluster secret"

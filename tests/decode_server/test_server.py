@@ -177,19 +177,21 @@ def test_a_wrong_reference_is_computed_here_or_refused(name):
     # Who signed it can be told that it is of no use; a forged one names nobody to be told.
     is_forged = kv_params.parse(offered) not in list(kv_params.signed(offered, _SECRET))
     assert (prepared.kv_unused is None) == is_forged
-    with pytest.raises(KVParamsRejected) as refused:
+    with pytest.raises(KVParamsRejected) as release_messages:
         _prepare(offered, policy="fail", **members)
-    assert refused.value.param and refused.value.param.startswith("kv_transfer_params")
+    assert release_messages.value.param and release_messages.value.param.startswith(
+        "kv_transfer_params"
+    )
 
 
 def test_the_authentic_references_of_a_refused_request_are_released():
     hooks = EitherLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
-    (message,) = hooks.refused([_params(), forged, "nonsense"])
+    (message,) = hooks.release_messages([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
-    assert list(hooks.refused(None)) == []
+    assert list(hooks.release_messages(None)) == []
     too_many = [_params()] * (MAX_PROMPTS + 1)  # of these each takes time
-    assert len(hooks.refused(too_many)) == MAX_PROMPTS
+    assert len(hooks.release_messages(too_many)) == MAX_PROMPTS
 
 
 @pytest.mark.parametrize("said", [True, False, None, "yes"])
@@ -221,7 +223,7 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
         KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["
     ):
         _prepare(offered)
-    assert list(EitherLeg(_SECRET, "recompute").refused(offered)) == []
+    assert list(EitherLeg(_SECRET, "recompute").release_messages(offered)) == []
 
 
 @pytest.mark.parametrize("uses_machine_secret", [False, True])

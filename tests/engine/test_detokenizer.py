@@ -218,14 +218,16 @@ def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
 ):
     finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
     for piece in pieces:
-        emitted, found = finder.push(piece)
+        emitted, is_found = finder.push(piece)
         text += emitted
-        if found:
+        if is_found:
             break
-    before, found = expected_cut(tuple(stops), "".join(pieces))
-    assert (finder.found is not None) == found
-    assert finder.found is None or finder.found in stops
-    assert text + finder.flush() == before + ((keeps_stop and finder.found) or "")
+    before, is_found = expected_cut(tuple(stops), "".join(pieces))
+    assert (finder.matched_stop is not None) == is_found
+    assert finder.matched_stop is None or finder.matched_stop in stops
+    assert text + finder.flush() == before + (
+        (keeps_stop and finder.matched_stop) or ""
+    )
 
 
 @pytest.mark.timeout(60)
@@ -237,7 +239,7 @@ def test_many_long_stops_that_nearly_come_are_looked_at_once():
     ]
     finder = StopFinder(stops)
     assert not any(finder.push("a")[1] for _ in range(20_000))
-    assert finder.push("b") == ("", True) and finder.found == stops[0]
+    assert finder.push("b") == ("", True) and finder.matched_stop == stops[0]
 
 
 def test_what_may_begin_a_stop_is_held_and_nothing_else():

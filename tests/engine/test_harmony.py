@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from engine.text.grammar import COMPLETE, GrammarCompiler
-from engine.text.harmony import HarmonyParser, one_call_each, tags_of
-from engine.text.reasoning import reasoning_begins
+from engine.text.harmony import HarmonyParser, split_parallel_calls, tag_characters
+from engine.text.reasoning import reasoning_start
 from engine.text.request_grammar import grammar_of
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
@@ -89,7 +89,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 def tagged(text: str) -> list[str]:
     """Characters, where a tag is one."""
-    for name, tag in tags_of(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
+    for name, tag in tag_characters(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
         text = text.replace(name, tag)
     return list(text)
 
@@ -277,7 +277,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
         {"role": role, "content": role}
         for role in ("system", "developer", "user", "system")
     ]
-    found = one_call_each(turns)
+    found = split_parallel_calls(turns)
     assert found == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
     assert "system\n\ndeveloper" in harmony.render_chat(found)
 
@@ -326,7 +326,12 @@ def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
         for name in ("add", "sub")
     )
     of_add, of_sub = ({"role": "tool", "tool_call_id": name} for name in ("add", "sub"))
-    assert one_call_each([add, sub, of_add, of_sub]) == [add, of_add, sub, of_sub]
+    assert split_parallel_calls([add, sub, of_add, of_sub]) == [
+        add,
+        of_add,
+        sub,
+        of_sub,
+    ]
 
 
 @pytest.mark.parametrize(("before", "say", "expected"), [
@@ -415,7 +420,7 @@ def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, t
 def test_the_format_is_the_options_or_the_template_s(harmony, reasoning, calls, begins):
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}])
     options = ModelOptions(reasoning_parser=reasoning, tool_call_parser=calls)
-    assert reasoning_begins(options, request, [1], harmony) == begins
+    assert reasoning_start(options, request, [1], harmony) == begins
 
 
 @pytest.mark.parametrize(

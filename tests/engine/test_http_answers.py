@@ -382,8 +382,8 @@ def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
             CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True}
         )
         prompt = PromptGeneration(asked, add, None, tokenizer, ModelOptions())
-        assert prompt.takes_long == (size == 5000)
-        assert len(prompt.tell()[1]) == size and not prompt.takes_long
+        assert prompt.is_slow_to_report == (size == 5000)
+        assert len(prompt.prompt_report()[1]) == size and not prompt.is_slow_to_report
 
 
 async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):

@@ -269,7 +269,7 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
 async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(tokenizer, lent):
     async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
         told: list[EngineInput] = []
-        server.engine.tell = told.append  # type: ignore[method-assign]
+        server.engine.send = told.append  # type: ignore[method-assign]
         answer = await server.post(kv_transfer_params={"sender_releases": lent})
         assert answer.status_code == 503
         assert told == ([] if lent else [AbortRequest("a lease")])

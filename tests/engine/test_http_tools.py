@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.text.tool_formats import call_beginnings
-from engine.text.tool_messages import with_tools
+from engine.text.tool_messages import add_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls
@@ -157,11 +157,11 @@ def test_what_only_a_call_begins_with(tokenizer):
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
 def test_another_template_gets_a_system_message(tokenizer, mode):
     tools = Tools((TOOL,), mode, "add" if mode == "named" else None)
-    messages, offered = with_tools([USER], tools, tokenizer)
+    messages, offered = add_tools([USER], tools, tokenizer)
     assert offered is None and [m["role"] for m in messages] == ["system", "user"]
     assert '"name": "add"' in messages[0]["content"]
     system = {"role": "system", "content": "Be kind."}
-    joined, _ = with_tools([system, USER], tools, tokenizer)
+    joined, _ = add_tools([system, USER], tools, tokenizer)
     assert [m["role"] for m in joined] == ["system", "user"]
     assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
 
@@ -179,7 +179,7 @@ def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option
         "tool_calls": [{"function": {"name": "add"}}],
     }
     tools = Tools((TOOL,), "auto")
-    (told, plain), _ = with_tools([turn], tools, knowing, option)
+    (told, plain), _ = add_tools([turn], tools, knowing, option)
     (shape,) = (line for line in told["content"].splitlines() if "<its name>" in line)
     call = shape.replace("<an object of its parameters>", '{"a": 1}')
     call = call.replace("<its name>,", '"add",').replace("<its name>", "add")
@@ -228,7 +228,7 @@ async def test_the_template_s_own_way_to_call_is_read(tokenizer):
 def test_earlier_calls_are_told_to_another_template_as_they_were_written(tokenizer):
     function = {"name": "add", "arguments": {"a": 1}}
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    (plain,), _ = with_tools([turn], Tools(), tokenizer)
+    (plain,), _ = add_tools([turn], Tools(), tokenizer)
     assert plain == {"role": "assistant", "content": CALL}
     parser = create_tool_parser(Tools((TOOL,), "auto"), "auto", tokenizer.chat_template)
     assert parser is not None and parser.feed(plain["content"]).calls[0].name == "add"

@@ -244,13 +244,13 @@ class Blocked(Tokenizer):
 async def test_a_request_counts_from_when_it_is_tokenized(tokenizer):
     blocked = Blocked(tokenizer)
     async with serving_4k(blocked, max_queued_tokens=100) as server:
-        too_long = asyncio.create_task(server.post(prompt="x" * 5000))
+        context_length_error = asyncio.create_task(server.post(prompt="x" * 5000))
         await blocked.until_begun()
         assert await queue_tokens(server) == 0
         for _ in range(3):
             assert (await server.post()).status_code == 200
         blocked.go_on.set()
-        assert (await too_long).status_code == 400
+        assert (await context_length_error).status_code == 400
         assert (await server.post()).status_code == 200
 
 

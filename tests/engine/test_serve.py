@@ -111,7 +111,7 @@ async def _serve(
     engine: _EndingEngine,
 ) -> int:
     server.api.client = engine
-    server.api.take_model(tokenizer)
+    server.api.set_model(tokenizer)
     serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
     return await server._serve(port, serving)

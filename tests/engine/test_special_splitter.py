@@ -22,7 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
+from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
 from engine.text.tokenizer import Tokenizer
 from tests.rigs.examples import examples
 from tests.rigs.http_server import READY, serving, serving_harmony, with_template
@@ -156,8 +156,8 @@ def chatty(
 
 @pytest.fixture(scope="module")
 def splitter(chatty: Tokenizer) -> SpecialTokenSplitter:
-    found = splitter_of(chatty)
-    assert found is not None and found.unprotected == [] and found.has_own_tokens
+    found = create_splitter(chatty)
+    assert found is not None and found.unprotected == [] and found.writes_control_tokens
     return found
 
 
@@ -325,7 +325,7 @@ def test_no_control_token_arises_from_what_a_template_does_to_a_text(
     tmp_path, body, content
 ):
     chatty = made(tmp_path, MAKERS["byte-level"], template_of(body))
-    splitter = splitter_of(chatty)
+    splitter = create_splitter(chatty)
     assert splitter is not None
     messages = [{"role": "user", "content": content}]
     ids = ids_of(splitter, chatty, messages)
@@ -364,7 +364,7 @@ def test_the_log_says_once_why_text_can_become_control_tokens(
     tmp_path, make, body, message, caplog
 ):
     with caplog.at_level(logging.WARNING, logger="baton"):
-        splitter_of(made(tmp_path, make, template_of(body)))
+        create_splitter(made(tmp_path, make, template_of(body)))
     assert len(caplog.messages) == (message is not None)
     assert message is None or message in caplog.text
 
@@ -372,7 +372,7 @@ def test_the_log_says_once_why_text_can_become_control_tokens(
 def test_the_log_tells_of_a_template_without_control_tokens(tmp_path, caplog):
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with caplog.at_level(logging.INFO, logger="baton"):
-        assert splitter_of(made(tmp_path, MAKERS["byte-level"], plain)) is not None
+        assert create_splitter(made(tmp_path, MAKERS["byte-level"], plain)) is not None
     assert "separates turns by ordinary text" in caplog.text
 
 

@@ -177,7 +177,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(folders, name, unit):
     text = unit * (100_000 // len(unit))
     count = len(tokenizer.encode(text))
     for limit in (0, count // 3, count - 1, count):
-        bound = tokenizer.at_least(text, limit)
+        bound = tokenizer.min_num_tokens(text, limit)
         assert (limit < bound <= count) if limit <= count // 3 else bound == 0
 
 

@@ -90,9 +90,9 @@ def test_requests_are_called_off_by_the_name_of_their_transfer():
     for name, adds in (("a", _adds(3)), ("b", _adds(3, 4, 5)), ("a", _adds(6, 6))):
         hooks.admit(adds, _READY, **_ask(name))
     release = {"do_remote_decode": True, "transfer_id": "b"}
-    assert hooks.refused(release) == [AbortRequest(i) for i in "012"]
-    assert hooks.refused(release) == [], "once is enough"
-    assert hooks.refused({**release, "transfer_id": "a"}) == [
+    assert hooks.release_messages(release) == [AbortRequest(i) for i in "012"]
+    assert hooks.release_messages(release) == [], "once is enough"
+    assert hooks.release_messages({**release, "transfer_id": "a"}) == [
         AbortRequest(i) for i in "001"
     ]
 
@@ -101,7 +101,7 @@ def test_requests_are_called_off_by_the_name_of_their_transfer():
 def test_what_is_no_name_of_a_transfer_names_none(name):
     hooks, is_named = PrefillLeg(), name != "ordinary"
     hooks.admit(_adds(3, retain_kv=is_named), _READY, **_ask(name))
-    assert hooks.refused({"transfer_id": name}) == []
+    assert hooks.release_messages({"transfer_id": name}) == []
 
 
 def test_the_oldest_transfers_are_forgotten_first(monkeypatch):
@@ -109,7 +109,7 @@ def test_the_oldest_transfers_are_forgotten_first(monkeypatch):
     hooks = PrefillLeg()
     for name in ("a", "b", "a", "a", "c"):
         hooks.admit(_adds(3), _READY, **_ask(name))
-    told = [len(hooks.refused({"transfer_id": name})) for name in "bac"]
+    told = [len(hooks.release_messages({"transfer_id": name})) for name in "bac"]
     assert told == [0, 2, 1], "and of one name the latest"
 
 

@@ -115,7 +115,7 @@ async def serving(
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
     api = Api(engine, settings, hooks or ServerHooks(), SECRET)
-    api.take_model(tokenizer, fingerprint, config)
+    api.set_model(tokenizer, fingerprint, config)
     tls = api.access.certificate
     how = {"port": 0, "log_level": "warning", "lifespan": "off"}
     server = HttpServer(create_app(api), settings, tls, KV_PARAMS_BYTES, **how)

@@ -77,8 +77,8 @@ class RequestIdMiddleware:
                 with visit:
                     generates = scope["method"] == "POST" and scope["path"] in ENDPOINTS
                     # The endpoints that generate check the connection themselves.
-                    error_found = None if generates else refusal(scope)
-                    app = error_response(error_found) if error_found else self._app
+                    connection_error = None if generates else refusal(scope)
+                    app = error_response(connection_error) if connection_error else self._app
                     await app(scope, receive, send_with_id)
             # uvicorn cancels requests at the end of its grace time.
             except asyncio.CancelledError:

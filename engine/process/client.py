@@ -233,7 +233,7 @@ class EngineClient:
         self.is_handing_over = False
         # The loop's time by which the engine has reported the leases of the request
         # that migrated last.
-        self._leases_known_at_s = 0.0
+        self._leases_reported_at_s = 0.0
         self.failure: str | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._start_decided = asyncio.Event()  # the engine is ready or has failed
@@ -358,8 +358,8 @@ class EngineClient:
         self.is_handing_over = True
         self.migrate()
         while (now_s := clock()) < until_s:
-            has_leases = self._leases_known_at_s and self.stats.get(LEASES, 0)
-            if not (self.moving or has_leases or now_s < self._leases_known_at_s):
+            has_leases = self._leases_reported_at_s and self.stats.get(LEASES, 0)
+            if not (self.moving or has_leases or now_s < self._leases_reported_at_s):
                 break
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
         self.is_handing_over = False
@@ -369,7 +369,7 @@ class EngineClient:
         self.movable.pop(request_id, None)
         if request_id in self.moving:
             self.moving.remove(request_id)
-            self._leases_known_at_s = asyncio.get_running_loop().time() + _SETTLE_S
+            self._leases_reported_at_s = asyncio.get_running_loop().time() + _SETTLE_S
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:

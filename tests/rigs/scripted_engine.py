@@ -93,7 +93,7 @@ class ScriptedEngine(EngineClient):
         """Plays a message of the engine."""
         self._take(message)
 
-    def _send(self, message: EngineInput) -> None:
+    def _write(self, message: EngineInput) -> None:
         self.check_alive()
         if isinstance(message, AddRequest):
             self.added.append(message)

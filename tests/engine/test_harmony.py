@@ -148,7 +148,7 @@ STOPPED = {"finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(
-    ("text", "request", "expected", "finish_reason", "num_reasoning"),
+    ("text", "request_fields", "expected", "finish_reason", "num_reasoning"),
     [
         (f"{THINK}I <|x.{START}{FINAL}Yö<|return|>", {}, ("I <|x.", "Yö"), "stop", 7),
         (f"{THINK}I.{START}{CALL}{{}}<|call|>", {"tools": [TOOL]}, ("I.", None), "tool_calls", 3),
@@ -167,16 +167,16 @@ STOPPED = {"finish_reason": "stop"}
     ],
 )  # fmt: skip
 async def test_harmony_answer_is_the_same_with_and_without_a_stream(
-    harmony, text, request, expected, finish_reason, num_reasoning
+    harmony, text, request_fields, expected, finish_reason, num_reasoning
 ):
     async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
-        answer = (await server.chat(**request)).json()
+        answer = (await server.chat(**request_fields)).json()
         (choice,) = answer["choices"]
         assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
         calls = choice["message"].get("tool_calls", [])
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
-        streamed = chunks(await server.chat(stream=True, **request))
+        streamed = chunks(await server.chat(stream=True, **request_fields))
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
         reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
         content = "".join(delta.get("content", "") for delta in deltas)

@@ -327,10 +327,10 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "request", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}]
+    "request_fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}]
 )
 async def test_logprobs_of_a_long_prompt_are_bounded_and_delay_no_other_request(
-    tokenizer, request
+    tokenizer, request_fields
 ):
     threads = set[int]()
 
@@ -343,15 +343,19 @@ async def test_logprobs_of_a_long_prompt_are_bounded_and_delay_no_other_request(
     top = TokenLogprobs(-2.0, list(range(20)), [-3.0] * 20)
     script = scripted({"prompt_logprobs": [None, *[top] * 499]}, end())
     async with serving_4k(copy, script) as server:
-        response = await server.post(prompt=[5] * 500, max_tokens=0, **request)
+        response = await server.post(prompt=[5] * 500, max_tokens=0, **request_fields)
         assert response.status_code == 200
         assert threads and get_ident() not in threads
         for long in (
             {"prompt": [[5] * 4000] * 2, "n": 8},
             {"prompt": [5] * 2000, "stream": True},
         ):
-            error = (await server.post(**long, max_tokens=0, **request)).json()["error"]
-            assert error["param"] in request and error["code"] == "invalid_request"
+            error = (await server.post(**long, max_tokens=0, **request_fields)).json()[
+                "error"
+            ]
+            assert (
+                error["param"] in request_fields and error["code"] == "invalid_request"
+            )
 
 
 async def test_logprobs_of_an_answer_without_a_stream_are_bounded(

@@ -21,7 +21,7 @@ OPEN = (
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "request", "expected", "num_reasoning"),
+    ("template", "text", "request_fields", "expected", "num_reasoning"),
     [
         (TAGS, "<think>\nI <b>.\n</think>\n\nYo", {}, ("I <b>.", "Yo"), 17),
         (TAGS, "Yo", {}, (None, "Yo"), 0),
@@ -38,20 +38,20 @@ OPEN = (
     ],
 )  # fmt: skip
 async def test_reasoning_is_separated_from_the_answer(
-    tokenizer, template, text, request, expected, num_reasoning
+    tokenizer, template, text, request_fields, expected, num_reasoning
 ):
-    if "continue_final_message" in request:
+    if "continue_final_message" in request_fields:
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)
     async with serving_4k(
         knowing, saying(knowing, text, finish_reason="stop")
     ) as server:
-        answer = (await server.chat(logprobs=False, **request)).json()
+        answer = (await server.chat(logprobs=False, **request_fields)).json()
         assert said(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
         streamed = chunks(await server.chat(
-            stream=True, stream_options={"include_usage": True}, **request))  # fmt: skip
+            stream=True, stream_options={"include_usage": True}, **request_fields))  # fmt: skip
         deltas = [
             chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]
         ]

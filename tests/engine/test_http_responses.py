@@ -143,7 +143,7 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
 
 
 @pytest.mark.parametrize(
-    ("request", "grammar"),
+    ("request_fields", "grammar"),
     [
         ({"tool_choice": {"type": "function", "name": "add"}}, "json_schema"),
         ({"tool_choice": "required"}, "calls"),
@@ -151,9 +151,9 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
         ({"tool_choice": "none"}, None),
     ],
 )
-async def test_tool_call_can_be_required(tokenizer, request, grammar):
+async def test_tool_call_can_be_required(tokenizer, request_fields, grammar):
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-        body = {"model": "m", "input": "Hi", "tools": [FLAT], **request}
+        body = {"model": "m", "input": "Hi", "tools": [FLAT], **request_fields}
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         (add,) = server.engine.added
         actual = add.sampling.grammar

@@ -44,7 +44,7 @@ async def both(
 
 
 @pytest.mark.parametrize(
-    ("says", "request", "stop", "finish_reason", "arguments"),
+    ("says", "request_fields", "stop", "finish_reason", "arguments"),
     [
         (REQUIRED, FORCED, "2}", "stop", ['{"a": 1']),
         ('{"a": 12}', ONE, "2}", "stop", ['{"a": 1']),
@@ -60,12 +60,12 @@ async def both(
     ],
 )
 async def test_calls_cut_by_a_stop_string_end_with_stop(
-    tokenizer, says, request, stop, finish_reason, arguments
+    tokenizer, says, request_fields, stop, finish_reason, arguments
 ):
     async with serving_4k(
         tokenizer, saying(tokenizer, says, finish_reason="stop")
     ) as server:
-        actual = await both(server, stop=stop, **request)
+        actual = await both(server, stop=stop, **request_fields)
     stop_reason = None if stop == "none such" else stop
     assert (actual[0], actual[1], actual[3]) == (finish_reason, stop_reason, arguments)
 

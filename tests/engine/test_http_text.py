@@ -53,7 +53,7 @@ _CALLING = {
 
 
 @pytest.mark.parametrize(
-    ("request", "aside"),
+    ("request_fields", "aside"),
     [
         ({"messages": [_HI]}, [False, False]),
         ({"messages": [{"role": "user", "content": _LONG}]}, [True, True]),
@@ -69,12 +69,12 @@ _CALLING = {
     ],
 )
 async def test_long_texts_are_rendered_and_tokenized_on_other_threads(
-    tokenizer, request, aside
+    tokenizer, request_fields, aside
 ):
     """Any part of a request may make it long."""
     watched = _Watched(tokenizer)
     async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
-        assert (await server.chat(**request)).status_code == 200
+        assert (await server.chat(**request_fields)).status_code == 200
         assert [thread != threading.get_ident() for thread in watched.threads] == aside
 
 

@@ -232,7 +232,7 @@ def test_server_without_a_secret_reports_it(uses_machine_secret):
         _prepare(offered, uses_machine_secret=uses_machine_secret).kv_rejected or ""
     )
     assert "give all servers one BATON_CLUSTER_SECRET" in reported
-    assert reported.endswith("its own machine's file instead") == uses_machine_secret
+    assert reported.endswith("its own machine's file") == uses_machine_secret
 
 
 _HINT = KVHint(

@@ -209,7 +209,7 @@ async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
 class Refusing(ServerHooks):
     """For each refused request the engine receives one lease to release."""
 
-    def refused(self, kv_transfer_params: object) -> list[AbortRequest]:
+    def release_messages(self, kv_transfer_params: object) -> list[AbortRequest]:
         return [AbortRequest("a lease")]
 
 

@@ -296,7 +296,7 @@ async def test_offered_kv_is_released_when_the_client_disconnects(tokenizer):
     class Hooks(ServerHooks):
         released: ClassVar[list[object]] = []
 
-        def refused(self, kv_transfer_params: object) -> list[EngineInput]:
+        def release_messages(self, kv_transfer_params: object) -> list[EngineInput]:
             self.released.append(kv_transfer_params)
             return []
 

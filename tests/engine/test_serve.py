@@ -198,7 +198,7 @@ class _Watched(_EndingEngine):
         super().__init__()
         self.silences = list(silences)
 
-    def look(self) -> bool:
+    def is_stalled(self) -> bool:
         is_silent = self.silences.pop(0) == "s"
         if not self.silences:
             self.say(EngineFailed("it was looked at to the end"))

@@ -168,7 +168,7 @@ class _Server:
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             # Not on the event loop: to look through thousands of special tokens takes seconds.
             await asyncio.to_thread(
-                api.take_model, tokenizer, fingerprint, prepared.defaults
+                api.set_model, tokenizer, fingerprint, prepared.defaults
             )
             await client.start(
                 link
@@ -239,10 +239,10 @@ class _Server:
         if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
         from engine.http.registrar import (
-            registrar_of,  # aiohttp: a fifth of this process's start
+            create_registrar,  # aiohttp: a fifth of this process's start
         )
 
-        registrar = registrar_of(self.settings, port, client.ready, self.secret)
+        registrar = create_registrar(self.settings, port, client.ready, self.secret)
         registrar.start()
         return registrar.leave
 
@@ -268,7 +268,7 @@ class _Server:
         look_s, num_silent = min(1.0, limit_s / 4), 0
         while not client.is_lost and num_silent * look_s < limit_s:
             await asyncio.sleep(look_s)
-            num_silent = num_silent + 1 if client.look() else 0
+            num_silent = num_silent + 1 if client.is_stalled() else 0
         reason = f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
         if client.is_lost:
             await asyncio.sleep(_ENDING_S)

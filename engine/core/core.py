@@ -494,11 +494,11 @@ class EngineCore(CoreServices):
     def _flush(self) -> None:
         outputs = self._output.take()
         if outputs is not None:
-            self.transport.tell(outputs)
+            self.transport.send(outputs)
 
     def _report_stats(self) -> None:
         if news := self._stats.news(self.stats, is_idle=self.is_idle):
-            self.transport.tell(EngineStats(news))
+            self.transport.send(EngineStats(news))
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""

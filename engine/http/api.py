@@ -1,4 +1,4 @@
-"""What all calls of one HTTP application share, and what each kind of server adds to it."""
+"""The state that all calls of one HTTP application share, and hooks for its servers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from engine.http.text_encoder import TextEncoder, check_parsers
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access, check, grant_of
+from protocol.http.access import Access, check, visit_of
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -23,13 +23,14 @@ from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
-# prompt's logprobs where those are wanted: 20 bytes each, limits.MAX_PROMPT_LOGPROBS of them.
+# kv_transfer_params, which a proxy adds to a request, do not count towards the client's
+# limit. They carry a prompt's logprobs where the client requests them: 20 bytes each,
+# at most limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
 
 class Endpoint(NamedTuple):
-    """What differs between the endpoints that generate."""
+    """The name, the parser and the writer of an endpoint that generates."""
 
     name: str
     parse: Callable[[dict[str, Any]], GenerationRequest]
@@ -48,12 +49,18 @@ ENDPOINTS: Final = {
 
 
 class ServerHooks:
-    """What legs of requests that two servers share add to the HTTP API; by itself, nothing."""
+    """Hooks with which the legs of disaggregated requests extend the HTTP API.
+
+    The hooks of this class add nothing.
+    """
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
-        """The engine's requests, one per prompt, with what `kv_transfer_params` asks for.
+        """Return the engine's requests with the effects of `kv_transfer_params`.
+
+        Args:
+            adds: the engine's requests, one for each prompt.
 
         Raises:
             KVParamsRejected: the request's kv_transfer_params cannot be honoured.
@@ -66,38 +73,47 @@ class ServerHooks:
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Takes a request on, or not; the result is called once, when the request has ended.
+        """Accept a request; the result is called once, when the request has ended.
 
         Raises:
-            Overloaded: there is no room for these prompts together.
+            Overloaded: the free blocks do not suffice for these prompts together.
         """
-        return nothing
+        return no_op
 
-    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """What to tell the engine when a request with these params was refused, or when nobody
-        will come for the KV that they stand for."""
+    def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        """Return messages to the engine that release the KV of these params.
+
+        The server sends them when it refuses a request with these params, or when no
+        server will pull the KV to which they refer.
+        """
         return ()
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
-        """Top-level members of the response, from the last delta of each prompt, in order."""
+        """Return top-level members of the response.
+
+        Args:
+            finals: the last delta of each prompt, in order.
+        """
         return {}
 
 
-def nothing() -> None:
-    """What an admitted request's end asks for, unless a server says otherwise."""
+def no_op() -> None:
+    """The callback of an admitted request that needs nothing at its end."""
 
 
 @dataclass
 class Api:
-    """Everything a call needs, made once per application. Calls that need what is not there before
-    `take_model` are refused by `client.require_ready` until then. Raises ValueError where the
-    settings name keys or certificates that cannot be.
+    """The state that every call needs, made once per application.
+
+    `set_model` adds the model. Until then, `client.require_ready` refuses the calls
+    that need it. Raises ValueError where the settings name unusable keys or
+    certificates.
 
     Args:
-        secret: of the cluster, with which proxies sign.
+        secret: the cluster secret, with which proxies sign.
 
     Attributes:
-        on_drain: has the server end in order.
+        on_drain: makes the server end in order.
         fingerprint: the `system_fingerprint` of answers.
         generation_config: the defaults for fields that a request leaves out.
     """
@@ -106,7 +122,7 @@ class Api:
     settings: EngineSettings
     hooks: ServerHooks
     secret: bytes = b""
-    on_drain: Callable[[], None] = field(default_factory=lambda: nothing, init=False)
+    on_drain: Callable[[], None] = field(default_factory=lambda: no_op, init=False)
     fingerprint: str | None = field(default=None, init=False)
     generation_config: GenerationConfig = field(
         default_factory=GenerationConfig, init=False
@@ -117,16 +133,20 @@ class Api:
         self.metrics = ServerMetrics(endpoint.name for endpoint in ENDPOINTS.values())
         self.access = Access(self.settings, self.metrics)
 
-    def take_model(
+    def set_model(
         self,
         tokenizer: Tokenizer,
         fingerprint: str | None = None,
         generation_config: GenerationConfig | None = None,
     ) -> None:
-        """What is known once the model's files were read. Raises ValueError where they have not
-        what an option needs."""
+        """Add the contents of the model's files.
+
+        Raises:
+            ValueError: the files lack what an option needs.
+        """
         check_parsers(self.settings, tokenizer)
-        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
         self.generation_config = generation_config or GenerationConfig()
         self.texts = TextEncoder(
             tokenizer,
@@ -135,15 +155,17 @@ class Api:
         )
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
 
-    def salted(
+    def with_cache_salt(
         self,
         adds: list[AddRequest],
         parsed: GenerationRequest,
         scope: Mapping[str, Any],
     ) -> list[AddRequest]:
-        """The engine's requests with the cache salt of their request and of its API key."""
-        salt = grant_of(scope).cache_salt(parsed.cache_salt, self.secret)
-        return [replace(add, cache_salt=salt) for add in adds] if salt else adds
+        """Return the engine's requests with the cache salt of request and API key."""
+        salt = visit_of(scope).cache_salt(parsed.cache_salt, self.secret)
+        if not salt:
+            return adds
+        return [replace(add, cache_salt=salt) for add in adds]
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""A server's HTTP application. It runs in a process without torch and talks to the engine."""
+"""A server's HTTP application, which runs in a process without torch."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
-from engine.http.limits import check_token_ids, settle_model
+from engine.http.limits import check_token_ids, set_default_model
 from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
@@ -40,24 +40,25 @@ class _Migrate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def create_app(api: Api) -> FastAPI:
-    """The application of one server.
+    """Return the application of one server.
 
-    Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
-    serves the application. It answers from before the engine, and its model, are there.
+    The caller starts and closes `api.client` and `api.grammars`, on the loop that
+    serves the application. The application answers before the engine and its model are
+    ready.
     """
     pages = _Pages(api)
-    posted: dict[str, Callable[..., Any]] = {
-        **{
-            path: partial(respond, api=api, endpoint=one)
-            for path, one in ENDPOINTS.items()
-        },
+    post_handlers: dict[str, Callable[..., Any]] = {
+        path: partial(respond, api=api, endpoint=endpoint)
+        for path, endpoint in ENDPOINTS.items()
+    }
+    post_handlers |= {
         "/tokenize": partial(pages.on_text, work=pages.tokenize),
         "/detokenize": partial(pages.on_text, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
         "/drain": pages.drain,
         "/migrate": pages.migrate,
     }
-    read = {
+    get_handlers = {
         "/v1/models": pages.models,
         "/v1/models/{name:path}": pages.model,
         "/version": pages.version,
@@ -69,10 +70,10 @@ def create_app(api: Api) -> FastAPI:
         "/docs": pages.docs,
     }
     routes: list[BaseRoute] = []
-    routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
-    routes += [
-        Route(path, answer, methods=["GET"]) for path, answer in read.items()
-    ]  # and HEAD
+    for path, handler in post_handlers.items():
+        routes.append(Route(path, handler, methods=["POST"]))
+    for path, handler in get_handlers.items():
+        routes.append(Route(path, handler, methods=["GET"]))  # also HEAD
     return FastAPI(
         title="Baton",
         docs_url=None,
@@ -85,7 +86,7 @@ def create_app(api: Api) -> FastAPI:
 
 
 class _Pages:
-    """All answers but those that generate."""
+    """The handlers of all paths that do not generate."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -105,43 +106,46 @@ class _Pages:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._api.model_name:
-            own = short_repr(self._api.model_name)
-            told = f"The model in the path is {short_repr(name, 200)}; this server has {own}."
-            return error_response(ModelNotFound(told))
+            served = short_repr(self._api.model_name)
+            error = ModelNotFound(
+                f"The model in the path is {short_repr(name, 200)}; this server has "
+                f"{served}."
+            )
+            return error_response(error)
         return JSONResponse(self._card)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._api.metrics.version})
 
     async def health(self, request: Request) -> Response:
-        """Whether this process and its engine are alive."""
+        """Report whether this process and its engine are alive."""
         if not self._api.client.healthy:
             reason = {"reason": self._api.client.failure}
-            told = self._api.access.redaction(request.scope) or reason
-            return JSONResponse({"status": "dead", **told}, 503)
+            details = self._api.access.bare(request.scope) or reason
+            return JSONResponse({"status": "dead", **details}, 503)
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether the engine can serve, and what it is."""
-        client, reason = self._api.client, None
+        """Report whether the engine can serve, and what it serves."""
+        client = self._api.client
+        reason = None
         if client.ready is None or not client.healthy:
             reason = client.failure or client.progress
         elif client.is_draining:
             reason = "the server is ending"
-        told: dict[str, Any] = {"ready": reason is None}
-        if bare := self._api.access.redaction(request.scope):
-            told |= bare
+        report: dict[str, Any] = {"ready": reason is None}
+        if bare := self._api.access.bare(request.scope):
+            report |= bare
         elif reason is not None:
-            told |= {"reason": reason, **self._about()}
+            report |= {"reason": reason, **self._describe_server()}
         else:
-            work = {
-                name: client.stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS
-            }
-            told |= {**self._about(), **work}
-        return JSONResponse(told, 200 if reason is None else 503)
+            report |= self._describe_server()
+            for name in ENGINE_TOTALS:
+                report[name] = client.stats.get(f"baton_{name}", 0.0)
+        return JSONResponse(report, 200 if reason is None else 503)
 
-    def _about(self) -> dict[str, Any]:
-        """What this server is, as far as its engine has told."""
+    def _describe_server(self) -> dict[str, Any]:
+        """Return the role, the model, and the engine's sizes once they are known."""
         common = {"role": self._api.settings.role, "model": self._api.model_name}
         engine = self._api.client.ready
         if engine is None:
@@ -155,13 +159,17 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
-        """Numbers and the times of the last requests, for the proxy's page."""
-        since, values = request.query_params.get("since", "0"), self._api.client.stats
-        told = self._api.metrics.numbers(since, self._about(), values)
-        return Response(msgspec.json.encode(told), media_type="application/json")
+        """Send numbers and the times of the last requests, for the proxy's page."""
+        report = self._api.metrics.numbers(
+            request.query_params.get("since", "0"),
+            self._describe_server(),
+            self._api.client.stats,
+        )
+        return Response(msgspec.json.encode(report), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        metrics, queue = self._api.metrics, self._api.client.queue
+        metrics = self._api.metrics
+        queue = self._api.client.queue
         metrics.update_engine(self._api.client.stats)
         metrics.set("baton_queue_tokens", queue.num_tokens)
         metrics.set("baton_queue_seconds", queue.wait_s())
@@ -176,44 +184,52 @@ class _Pages:
         return Response(self._page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
-        """Nobody will use the KV of these `kv_transfer_params`."""
+        """Release the KV of these `kv_transfer_params`, which no server will pull."""
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False
         )
-        messages = self._api.hooks.refused(members.get("kv_transfer_params"))
+        params = members.get("kv_transfer_params")
+        messages = self._api.hooks.release_messages(params)
         for message in messages:
-            self._api.client.tell(message)
+            self._api.client.send(message)
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        """As SIGTERM: other servers go on with the streams."""
+        """Drain the server like SIGTERM: its streams migrate to other servers."""
         check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
-        """They go on with so many of them: {"requests": N}."""
+        """Migrate N streams to other servers; the body is {"requests": N}."""
         check_operator(request.scope)
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False
         )
         try:
-            asked = msgspec.convert(members, _Migrate)
+            body = msgspec.convert(members, _Migrate)
         except msgspec.ValidationError as error:
-            told = f'the body of /migrate: {error}; send {{"requests": N}}'
-            raise InvalidRequest(told, param="requests") from None
-        return JSONResponse({"moving": self._api.client.migrate(asked.requests)})
+            raise InvalidRequest(
+                f'the body of /migrate: {error}; send {{"requests": N}}',
+                param="requests",
+            ) from None
+        return JSONResponse({"moving": self._api.client.migrate(body.requests)})
 
     async def on_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
+        """Answer a call that needs the tokenizer only.
+
+        Args:
+            work: makes the answer from the body's members and its size in bytes.
+        """
         settings = self._api.settings
-        self._api.client.require_ready()  # and so is the tokenizer
+        self._api.client.require_ready()  # the tokenizer is then there, too
         async with within(
             deadline_of(request.scope["headers"], settings.request_timeout_s)
         ):
             members, num_bytes = await read_json(request, settings.max_body_bytes)
-            settle_model(members, self._api.model_name)
+            set_default_model(members, self._api.model_name)
             async with cancelled_on_disconnect(request.receive):
                 answer = await work(members, num_bytes)
             return Response(answer, media_type="application/json")
@@ -228,36 +244,33 @@ class _Pages:
             return validate(TokenizeRequest, members)
 
         parsed = await api.texts.run_python(num_bytes, parse)
-        request = (
-            parsed.as_generation()
-        )  # whose sender may want to know by how much it is too long
+        # Clients use the count to find out by how much a text is too long.
         (ids,) = await api.texts.tokenize(
-            request, num_bytes, length, sure_to=LONG_CHARS
+            parsed.as_generation(), num_bytes, length, always_tokenized=LONG_CHARS
         )
 
-        def answer() -> bytes:
+        def encode_answer() -> bytes:
             pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None
-            told = {
+            answer = {
                 "count": len(ids),
                 "max_model_len": length,
                 "tokens": ids,
                 "token_strs": pieces,
             }
-            return msgspec.json.encode(told)
+            return msgspec.json.encode(answer)
 
-        return await api.texts.run(len(ids), answer)
+        return await api.texts.run(len(ids), encode_answer)
 
     async def detokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
 
-        def answer() -> bytes:
+        def encode_answer() -> bytes:
             parsed = validate(DetokenizeRequest, members)
             if parsed.tokens:
                 check_token_ids(
                     parsed.tokens, api.client.require_ready().vocab_size, "tokens"
                 )
-            return msgspec.json.encode(
-                {"prompt": api.tokenizer.decode_all(parsed.tokens)}
-            )
+            text = api.tokenizer.decode_all(parsed.tokens)
+            return msgspec.json.encode({"prompt": text})
 
-        return await api.texts.run(num_bytes, answer)
+        return await api.texts.run(num_bytes, encode_answer)

@@ -1,17 +1,19 @@
-"""The prompts and choices of one call: deltas of token ids in; text, log-probabilities and tool
-calls out. Pure, no I/O."""
+"""The prompts and choices of one call. Pure, no I/O.
+
+Deltas of token ids go in; text, log-probabilities and tool calls come out.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
 from engine.text.detokenizer import StopFinder, create_detokenizer
-from engine.text.harmony import HarmonyParser, head_of, tags_of
+from engine.text.harmony import HarmonyParser, answer_head, tag_characters
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
-from engine.text.reasoning import ReasoningParser, reasoning_begins
+from engine.text.reasoning import ReasoningParser, reasoning_start
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls.registry import SPECIAL_TAGS
 from engine.text.tool_formats import CallOpenings
@@ -24,12 +26,27 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-INLINE_LOGPROBS = 1 << 12  # more are written off the event loop: 4 us for each
-_encode = msgspec.json.Encoder().encode  # a fifth of the memory of what it writes
+# More logprobs are written off the event loop, as each takes 4 us.
+INLINE_LOGPROBS = 1 << 12
+# The encoder's own buffer takes a fifth of the memory of msgspec.json.encode's.
+_encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-_HEAD_CHARS = (
-    4  # of a text, by which its beginning is found behind what was put before it
-)
+# The first characters of a text, by which it is found after the tokenizer's prefix.
+_HEAD_CHARS = 4
+
+
+class PromptReport(NamedTuple):
+    """The parts of an answer that describe its prompt.
+
+    Attributes:
+        logprobs: `prompt_logprobs`.
+        text: the text of the echo.
+        tokens: the tokens of the echo, where log-probabilities are requested.
+    """
+
+    logprobs: list[Any] | None
+    text: str
+    tokens: list[TokenReport] | None
 
 
 class PromptGeneration:
@@ -37,167 +54,202 @@ class PromptGeneration:
 
     Args:
         add: the engine's request.
-        given: the text that the client sent, or None where it sent token ids.
-        options: how the model writes calls and what it thinks; see tool_formats.tool_syntax and
-            reasoning.reasoning_begins.
-        first: index in the answer of the first of the choices.
-        answer_id: from which the ids of calls follow.
+        given_text: the text that the client sent, or None where it sent token ids.
+        options: the formats of tool calls and reasoning; see tool_formats.tool_syntax
+            and reasoning.reasoning_start.
+        first: the index in the answer of the first choice.
+        answer_id: the ids of tool calls follow from it.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
         add: AddRequest,
-        given: str | None,
+        given_text: str | None,
         tokenizer: Tokenizer,
         options: ModelOptions,
         first: int = 0,
         answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
-        self.is_known = bool(add.known)  # its answer goes on from another server
-        self.first_usage: KVUsage | None = None  # as told with the first token
+        self.is_resumed = bool(add.known)  # the answer began at another server
+        self.first_usage: KVUsage | None = None  # reported with the first token
         self.request = request
-        self._given = given
+        self._given_text = given_text
         self._tokenizer = tokenizer
-        self._found: list[TokenLogprobs | None] = []
-        self._told: tuple[list[Any] | None, str, list[TokenReport] | None] | None = None
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._report: PromptReport | None = None
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
-        begins = reasoning_begins(options, request, add.token_ids, tokenizer)
-        option = begins if begins == "harmony" else options.tool_call_parser
-        if begins == "harmony":
-            head = head_of(add.token_ids, tokenizer)
-            how_told = head, tags_of(tokenizer), tools.mode == "auto"
-        openings = CallOpenings(tools, option, tokenizer.chat_template)
+        start = reasoning_start(options, request, add.token_ids, tokenizer)
+        option = start if start == "harmony" else options.tool_call_parser
+        template = tokenizer.chat_template
+        openings = CallOpenings(tools, option, template)
+        head = ""
+        tags: dict[int, str] = {}
+        if start == "harmony":
+            head = answer_head(add.token_ids, tokenizer)
+            tags = tag_characters(tokenizer)
         self.choices = []
         for index in range(first, first + add.num_choices):
-            how = option, tokenizer.chat_template, f"{answer_id}-{index}"
-            parser = create_tool_parser(tools, *how)
-            if begins == "harmony":
-                thinks: ReasoningParser = HarmonyParser(*how_told)
+            tool_parser = create_tool_parser(
+                tools, option, template, f"{answer_id}-{index}"
+            )
+            if start == "harmony":
+                reasoning: ReasoningParser = HarmonyParser(
+                    head, tags, emits_calls=tools.mode == "auto"
+                )
             else:
-                thinks = ReasoningParser(begins, openings)
+                reasoning = ReasoningParser(start, openings)
             self.choices.append(
-                ChoiceStream(index, self, add, tokenizer, parser, thinks)
+                ChoiceStream(index, self, add, tokenizer, tool_parser, reasoning)
             )
 
-    def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
-        """The next of the prompt's tokens, in order."""
-        self._found += found
+    def add_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Add the logprobs of the next of the prompt's tokens."""
+        self._logprobs += logprobs
 
     def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
-        """Its first choice's first or last delta; in the last one of an answer that was moved as
-        many tokens were cached as in the first: what was computed again nobody asked for."""
-        first, usage = self.first_usage, delta.usage
-        if first and usage and self.is_known and delta.finish_reason:
-            return replace(
-                delta, usage=replace(usage, cached_tokens=first.cached_tokens)
-            )
+        """Return the first choice's first or last delta with the prompt's usage.
+
+        The last delta of an answer that has migrated reports as many cached tokens as
+        the first: the client did not request what the second server computed again.
+        """
+        first_usage = self.first_usage
+        usage = delta.usage
+        if first_usage and usage and self.is_resumed and delta.finish_reason:
+            usage = replace(usage, cached_tokens=first_usage.cached_tokens)
+            return replace(delta, usage=usage)
         self.first_usage = usage
         return delta
 
-    def report(
-        self, token_id: int, found: TokenLogprobs | None, num_top: int, offset: int
+    def token_report(
+        self, token_id: int, logprobs: TokenLogprobs | None, num_top: int, offset: int
     ) -> TokenReport:
-        """One token of prompt or answer; of the likeliest ones `num_top` at most."""
-        token = self._text(token_id)
-        if found is None:
+        """Return the report of one token of prompt or answer.
+
+        Args:
+            num_top: the most alternatives to report.
+            offset: the position of the token's text, in characters.
+        """
+        token = self._token_text(token_id)
+        if logprobs is None:
             return TokenReport(token, None, offset=offset)
         top = []
-        owners = {token.text: token_id}
-        pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)
+        id_by_text = {token.text: token_id}
+        pairs = zip(
+            logprobs.top_ids[:num_top], logprobs.top_logprobs[:num_top], strict=True
+        )
         for top_id, logprob in pairs:
-            shown = self._text(top_id)
-            if (
-                owners.setdefault(shown.text, top_id) != top_id
-            ):  # two tokens of the same text
-                shown = TokenText(f"token_id:{top_id}", shown.raw)
-            top.append((shown, _finite(logprob)))
-        return TokenReport(token, _finite(found.logprob), top, offset)
+            text = self._token_text(top_id)
+            if id_by_text.setdefault(text.text, top_id) != top_id:
+                # Another token has the same text.
+                text = TokenText(f"token_id:{top_id}", text.raw)
+            top.append((text, _finite(logprob)))
+        return TokenReport(token, _finite(logprobs.logprob), top, offset)
 
-    def _text(self, token_id: int) -> TokenText:
-        plain = self._tokenizer.token_text(token_id)
-        as_id = self.request.return_tokens_as_token_ids
-        return TokenText(f"token_id:{token_id}", plain.raw) if as_id else plain
+    def _token_text(self, token_id: int) -> TokenText:
+        text = self._tokenizer.token_text(token_id)
+        if self.request.return_tokens_as_token_ids:
+            return TokenText(f"token_id:{token_id}", text.raw)
+        return text
 
     @property
-    def takes_long(self) -> bool:
-        """Whether `tell` does, and could begin."""
-        wanted = self.request.num_prompt_logprobs
-        is_due = self._told is None and (
-            wanted is None or len(self._found) == len(self.ids)
-        )
-        each = self.request.wants_echo + (0 if wanted is None else 1 + wanted)
-        return is_due and each * len(self.ids) > INLINE_LOGPROBS
+    def is_slow_to_report(self) -> bool:
+        """Whether `prompt_report` takes long and could run now."""
+        num_logprobs = self.request.num_prompt_logprobs
+        has_logprobs = num_logprobs is None or len(self._logprobs) == len(self.ids)
+        if self._report is not None or not has_logprobs:
+            return False
+        reports_per_token = int(self.request.wants_echo)
+        if num_logprobs is not None:
+            reports_per_token += 1 + num_logprobs
+        return reports_per_token * len(self.ids) > INLINE_LOGPROBS
 
-    def tell(self) -> tuple[list[Any] | None, str, list[TokenReport] | None]:
-        """What an answer says of it: `prompt_logprobs`, and the text and tokens of the echo. It is
-        made once; any thread may do that, once all of the prompt's logprobs are there."""
-        if self._told is None:
-            text, reports = self._echo() if self.request.wants_echo else ("", None)
-            self._told = self._logprobs(), text, reports
-        return self._told
+    def prompt_report(self) -> PromptReport:
+        """Return the parts of the answer that describe the prompt.
+
+        They are made once, by any thread, after all of the prompt's logprobs have come.
+        """
+        if self._report is None:
+            text = ""
+            tokens = None
+            if self.request.wants_echo:
+                text, tokens = self._echo()
+            self._report = PromptReport(self._prompt_logprobs(), text, tokens)
+        return self._report
 
     def _echo(self) -> tuple[str, list[TokenReport] | None]:
-        """The prompt's text, and its tokens where log-probabilities are wanted."""
+        """Return the prompt's text, and its tokens if logprobs are requested."""
         text, offsets = self._text_and_offsets()
         if not self.request.wants_logprobs:
             return text, None
         num_top = self.request.num_logprobs or 0
-        entries = zip(self.ids, self._complete(), offsets, strict=True)
-        return text, [self.report(i, found, num_top, at) for i, found, at in entries]
+        entries = zip(self.ids, self._complete_logprobs(), offsets, strict=True)
+        tokens = [
+            self.token_report(token_id, logprobs, num_top, offset)
+            for token_id, logprobs, offset in entries
+        ]
+        return text, tokens
 
-    def _logprobs(self) -> list[Any] | None:
-        """`prompt_logprobs` as vLLM has it: per token an object by token id, null for the first."""
+    def _prompt_logprobs(self) -> list[Any] | None:
+        """Return `prompt_logprobs` as vLLM has it.
+
+        It has one object by token id for each token, and null for the first token.
+        """
         num_top = self.request.prompt_logprobs
         if num_top is None or self.request.is_prefill:
             return None
-        found = zip(self.ids, self._complete(), strict=True)
-        return [one and Raw(_encode(self._by_id(i, one, num_top))) for i, one in found]
+        entries = zip(self.ids, self._complete_logprobs(), strict=True)
+        return [
+            logprobs and Raw(_encode(self._by_id(token_id, logprobs, num_top)))
+            for token_id, logprobs in entries
+        ]
 
     def _by_id(
-        self, token_id: int, found: TokenLogprobs, num_top: int
+        self, token_id: int, logprobs: TokenLogprobs, num_top: int
     ) -> dict[str, Any]:
-        top = zip(
-            found.top_ids[:num_top], enumerate(found.top_logprobs, 1), strict=False
-        )
-        entries = {token_id: (found.rank or None, found.logprob), **dict(top)}
+        ranked = enumerate(logprobs.top_logprobs, 1)
+        top = zip(logprobs.top_ids[:num_top], ranked, strict=False)
+        entries = {token_id: (logprobs.rank or None, logprobs.logprob), **dict(top)}
         return {
             str(key): {
                 "logprob": _finite(logprob),
                 "rank": rank,
-                "decoded_token": self._text(key).text,
+                "decoded_token": self._token_text(key).text,
             }
             for key, (rank, logprob) in entries.items()
         }
 
-    def _complete(self) -> list[TokenLogprobs | None]:
-        if len(self._found) != len(self.ids):
+    def _complete_logprobs(self) -> list[TokenLogprobs | None]:
+        if len(self._logprobs) != len(self.ids):
             raise InternalError(
-                f"The engine scored {len(self._found)} of the prompt's {len(self.ids)} tokens."
+                f"The engine scored {len(self._logprobs)} of the prompt's "
+                f"{len(self.ids)} tokens."
             )
-        return self._found
+        return self._logprobs
 
     def _text_and_offsets(self) -> tuple[str, list[int]]:
-        """The text to echo, and where in it each token begins. The beginning of a character, which
-        may end the ids that a client sends, is in the text of the choice.
+        """Return the text to echo, and each token's offset in it.
 
-        A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
+        If the client's ids end within a character, the character belongs to the text of
+        the choice. A text is echoed as the client sent it. Tokens that the tokenizer
+        put before it, such as BOS, have no characters in it.
         """
-        skips = self._given is None and self.request.skip_special_tokens
+        skips = self._given_text is None and self.request.skip_special_tokens
         detokenizer = create_detokenizer(
             self._tokenizer, self.ids, skip_special_tokens=skips
         )
         text, offsets = detokenizer.echo(self.ids)
-        if self._given is None:
+        if self._given_text is None:
             return text, offsets
-        size = len(self._given)
+        size = len(self._given_text)
         surplus = len(text) - size
-        if not text.endswith(
-            self._given
-        ):  # it names special tokens: their spaces are lost
-            surplus = max(text.find(self._given[:_HEAD_CHARS]), 0)
-        return self._given, [min(max(at - surplus, 0), size) for at in offsets]
+        if not text.endswith(self._given_text):
+            # The text names special tokens, and tokenizing dropped the spaces around
+            # them.
+            surplus = max(text.find(self._given_text[:_HEAD_CHARS]), 0)
+        offsets = [min(max(offset - surplus, 0), size) for offset in offsets]
+        return self._given_text, offsets
 
 
 def _finite(logprob: float) -> float:
@@ -208,11 +260,17 @@ class ChoiceStream:
     """Detokenizes one sequence, finds its stop strings and counts its tokens.
 
     Args:
-        index: of the choice in the answer.
-        prompt: that it continues.
+        index: the choice's index in the answer.
+        prompt: the prompt that the choice continues.
         add: the engine's request.
-        tool_parser: reads the tool calls out of the text, where there can be some.
-        reasoning: reads out of it what the model thinks before.
+        tool_parser: separates tool calls from the text, where there can be any.
+        reasoning: separates the model's reasoning from the text.
+
+    Attributes:
+        num_tokens: generated tokens, through the one that completed a stop string.
+        num_reasoning: how many of them belong to the reasoning.
+        final: the last delta, once it has come.
+        stop_found: whether a stop string has ended the text.
     """
 
     def __init__(
@@ -226,9 +284,7 @@ class ChoiceStream:
     ) -> None:
         request = prompt.request
         self.index = index
-        self.num_tokens = (
-            0  # generated, up to and including what completed a stop string
-        )
+        self.num_tokens = 0
         self.final: TokenDelta | None = None
         self.stop_found = False
         self._last_id: int | None = None
@@ -236,16 +292,16 @@ class ChoiceStream:
         self._request = request
         self._prompt = prompt
         self._max_tokens = add.max_tokens
-        # The text of what ended the sequence, where it is wanted, is what the tokenizer says.
+        # A token that ends the sequence has text only if the request includes the stop.
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
-        skips = request.skip_special_tokens
         shown: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
-        shown += SPECIAL_TAGS if tool_parser else ()
+        if tool_parser:
+            shown += SPECIAL_TAGS
         self._detokenizer = create_detokenizer(
             tokenizer,
             add.token_ids,
-            skip_special_tokens=skips,
+            skip_special_tokens=request.skip_special_tokens,
             shown=shown,
             echoes_prompt=request.wants_echo,
         )
@@ -253,15 +309,15 @@ class ChoiceStream:
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
         self._tool_parser = tool_parser
-        self.num_reasoning = 0  # of the tokens
-        self._num_waiting = (
-            0  # of the last tokens, that are reasoning unless it ends before them
-        )
+        self.num_reasoning = 0
+        # The last tokens, which count as reasoning unless the reasoning ended before
+        # them.
+        self._num_waiting = 0
         self._reasoning = reasoning
 
     @property
     def needs_abort(self) -> bool:
-        """Whether the engine would go on although the text is complete."""
+        """Whether the engine would continue although the text is complete."""
         return (
             self.stop_found
             and self.final is None
@@ -270,16 +326,15 @@ class ChoiceStream:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token, what candidates are ranked by; 0 for an answer without tokens."""
+        """Mean logprob per token, by which candidates are ranked; 0 without tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
 
     def feed(self, delta: TokenDelta) -> ChoicePiece | None:
-        """The piece that a delta without error adds; the last one has the finish reason.
+        """Return the piece that a delta without error adds.
 
-        None for a delta that says something about the prompt alone.
-
-        After a stop string the text is complete, but the piece with the finish reason follows
-        only when the engine has confirmed the end: it brings the usage.
+        Returns None for a delta that is about the prompt only. The last piece has the
+        finish reason. After a stop string the text is complete, but the last piece
+        follows when the engine has confirmed the end, because that delta has the usage.
         """
         if not delta.token_ids and delta.finish_reason is None:
             return None
@@ -288,14 +343,14 @@ class ChoiceStream:
             if self.stop_found:
                 break
             logprobs = delta.logprobs[position] if delta.logprobs else None
-            self._take(piece, token_id, logprobs)
+            self._add_token(piece, token_id, logprobs)
         if delta.finish_reason is not None:
             self._finish(piece, delta)
         if self._tool_parser is not None and self._reasoning.is_over:
-            _take_calls_out(piece, self._tool_parser)
+            _separate_calls(piece, self._tool_parser)
         return piece
 
-    def _tell(self, piece: ChoicePiece, reasoning: str, text: str) -> None:
+    def _add_text(self, piece: ChoicePiece, reasoning: str, text: str) -> None:
         if getattr(self._request, "include_reasoning", False):
             piece.reasoning += reasoning
         piece.text += text
@@ -307,78 +362,75 @@ class ChoiceStream:
         if self._first:
             self._first = False
             piece.first = True
-            piece.prompt_logprobs, text, reports = self._prompt.tell()
+            report = self._prompt.prompt_report()
+            piece.prompt_logprobs = report.logprobs
             if request.return_token_ids:
                 piece.prompt_token_ids = list(self._prompt.ids)
             if request.wants_echo:
-                piece.text, piece.logprobs = (
-                    text,
-                    None if reports is None else [*reports],
-                )
-                self._offset = len(text)
+                piece.text = report.text
+                piece.logprobs = None if report.tokens is None else [*report.tokens]
+                self._offset = len(report.text)
         return piece
 
-    def _take(
+    def _add_token(
         self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None
     ) -> None:
+        reasoning = self._reasoning
         self.num_tokens += 1
         self._last_id = token_id
         piece.token_ids.append(token_id)
-        if tag := self._reasoning.tags.get(token_id):
+        if tag := reasoning.tags.get(token_id):
             text = self._detokenizer.flush() + tag
         else:
             text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
         offset = self._offset
         self._offset += len(text)
-        is_of_frame = bool(tag) or self._reasoning.is_in_head
-        thinks = self._reasoning.may_think
-        # Before min_tokens no stop string begins or ends, nor in what the client does not see.
-        if (
-            self.num_tokens > self._request.min_tokens
-            and not self._reasoning.is_in_head
-        ):
+        is_of_head = bool(tag) or reasoning.is_in_head
+        may_think = reasoning.may_think
+        # Stop strings neither begin nor end before min_tokens, nor in a message's head,
+        # which the client does not see.
+        if self.num_tokens > self._request.min_tokens and not reasoning.is_in_head:
             text, self.stop_found = self._stops.push(text)
-        self._tell(piece, *self._reasoning.feed(text))
-        is_thought = thinks and self._reasoning.is_inside
+        self._add_text(piece, *reasoning.feed(text))
+        is_thought = may_think and reasoning.is_inside
         self.num_reasoning += is_thought
-        self._num_waiting = self._num_waiting + 1 if self._reasoning.is_waiting else 0
+        self._num_waiting = self._num_waiting + 1 if reasoning.is_waiting else 0
         if logprobs is not None:
             self._sum_logprobs += logprobs.logprob
             if piece.logprobs is not None:
                 num_top = self._request.num_logprobs or 0
-                report = self._prompt.report(token_id, logprobs, num_top, offset)
-                is_of_text = not (is_thought or is_of_frame)
+                report = self._prompt.token_report(token_id, logprobs, num_top, offset)
+                is_of_text = not (is_thought or is_of_head)
                 piece.logprobs.append(replace(report, is_of_text=is_of_text))
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
         if not self.stop_found:
             text, self.stop_found = self._stops.push(self._detokenizer.flush())
-            self._tell(piece, *self._reasoning.feed(text + self._stops.flush()))
+            text += self._stops.flush()
+            self._add_text(piece, *self._reasoning.feed(text))
         was_over = self._reasoning.is_over
         is_cut = delta.finish_reason != "stop" and not self.stop_found
         reasoning, text = self._reasoning.finish(is_cut=is_cut)
-        self._tell(piece, reasoning, text)
+        self._add_text(piece, reasoning, text)
         if text and not was_over:
             self.num_reasoning = max(0, self.num_reasoning - self._num_waiting)
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
-        piece.stop_reason = self._stops.found
-        if (
-            piece.finish_reason == "stop"
-            and self._last_id in self._request.stop_token_ids
-        ):
+        piece.stop_reason = self._stops.matched_stop
+        is_stop_token = self._last_id in self._request.stop_token_ids
+        if piece.finish_reason == "stop" and is_stop_token:
             piece.stop_reason = piece.stop_reason or self._last_id
 
 
-def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
-    """Moves the calls in a piece's text to its `tool_calls`."""
+def _separate_calls(piece: ChoicePiece, parser: ToolParser) -> None:
+    """Move the calls in a piece's text to its `tool_calls`."""
     parsed = parser.feed(piece.text)
-    piece.text, piece.tool_calls = parsed.content, parsed.calls
+    piece.text = parsed.content
+    piece.tool_calls = parsed.calls
     if piece.finish_reason is not None:
         rest = parser.finish()
         piece.text += rest.content
         piece.tool_calls += rest.calls
+        # "tool_calls" promises that no arguments are cut off.
         if piece.finish_reason == "stop" and parser.has_complete_calls:
-            piece.finish_reason = (
-                "tool_calls"  # which says that no arguments are cut off
-            )
+            piece.finish_reason = "tool_calls"

@@ -1,7 +1,8 @@
-"""Refuses prompts that no context holds before they are validated and rendered.
+"""Refuses prompts that cannot fit the context before they are validated and rendered.
 
-Only what is certain is refused here: a message, a part of a message and a call of a tool have at
-least one token each, and no token has more characters than the longest of the vocabulary.
+It refuses only what is certain: a message, a part of a message and a call of a tool
+have at least one token each, and no token has more characters than the longest of the
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -9,19 +10,21 @@ from typing import Any
 
 from protocol.errors import ContextLengthExceeded
 
-MIN_ITEMS_LIMIT = 1024  # so many are rendered quickly, whatever the context
-MIN_CHARS_LIMIT = 1 << 22  # so are these, and tokenizing stops at twice the context
-_COMPOSED_CHARS = (
-    4  # characters that Unicode normalization may make one of: three, in Hangul
-)
+# So many items and characters are always accepted, whatever the context: they are
+# rendered quickly, and tokenizing stops at twice the context.
+MIN_ITEMS_LIMIT = 1024
+MIN_CHARS_LIMIT = 1 << 22
+# Unicode normalization may compose so many characters to one: three, in Hangul.
+_COMPOSED_CHARS = 4
 _LISTS = ("messages", "input", "tools")
 _PARTS = ("content", "tool_calls")
 
 
 def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
-    """Looks at the decoded members of a body, none of which is validated yet: how many messages,
-    parts of messages, calls and tools there are. Quick enough for the event loop, so that the
-    members of a body that is refused do not wait for a thread.
+    """Check how many messages, parts of messages, calls and tools a body has.
+
+    The members are decoded, but not validated. The check is quick enough for the event
+    loop, so that a body that is refused does not wait for a thread.
 
     Raises:
         ContextLengthExceeded: names the field with too many items.
@@ -37,14 +40,14 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
         if num_items <= max_items:
             num_items += sum(map(_num_parts, items))
         if num_items > max_items:
-            what = "messages, parts and calls" if name != "tools" else "tools"
-            _refuse(name, f"{num_items} {what}", max_items, max_model_len)
+            unit = "messages, parts and calls" if name != "tools" else "tools"
+            _refuse(name, f"{num_items} {unit}", max_items, max_model_len)
 
 
 def check_num_chars(
     members: dict[str, Any], max_model_len: int, longest_token_chars: int
 ) -> None:
-    """The same of the characters of each prompt, unless the client asks for truncation.
+    """Check how many characters each prompt has, unless the client requests truncation.
 
     Raises:
         ContextLengthExceeded: names the field with too many characters.
@@ -60,7 +63,7 @@ def check_num_chars(
 
 
 def _is_truncated(members: dict[str, Any]) -> bool:
-    """Whether the client asks for a prompt that is too long to be cut, not refused."""
+    """Whether the client wants a prompt that is too long to be cut, not refused."""
     return (
         members.get("truncate_prompt_tokens") is not None
         or members.get("truncation") == "auto"
@@ -73,14 +76,14 @@ def _max_items(max_model_len: int) -> int:
 
 def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:
     raise ContextLengthExceeded(
-        f"This model's maximum context length is {max_model_len} tokens and `{field}` is too long: "
-        f"it has {size}, at most {limit} are taken. Send less.",
+        f"This model's maximum context length is {max_model_len} tokens and `{field}` "
+        f"is too long: it has {size}, at most {limit} are taken. Send less.",
         param=field,
     )
 
 
 def _num_parts(item: Any) -> int:
-    """Parts of the content of a message, beyond the first of each kind, and calls."""
+    """Return a message's calls and parts of content, except the first of each."""
     if not isinstance(item, dict):
         return 0
     lists = [item[name] for name in _PARTS if isinstance(item.get(name), list)]
@@ -88,12 +91,11 @@ def _num_parts(item: Any) -> int:
 
 
 def _lengths(members: dict[str, Any], max_items: int) -> Iterator[tuple[str, int]]:
-    """Characters of each prompt, by the name of its field."""
+    """Yield the field and the characters of each prompt."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    for prompt in prompts[
-        :max_items
-    ]:  # validation refuses fewer; longer lists are token ids
+    # Validation accepts fewer prompts. A longer list has token ids.
+    for prompt in prompts[:max_items]:
         if isinstance(prompt, str):
             yield "prompt", len(prompt)
     for name in ("messages", "input"):
@@ -101,7 +103,7 @@ def _lengths(members: dict[str, Any], max_items: int) -> Iterator[tuple[str, int
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts of messages and of the parts of their contents."""
+    """Yield the texts of messages and of the parts of their contents."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str):
             yield item

@@ -1,4 +1,4 @@
-"""Tells proxies that this server is there, again and again, and at its end that it leaves."""
+"""Registers this server with proxies periodically, and deregisters it at its end."""
 
 import asyncio
 import random
@@ -20,19 +20,21 @@ from protocol.settings.settings import EngineSettings
 logger = get_logger(__name__)
 
 TIMEOUT_S = 5.0  # of one registration
-LEAVE_TIMEOUT_S = 1.0  # of all proxies together
+LEAVE_TIMEOUT_S = 1.0  # for all proxies together
 RETRY_S = 0.5  # after a failure; doubles, up to the usual interval
-JITTER = 0.2  # so that servers that were started together do not speak in step
+JITTER = 0.2  # spreads the registrations of servers that started together
 MAX_ANSWER_BYTES = 2**16
-MAX_ADDRESSES = 64  # of one name
+MAX_ADDRESSES = 64  # of one host name
 
 
 class Registrar:
-    """Registers one server with proxies; use it on one event loop.
+    """Registers one server with proxies, on one event loop.
 
     Args:
-        record: what it says of itself; the time is filled in.
-        ca_file: for proxies at https://, instead of the system's.
+        proxies: the proxies' URLs. Each host name may have several proxies.
+        record: the server's record; the time is filled in.
+        secret: the cluster secret, which signs the record.
+        ca_file: certificates for https:// proxies; None: those of the system.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Registrar:
         secret: bytes,
         ca_file: str | None = None,
     ) -> None:
-        self._proxies, self._record, self._secret = proxies, record, secret
+        self._proxies = proxies
+        self._record = record
+        self._secret = secret
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=trusted(ca_file)),
@@ -51,94 +55,114 @@ class Registrar:
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(self._keep(proxy)) for proxy in self._proxies
+            asyncio.create_task(self._keep_registered(proxy)) for proxy in self._proxies
         ]
 
     async def leave(self) -> None:
-        """Tells every proxy that this server takes nothing new; to be called once."""
+        """Ask every proxy to send no new requests to this server. Call it once."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await asyncio.gather(
-                    *(self._tell(proxy, leaving=True) for proxy in self._proxies)
+                    *(self._register(proxy, leaving=True) for proxy in self._proxies)
                 )
         except TimeoutError:
-            logger.info("a proxy was not told that this server leaves: no answer")
+            logger.info(
+                "A proxy did not confirm within %g s that this server leaves.",
+                LEAVE_TIMEOUT_S,
+            )
         finally:
             await self._session.close()
 
-    async def _keep(self, proxy: str) -> None:
-        usual_s = self._record.ttl_s / 3
-        retry_s, before = RETRY_S, None
+    async def _keep_registered(self, proxy: str) -> None:
+        """Register again and again, and log each change of the result."""
+        interval_s = self._record.ttl_s / 3
+        retry_s = RETRY_S
+        last_problem: str | None = None
         while True:
-            problem = await self._tell(proxy)
-            if problem and problem != before:
+            problem = await self._register(proxy)
+            if problem and problem != last_problem:
                 logger.warning("not registered with %s: %s", proxy, problem)
-            elif before != problem:
+            elif last_problem != problem:
                 logger.info("registered with %s as %s", proxy, self._record.url)
-            before = problem
-            retry_s = min(2 * retry_s, usual_s) if problem else RETRY_S
-            pause_s = retry_s if problem else usual_s
+            last_problem = problem
+            retry_s = min(2 * retry_s, interval_s) if problem else RETRY_S
+            pause_s = retry_s if problem else interval_s
             await asyncio.sleep(pause_s * random.uniform(1 - JITTER, 1))
 
-    async def _tell(self, proxy: str, leaving: bool = False) -> str:
-        """Tells whoever is behind the name. Why one did not take it; empty: all did."""
+    async def _register(self, proxy: str, leaving: bool = False) -> str:
+        """Send the record to all proxies behind a name.
+
+        Returns why one of them did not accept it; empty if all did.
+        """
         url = URL(proxy)
-        told = [
-            self._post(url.with_host(at), url, leaving)
-            for at in await addresses_of(url)
+        posts = [
+            self._post(url.with_host(address), url, leaving)
+            for address in await addresses_of(url)
         ]
-        return next(filter(None, await asyncio.gather(*told)), "")
+        problems = await asyncio.gather(*posts)
+        return next(filter(None, problems), "")
 
     async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:
+        """Send the record to one proxy; return why it did not accept it, or "".
+
+        Args:
+            proxy: the URL with the proxy's address.
+            named: the URL with the proxy's host name.
+        """
         record = msgspec.structs.replace(
             self._record, issued_ms=int(time.time() * 1000), leaving=leaving
         )
-        body, headers = seal(record, self._secret), {"content-type": "application/json"}
-        headers["host"] = named.authority
+        headers = {"content-type": "application/json", "host": named.authority}
         try:
             async with self._session.post(
                 proxy.with_path(named.path.rstrip("/") + REGISTER_PATH),
-                data=body,
+                data=seal(record, self._secret),
                 headers=headers,
                 allow_redirects=False,
                 server_hostname=named.host if named.scheme == "https" else None,
             ) as answer:
-                told = await answer.content.read(MAX_ANSWER_BYTES)
+                body = await answer.content.read(MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             return str(error) or "no answer"
         if answer.status == 200:
             return ""
         try:
-            return str(msgspec.json.decode(told)["error"]["message"])
+            return str(msgspec.json.decode(body)["error"]["message"])
         except (msgspec.DecodeError, LookupError, TypeError):
             return f"status {answer.status}; is that a Baton proxy?"
 
 
 async def addresses_of(url: URL) -> list[str]:
-    """Those of a name that has several, as several proxies do; else the name itself."""
+    """Return the addresses of a host name that has several, else the name itself.
+
+    A name has several addresses where several proxies share it.
+    """
     assert url.host is not None
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError):  # who connects says what is wrong
+            infos = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):  # the connection attempt reports the problem
         return [url.host]
-    # One of each family may well be one proxy, which need not listen at both.
-    (family, count), *_ = Counter(each[0] for each in found).most_common()
+    # One address of each family may belong to one proxy, which need not listen on both.
+    (family, count), *_ = Counter(info[0] for info in infos).most_common()
     if count == 1:
         return [url.host]
-    return [str(address[0]) for each, *_, address in found if each == family][
-        :MAX_ADDRESSES
+    addresses = [
+        str(address[0])
+        for address_family, *_, address in infos
+        if address_family == family
     ]
+    return addresses[:MAX_ADDRESSES]
 
 
-def registrar_of(
+def create_registrar(
     settings: EngineSettings, port: int, engine: EngineReady | None, secret: bytes
 ) -> Registrar:
-    """That of a server whose engine is ready, at this port."""
+    """Return the registrar of a server whose engine is ready, at this port."""
     assert engine is not None
     scheme = "https" if settings.tls_cert else "http"
     record = Record(

@@ -1,10 +1,12 @@
-"""A call's prompts as token ids: tokenized off the event loop, as no stream may wait for that.
-See text_workers.py for the threads, and prompt_bounds.py for what is refused before.
+"""Tokenizes a call's prompts off the event loop, so that no stream waits for it.
 
-What cannot fit the model's context is refused before all of it is tokenized, as that takes a
-second for a megabyte and hundreds of times a text's memory. What looks like a control token in a
-message is text (engine/text/special_splitter.py). The rendered chat template is looked at
-for that rather than the messages: it may leave some out, and write tools and variables as well.
+text_workers.py has the threads, and prompt_bounds.py the checks before this one.
+
+A text that cannot fit the model's context is refused before all of it is tokenized: a
+megabyte takes a second and hundreds of times its memory. Text in a message that looks
+like a control token stays text (engine/text/special_splitter.py). The check looks at
+the rendered chat template, not at the messages: a template may leave messages out, and
+write tools and variables as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,46 +14,48 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.http.limits import too_long
+from engine.http.limits import context_length_error
 from engine.http.prompt_bounds import check_num_chars, check_num_items
 from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
 from engine.http.truncation import first_that_fits, last_tokens, possible_starts
-from engine.text.harmony import one_call_each, tags_of
-from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
+from engine.text.harmony import split_parallel_calls, tag_characters
+from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_messages import with_tools
+from engine.text.tool_messages import add_tools
 from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-_LIKELY_CHARS = (
-    16  # of a token: only texts of longer ones are looked at before they are tokenized
-)
+# Few texts have longer tokens on average. Only texts of more characters than so many
+# per token of the context are checked before they are tokenized.
+_LIKELY_CHARS_PER_TOKEN = 16
 
 _T = TypeVar("_T")
 
 
 def check_parsers(settings: EngineSettings, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where the options name what the model cannot write."""
-    named = settings.reasoning_parser, settings.tool_call_parser
-    if "harmony" in named and not tags_of(tokenizer):
+    """Raise ValueError where an option names a format that the model cannot write."""
+    parsers = (settings.reasoning_parser, settings.tool_call_parser)
+    if "harmony" in parsers and not tag_characters(tokenizer):
         raise ValueError(
             "harmony as parser: the model has no token <|channel|>; take another"
         )
 
 
-def given_texts(parsed: GenerationRequest) -> list[str | None]:
-    """Each prompt as the client wrote it; None where it is ids, or a chat's."""
+def client_texts(parsed: GenerationRequest) -> list[str | None]:
+    """Return each prompt as the client wrote it; None for token ids and chats."""
     if not isinstance(parsed, CompletionRequest):
         return [None]
     return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
 
 
 class TextEncoder:
-    """Tokenizes the texts of one application, on one event loop: none holds up its streams, nor
-    do several at once fill its memory."""
+    """Tokenizes the texts of one application, on one event loop.
+
+    No text delays the streams of the loop, and concurrent texts do not fill the memory.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,10 @@ class TextEncoder:
         *,
         split_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer, self._option = tokenizer, tool_call_parser
+        self._tokenizer = tokenizer
+        self._option = tool_call_parser
         # None: text of messages may become control tokens.
-        self._splitter = splitter_of(tokenizer) if split_special_tokens else None
+        self._splitter = create_splitter(tokenizer) if split_special_tokens else None
         self._workers = TextWorkers()
 
     def check_num_items(self, members: dict[str, Any], max_model_len: int) -> None:
@@ -87,17 +92,19 @@ class TextEncoder:
         num_bytes: int,
         max_model_len: int,
         *,
-        sure_to: int = INLINE_CHARS,
+        always_tokenized: int = INLINE_CHARS,
     ) -> list[list[int]]:
-        """The token ids of each prompt, cut if the request says so.
+        """Return the token ids of each prompt, truncated if the request says so.
 
         Args:
-            num_bytes: of the request's body.
-            sure_to: a text of so many characters is tokenized, however many tokens it has.
+            num_bytes: the size of the request's body.
+            always_tokenized: a text of so many characters is tokenized, however many
+                tokens it has.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
-            ContextLengthExceeded: a longer text has more than `max_model_len` tokens by far.
+            ContextLengthExceeded: a longer text has far more than `max_model_len`
+                tokens.
         """
         limit = parsed.max_prompt_tokens(max_model_len)
         if (
@@ -105,58 +112,70 @@ class TextEncoder:
             and isinstance(parsed, ChatRequest)
             and parsed.drops_oldest_messages
         ):
-            return [await self._without_oldest(parsed, num_bytes, max_model_len, limit)]
-        return await self._tokenize(parsed, num_bytes, max_model_len, sure_to, limit)
+            ids = await self._without_oldest(parsed, num_bytes, max_model_len, limit)
+            return [ids]
+        return await self._tokenize(
+            parsed, num_bytes, max_model_len, always_tokenized, limit
+        )
 
     async def _without_oldest(
         self, parsed: ChatRequest, num_bytes: int, max_model_len: int, limit: int
     ) -> list[int]:
-        """The token ids of a conversation without its oldest messages: at most `limit`, if its last
-        message allows that. Raises as `tokenize`."""
-        num_kept, starts = possible_starts(parsed.messages)
+        """Return the token ids of a conversation without its oldest messages.
+
+        There are at most `limit` ids, unless the last message alone has more. Raises
+        the errors of `tokenize`.
+        """
+        num_instructions, starts = possible_starts(parsed.messages)
         # A message has at least one token, so more messages than `limit` never fit.
         first_possible = len(parsed.messages) - limit
         starts = [start for start in starts if start >= first_possible] or starts[-1:]
-        known: dict[int, list[int]] = {}  # token ids, by where the conversation begins
+        ids_by_start: dict[int, list[int]] = {}
 
         async def ids_from(start: int, max_tokens: int) -> list[int]:
-            messages = [*parsed.messages[:num_kept], *parsed.messages[start:]]
+            instructions = parsed.messages[:num_instructions]
+            messages = [*instructions, *parsed.messages[start:]]
             shorter = parsed.model_copy(update={"messages": messages})
             (ids,) = await self._tokenize(shorter, num_bytes, max_tokens, INLINE_CHARS)
             return ids
 
         async def fits(start: int) -> bool:
             try:
-                known[start] = await ids_from(start, limit)
+                ids_by_start[start] = await ids_from(start, limit)
             except ContextLengthExceeded:
                 return False
-            except (
-                InvalidRequest
-            ):  # of the chat template: one that begins earlier may be taken
+            # The chat template refuses this start. It may accept an earlier start.
+            except InvalidRequest:
                 return True
-            return len(known[start]) <= limit
+            return len(ids_by_start[start]) <= limit
 
         start = await first_that_fits(starts, fits)
-        return known[start] if start in known else await ids_from(start, max_model_len)
+        if start in ids_by_start:
+            return ids_by_start[start]
+        return await ids_from(start, max_model_len)
 
     async def _tokenize(
         self,
         parsed: GenerationRequest,
         num_bytes: int,
         max_model_len: int,
-        sure_to: int,
+        always_tokenized: int,
         limit: int | None = None,
     ) -> list[list[int]]:
-        """See `tokenize`; of each prompt the last `limit` tokens."""
+        """See `tokenize`.
+
+        Args:
+            limit: the last tokens of each prompt to return; None: all.
+        """
         assert isinstance(parsed, ChatRequest | CompletionRequest)
-        if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
+        if isinstance(parsed, CompletionRequest) and not any(client_texts(parsed)):
             num_bytes = 0  # token ids need no rendering
-        max_chars = max(sure_to, _LIKELY_CHARS * max_model_len)
-        coder: Tokenizer | SpecialTokenSplitter = self._tokenizer
+        max_chars = max(always_tokenized, _LIKELY_CHARS_PER_TOKEN * max_model_len)
+        encoder: Tokenizer | SpecialTokenSplitter = self._tokenizer
         if isinstance(parsed, ChatRequest) and self._splitter is not None:
-            coder = self._splitter
+            encoder = self._splitter
         encode_text = partial(
-            coder.encode, add_special_tokens=parsed.add_special_tokens
+            encoder.encode, add_special_tokens=parsed.add_special_tokens
         )
 
         def render() -> Sequence[str | list[int]]:
@@ -166,31 +185,29 @@ class TextEncoder:
             self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
             return prompts
 
-        # Prompts that are truncated are also tokenized there.
+        # `render` also tokenizes prompts that are truncated.
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
-        encode = partial(_encode, rendered, encode_text)
-        return await self.run(
-            sum(len(p) for p in rendered if isinstance(p, str)), encode
-        )
+        num_chars = sum(len(p) for p in rendered if isinstance(p, str))
+        return await self.run(num_chars, partial(_encode, rendered, encode_text))
 
     def _render(
         self, parsed: ChatRequest | CompletionRequest
     ) -> Sequence[str | list[int]]:
-        """The prompts as texts or ids; a chat's text is marked for the splitter.
+        """Return the prompts as texts or ids; a chat's text is marked for the splitter.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
         """
         if isinstance(parsed, CompletionRequest):
             return parsed.prompts
-        chat = _chat(parsed, self._tokenizer, self._option, self._splitter)
+        options = _render_options(parsed, self._tokenizer, self._option, self._splitter)
         try:
-            return [self._tokenizer.render_chat(**chat, on_piece=check_wanted)]
-        except InvalidRequest as error:  # its message may quote a marked text
-            raise InvalidRequest(
-                self._unmarked(error.message), param=error.param
-            ) from None
+            return [self._tokenizer.render_chat(**options, on_piece=check_wanted)]
+        except InvalidRequest as error:
+            # The message may quote a marked text.
+            message = self._without_marks(error.message)
+            raise InvalidRequest(message, param=error.param) from None
 
     def _check_lengths(
         self,
@@ -202,20 +219,21 @@ class TextEncoder:
         """Refuse texts that cannot fit the context, before all of them is tokenized.
 
         Raises:
-            ContextLengthExceeded: a text of more than `max_chars` characters surely has more than
-                `max_model_len` tokens.
+            ContextLengthExceeded: a text of more than `max_chars` characters certainly
+                has more than `max_model_len` tokens.
         """
         for prompt in prompts:
             if not isinstance(prompt, str) or len(prompt) <= max_chars:
                 continue
-            text = self._unmarked(prompt)
-            num_tokens = self._tokenizer.at_least(
-                text, max_model_len, on_piece=check_wanted
+            num_tokens = self._tokenizer.min_num_tokens(
+                self._without_marks(prompt), max_model_len, on_piece=check_wanted
             )
             if num_tokens:
-                raise too_long(num_tokens, max_model_len, field, "at least ")
+                raise context_length_error(
+                    num_tokens, max_model_len, field, "at least "
+                )
 
-    def _unmarked(self, text: str) -> str:
+    def _without_marks(self, text: str) -> str:
         return text if self._splitter is None else self._splitter.without_marks(text)
 
 
@@ -224,7 +242,7 @@ def _truncated(
     limit: int,
     encode_text: Callable[[str], list[int]],
 ) -> list[list[int]]:
-    """The last `limit` token ids of each prompt."""
+    """Return the last `limit` token ids of each prompt."""
     all_ids = []
     for prompt in prompts:
         check_wanted()
@@ -238,7 +256,7 @@ def _truncated(
 def _encode(
     prompts: Sequence[str | list[int]], encode_text: Callable[[str], list[int]]
 ) -> list[list[int]]:
-    """The token ids of each prompt."""
+    """Return the token ids of each prompt."""
     all_ids = []
     for prompt in prompts:
         check_wanted()
@@ -246,20 +264,24 @@ def _encode(
     return all_ids
 
 
-def _chat(
+def _render_options(
     parsed: ChatRequest,
     tokenizer: Tokenizer,
     option: str,
     splitter: SpecialTokenSplitter | None,
 ) -> dict[str, Any]:
-    """The keyword arguments of Tokenizer.render_chat."""
+    """Return the keyword arguments of Tokenizer.render_chat."""
     messages = [turn.template_message for turn in parsed.messages]
     toolset = parsed.toolset
     if splitter is not None:
         messages = splitter.mark_messages(messages)
         toolset = replace(toolset, offered=splitter.mark_tools(toolset.offered))
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
-        messages = one_call_each(messages)
-    messages, tools = with_tools(messages, toolset, tokenizer, option)
-    told = {"messages": messages, "field": parsed.prompt_field}
-    return {**told, **parsed.template_options, "tools": tools}
+        messages = split_parallel_calls(messages)
+    messages, tools = add_tools(messages, toolset, tokenizer, option)
+    return {
+        "messages": messages,
+        "field": parsed.prompt_field,
+        **parsed.template_options,
+        "tools": tools,
+    }

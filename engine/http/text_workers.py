@@ -1,12 +1,15 @@
-"""Runs the preparation of requests on threads, so that no stream and no health check waits for it.
+"""Prepares requests on threads, so that no stream or health check is delayed.
 
-    run          tokenizing: the library computes without the GIL, so several threads are useful
-    run_python   parsing, rendering: Python code, of which many threads would starve the event loop
-    either one   very long texts, one at a time: tokenizing takes hundreds of times their memory
+    run          tokenizing: the library releases the GIL, so several threads are
+                 useful
+    run_python   parsing, rendering: Python code; many threads would starve the event
+                 loop
+    both         very long texts run one at a time: tokenizing takes hundreds of times
+                 their memory
 
-Work waits for its turn on the event loop, not in a thread. The work of a request whose client has
-gone leaves the line at once. A thread cannot be interrupted: work that has begun ends at its next
-call of `check_wanted`, and counts as running until then.
+Work waits for its turn on the event loop, not in a thread. Waiting work of a client
+that disconnects leaves the queue at once. A thread cannot be interrupted: running work
+ends at its next call of `check_wanted`, and counts as running until then.
 """
 
 import asyncio
@@ -20,37 +23,38 @@ from typing import Any, TypeVar
 from protocol.errors import QueueFull
 from protocol.settings.machine import available_cores
 
-INLINE_CHARS = 2048  # shorter texts are worked on at once: a thread would take longer
-LONG_CHARS = 1 << 20  # longer texts are worked on one at a time
+INLINE_CHARS = 2048  # shorter texts run on the event loop, which is quicker
+LONG_CHARS = 1 << 20  # longer texts run one at a time
 MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread or have one
-_NUM_PYTHON = (
-    2  # each of these threads may hold the GIL for 5 ms before the event loop gets it
-)
-_MIN_TOKENIZING = (
-    4  # threads, however few cores there are: long texts let short ones pass
-)
+# Each of these threads may hold the GIL for 5 ms before the event loop gets it.
+_NUM_PYTHON = 2
+# Threads for tokenizing. The minimum, for few cores, lets short texts overtake long
+# ones.
+_MIN_TOKENIZING = 4
 _MAX_TOKENIZING = 16
 
 _T = TypeVar("_T")
 
 
 class WorkAbandoned(Exception):
-    """The client that wanted this work has gone. Raised in the thread of the work only."""
+    """The client of this work has disconnected. Raised only in the work's thread."""
 
 
 _abandoned = contextvars.ContextVar[threading.Event | None]("abandoned", default=None)
 
 
 def check_wanted() -> None:
-    """Raises WorkAbandoned in a thread whose work nobody waits for any more. Long work calls it
-    between its steps."""
+    """Raise WorkAbandoned in a thread whose client has disconnected.
+
+    Long work calls it between its steps.
+    """
     event = _abandoned.get()
     if event is not None and event.is_set():
         raise WorkAbandoned
 
 
 class TextWorkers:
-    """The threads of one application. For one event loop."""
+    """The threads of one application, for one event loop."""
 
     def __init__(self) -> None:
         num_tokenizing = max(_MIN_TOKENIZING, min(available_cores(), _MAX_TOKENIZING))
@@ -59,15 +63,21 @@ class TextWorkers:
         self._long = asyncio.Semaphore(1)
         num_threads = num_tokenizing + _NUM_PYTHON + 1
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
-        self._num_chars = 0  # waiting or being worked on
+        self._num_chars = 0  # of texts that wait or are worked on
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """The result of work that takes as much as tokenizing `size` characters. Raises QueueFull
-        where too much of that waits already."""
+        """Return the result of work.
+
+        Args:
+            size: the work takes as long as to tokenize so many characters.
+
+        Raises:
+            QueueFull: too much work waits already.
+        """
         return await self._run(size, work, self._tokenizing)
 
     async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
-        """The same for work that is mostly Python code."""
+        """Like `run`, for work that is mostly Python code."""
         return await self._run(size, work, self._python)
 
     async def _run(
@@ -110,4 +120,5 @@ class TextWorkers:
         lane.release()
         self._num_chars -= size
         if not running.cancelled():
-            running.exception()  # marks it as seen: the client may have gone
+            # Marks the exception as retrieved: the client may have disconnected.
+            running.exception()

@@ -1,9 +1,9 @@
 """The HTTP process's side of the engine: requests out, tokens in.
 
-    submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas, one terminal each
+    submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas
 
-One subscription serves all prompts of a call, so several prompts need no tasks of their own.
-Everything here runs on one event loop.
+Each choice ends with one terminal delta. One subscription serves all prompts of a call,
+so several prompts need no tasks of their own. All of this runs on one event loop.
 """
 
 import asyncio
@@ -36,19 +36,24 @@ from protocol.settings.options import QueueOptions
 
 log = get_logger(__name__)
 
-LEASES = "baton_leases_held"  # among an engine's stats
+LEASES = "baton_leases_held"  # a key of an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
-_SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
-MAX_UNREAD = (
-    1 << 14
-)  # deltas of a choice whose client is too slow for it: some megabytes
-MAX_UNREAD_CHOICES = 32  # that a call with more of them counts as
+# Seconds within which an engine reports the leases of a request that has migrated.
+_SETTLE_S = 0.5
+# Unread tokens of a choice, with their alternatives, before its client is too slow.
+# They take some megabytes.
+MAX_UNREAD = 1 << 14
+MAX_UNREAD_CHOICES = 32  # a call with more choices counts as so many
 
 
 class Subscription:
-    """The deltas of some requests, in batches of what has arrived since the last look.
+    """The deltas of some requests, in batches of what has arrived.
 
-    Closing it aborts whatever has not ended.
+    Closing it aborts the requests that have not ended.
+
+    Args:
+        requests: the requests, all of one call.
+        place: their place in the queue.
     """
 
     def __init__(
@@ -59,106 +64,127 @@ class Subscription:
     ) -> None:
         self._engine = engine
         self._place = place
-        # Choices without a terminal event, by request.
         requests = tuple(requests)
-        self._open = {
-            request.request_id: request.num_choices
-            - sum(one.has_ended for one in request.known)
-            for request in requests
-        }
-        self._max_unread = MAX_UNREAD * min(
-            sum(self._open.values()), MAX_UNREAD_CHOICES
-        )
-        # Those that keep their KV for an answer that has not been given yet.
+        # By request, its choices without a terminal delta.
+        self._open: dict[str, int] = {}
+        for request in requests:
+            num_ended = sum(choice.has_ended for choice in request.known)
+            self._open[request.request_id] = request.num_choices - num_ended
+        num_choices = min(sum(self._open.values()), MAX_UNREAD_CHOICES)
+        self._max_unread = MAX_UNREAD * num_choices
+        # Requests that retain their KV until the client has the answer that refers to
+        # it.
         self._retaining = [
             request.request_id for request in requests if request.retain_kv
         ]
         self._pending: list[TokenDelta] = []
-        self._num_unread = 0  # of these, with the likely alternatives that they name
-        self._news = asyncio.Event()
+        self._num_unread = 0  # pending deltas, with the alternatives in their logprobs
+        self._has_news = asyncio.Event()
 
     async def next_batch(self) -> list[TokenDelta]:
-        """Waits for news; an empty list says that every request has ended and been read."""
+        """Wait for deltas. An empty batch means that all requests have ended."""
         if not self._pending and self._open:
-            self._news.clear()
-            await self._news.wait()
-        batch, self._pending, self._num_unread = self._pending, [], 0
+            self._has_news.clear()
+            await self._has_news.wait()
+        batch = self._pending
+        self._pending = []
+        self._num_unread = 0
         return batch
 
     def deliver(self, delta: TokenDelta) -> None:
-        """Called by the engine for each delta of an open request."""
+        """Add a delta of an open request. EngineClient calls it."""
         if self._place is not None:
-            _leave_queue(self._place, delta)
+            _update_place(self._place, delta)
         self._pending.append(delta)
-        self._num_unread += 1 + sum(
-            len(found.top_ids) for found in delta.logprobs or ()
-        )
+        num_alternatives = sum(len(top.top_ids) for top in delta.logprobs or ())
+        self._num_unread += 1 + num_alternatives
         self._open[delta.request_id] -= delta.finish_reason is not None
         if delta.finish_reason == MOVED:
             self._retaining.append(delta.request_id)
-        if (
-            delta.error is not None or not self._open[delta.request_id]
-        ):  # the end of all choices
+        has_ended = not self._open[delta.request_id]
+        if delta.error is not None or has_ended:  # an error ends all choices
             del self._open[delta.request_id]
-        self._news.set()
+        self._has_news.set()
         if self._num_unread > self._max_unread:
-            told = f"{self._num_unread} tokens and likely alternatives were not read in time"
-            self.fail(ClientTooSlow(f"{told}; read the stream as it comes"))
+            self.fail(
+                ClientTooSlow(
+                    f"{self._num_unread} tokens and likely alternatives were not read "
+                    "in time; read the stream as it comes"
+                )
+            )
 
-    def compiled(self, request_id: str) -> None:
-        """Called by the engine once the grammar of a request is there."""
+    def on_grammar_compiled(self, request_id: str) -> None:
+        """Start a request's wait for its first token. EngineClient calls it."""
         if self._place is not None:
             self._place.begin(request_id)
 
     def is_open(self, request_id: str) -> bool:
-        """Whether more may come for a request."""
+        """Whether more deltas may come for a request."""
         return request_id in self._open
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
-        if request_id in self._open:
-            self._engine.tell(AbortRequest(request_id, choice))
+        """Ask the engine to end a request, or one choice of it.
 
-    def let_move(self, may_move: Callable[[], bool], *, has_come: bool) -> None:
-        """Its one request may go on at another server while `may_move`: now, if this one is
-        handed over and it has not just come as there is no other."""
+        Each aborted choice still gets a delta with "abort".
+        """
+        if request_id in self._open:
+            self._engine.send(AbortRequest(request_id, choice))
+
+    def allow_migration(
+        self, may_move: Callable[[], bool], *, is_resumed: bool
+    ) -> None:
+        """Let the only request migrate to another server while `may_move` returns True.
+
+        If this server is handing its requests over, the request migrates now.
+
+        Args:
+            is_resumed: whether the request has just migrated to this server, because no
+                other server took it. It then stays here.
+        """
         if request_id := next(iter(self._open), None):
             self._engine.movable[request_id] = may_move
-            if self._engine.hands_over and not has_come:
+            if self._engine.is_handing_over and not is_resumed:
                 self._engine.migrate()
 
     def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
-        """Ends what is open at a time of the loop's clock, unless the result is called before."""
+        """End the open requests at a time of the loop's clock; the result cancels."""
         return asyncio.get_running_loop().call_at(at, self.fail, error).cancel
 
     def fail(self, error: BatonError) -> None:
-        """Ends every request here and in the engine; what was not read is dropped for the error."""
+        """End every request here and in the engine.
+
+        The error replaces the deltas that were not read.
+        """
         if self._open:
             request_id = next(iter(self._open))
             self.close()
             self._pending.append(
                 TokenDelta(request_id=request_id, error=ErrorInfo.of(error))
             )
-            self._news.set()
+            self._has_news.set()
 
-    def answered(self) -> None:
-        """The client is told where the KV of these requests is, and may come for it."""
+    def confirm_delivery(self) -> None:
+        """Keep the retained KV: the client has the answer that refers to it."""
         self._retaining.clear()
 
     def close(self) -> None:
-        """Forgets every request, aborts those that have not ended, and lets go of KV that nobody
-        was told of. Idempotent."""
+        """Forget every request, abort open ones, and release retained KV.
+
+        KV stays retained only after `confirm_delivery`. Idempotent.
+        """
         for request_id in dict.fromkeys([*self._open, *self._retaining]):
             self._engine.forget(request_id)
-            self._engine.tell(AbortRequest(request_id))
+            self._engine.send(AbortRequest(request_id))
         self._open.clear()
         self._retaining.clear()
         self._pending.clear()
 
 
-def _leave_queue(place: Place, delta: TokenDelta) -> None:
-    """A prompt waits no longer once its first token or its end has come. Its logprobs may come
-    before, piece by piece."""
+def _update_place(place: Place, delta: TokenDelta) -> None:
+    """Remove a prompt from the queue at its first token or its end.
+
+    Its logprobs may come before that, piece by piece.
+    """
     if delta.error is not None or delta.finish_reason == "abort":
         place.drop(delta.request_id)
     elif (
@@ -172,20 +198,24 @@ def _leave_queue(place: Place, delta: TokenDelta) -> None:
 
 
 class EngineClient:
-    """An engine in another process, which is at the other end of a socket.
+    """The client of an engine, which is in another process at the end of a socket.
 
     Args:
-        queue: how much may wait.
-        caches_prefixes: the engine reuses the KV of prompts that begin alike.
+        queue: the limits of the queue.
+        caches_prefixes: whether the engine reuses the KV of common prefixes.
 
     Attributes:
-        queue: where to ask for a place before a request is submitted.
-        progress: what the engine is busy with, until it is ready.
-        on_progress: told that whenever it changes.
-        movable: open requests that can go on at another server, and whether they may.
-        moving: those that are told to, and have not gone yet.
-        is_draining: the server ends.
-        hands_over: all that can is to go on elsewhere: the server still listens.
+        queue: gives places, which a request needs before it is submitted.
+        ready: the engine's report, once it can serve.
+        progress: what the engine does, until it is ready.
+        on_progress: called with each new progress.
+        stats: the engine's latest numbers, by metric.
+        failure: why the engine cannot continue, or None.
+        movable: open requests that can migrate, with a function that says whether they
+            may.
+        moving: requests that were told to migrate and have not ended here yet.
+        is_draining: whether the server is ending.
+        is_handing_over: whether all movable requests migrate; the server still listens.
     """
 
     def __init__(
@@ -199,15 +229,17 @@ class EngineClient:
         self.on_progress: Callable[[str], None] = lambda text: None
         self.movable: dict[str, Callable[[], bool]] = {}
         self.moving: set[str] = set()
-        self.is_draining = self.hands_over = False
-        self._settled_s = (
-            0.0  # when the engine has told of the leases of the last that has moved
-        )
-        self.failure: str | None = None  # why the engine cannot go on
+        self.is_draining = False
+        self.is_handing_over = False
+        # The loop's time by which the engine has reported the leases of the request
+        # that migrated last.
+        self._leases_reported_at_s = 0.0
+        self.failure: str | None = None
         self._subscriptions: dict[str, Subscription] = {}
-        self._settled = asyncio.Event()  # ready or failed
-        # Since the last look: it spoke, or was given work after having none.
-        self._was_heard = False
+        self._start_decided = asyncio.Event()  # the engine is ready or has failed
+        # Whether the engine sent a message, or received work when it had none, since
+        # the last call of `is_stalled`.
+        self._was_active = False
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._hung_up = False
@@ -218,37 +250,45 @@ class EngineClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine has failed or hung up, after which its processes should be ending."""
+        """Whether the engine failed or hung up: its processes should be ending."""
         return self._hung_up or not self.healthy
 
     async def start(self, link: socket.socket) -> None:
-        """Begins to listen to the engine at its other end; call it on the event loop that the
-        requests will run on."""
+        """Begin to read from the engine. Call it on the event loop of the requests.
+
+        Args:
+            link: the socket to the engine.
+        """
         reader, self._writer = await asyncio.open_unix_connection(sock=link)
         self._reading = asyncio.create_task(self._read(reader))
 
     async def close(self) -> None:
-        """Ends every open request with NoServerAvailable and hangs up: the engine then finishes
-        nothing, and exits."""
+        """End every open request with NoServerAvailable and hang up.
+
+        The engine then exits without finishing any request.
+        """
         self.fail("the server is shutting down", NoServerAvailable.code)
         self._disconnect()
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
-        """Waits for the engine to say that it can serve.
+        """Wait until the engine can serve.
+
+        Args:
+            timeout_s: the most seconds without progress.
 
         Raises:
-            EngineDied: it failed, or made no progress for so long.
+            EngineDied: the engine failed, or made no progress for `timeout_s`.
         """
-        while not self._settled.is_set():
-            self._was_heard = False
+        while not self._start_decided.is_set():
+            self._was_active = False
             try:
-                await asyncio.wait_for(self._settled.wait(), timeout_s)
+                await asyncio.wait_for(self._start_decided.wait(), timeout_s)
             except TimeoutError:
-                if not self._was_heard:
-                    told = (
-                        f"{self.progress}, and nothing has changed for {timeout_s:g} s"
-                    )
-                    raise EngineDied(f"the engine did not start: {told}") from None
+                if not self._was_active:
+                    raise EngineDied(
+                        f"the engine did not start: {self.progress}, and nothing has "
+                        f"changed for {timeout_s:g} s"
+                    ) from None
         if self.ready is None or self.failure is not None:
             raise EngineDied(f"the engine did not start: {self.failure}")
         return self.ready
@@ -256,102 +296,119 @@ class EngineClient:
     def submit(
         self, requests: Sequence[AddRequest], place: Place | None = None
     ) -> Subscription:
-        """Starts requests; all their deltas come through the one subscription. Each leaves its
-        `place` in the queue with its first token, or its end.
+        """Start requests; all of their deltas come through the returned subscription.
+
+        Each request leaves its `place` in the queue with its first token, or at its
+        end.
 
         Raises:
-            EngineDied: the engine is gone; nothing was started.
+            EngineDied: the engine is gone; no request was started.
         """
         self.check_alive()
         ids = [request.request_id for request in requests]
-        assert len(set(ids)) == len(ids) and self._subscriptions.keys().isdisjoint(
-            ids
-        ), ids
+        assert len(set(ids)) == len(ids), ids
+        assert self._subscriptions.keys().isdisjoint(ids), ids
         subscription = Subscription(self, requests, place)
-        self._was_heard |= not self._subscriptions
+        self._was_active |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:
             for request in requests:
-                self._send(request)
+                self._write(request)
         except BaseException:
             subscription.close()
             raise
         return subscription
 
-    def tell(self, message: EngineInput) -> None:
-        """Sends what has no answer; to a dead engine there is nobody left to tell."""
+    def send(self, message: EngineInput) -> None:
+        """Send a message that has no answer. It is dropped where the engine is gone."""
         with contextlib.suppress(EngineDied):
-            self._send(message)
+            self._write(message)
 
-    def look(self) -> bool:
-        """Whether the engine has open requests and said nothing since it was looked at last."""
-        was_heard, self._was_heard = self._was_heard, False
-        return bool(self._subscriptions) and not was_heard
+    def is_stalled(self) -> bool:
+        """Whether the engine has open requests and was silent since the last call."""
+        was_active = self._was_active
+        self._was_active = False
+        return bool(self._subscriptions) and not was_active
 
     def migrate(self, limit: int | None = None) -> int:
-        """Has at most so many requests go on at other servers; returns how many are to."""
-        chosen = [name for name, may_move in self.movable.items() if may_move()][:limit]
-        for request_id in chosen:
+        """Tell at most `limit` requests to migrate; return how many were told.
+
+        Requests that may not move are not among them.
+        """
+        movable = [name for name, may_move in self.movable.items() if may_move()]
+        request_ids = movable[:limit]
+        for request_id in request_ids:
             del self.movable[request_id]
             self.moving.add(request_id)
-            self.tell(Migrate(request_id))
-        return len(chosen)
+            self.send(Migrate(request_id))
+        return len(request_ids)
 
     async def hand_over(self, until_s: float) -> None:
-        """Has all go on at other servers that can, and those that become able to meanwhile, until
-        their KV was fetched, or this time of the loop's clock. Whoever listens until then gets back
-        what no other takes; what comes to be later ends here."""
+        """Migrate all requests that can, and those that become able to while it runs.
+
+        It returns when their KV was pulled, or at `until_s`. Until then the server must
+        listen: it gets back the requests that no other server takes. Requests that
+        become able to migrate later end here.
+
+        Args:
+            until_s: a time of the loop's clock.
+        """
         clock = asyncio.get_running_loop().time
-        self.is_draining = self.hands_over = True
+        self.is_draining = True
+        self.is_handing_over = True
         self.migrate()
         while (now_s := clock()) < until_s:
-            has_leases = self._settled_s and self.stats.get(LEASES, 0)
-            if not (self.moving or has_leases or now_s < self._settled_s):
+            has_leases = self._leases_reported_at_s and self.stats.get(LEASES, 0)
+            if not (self.moving or has_leases or now_s < self._leases_reported_at_s):
                 break
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
-        self.hands_over = False
+        self.is_handing_over = False
 
     def forget(self, request_id: str) -> None:
-        """Drops what may still come for a request."""
+        """Drop the deltas that may still come for a request."""
         self.movable.pop(request_id, None)
         if request_id in self.moving:
             self.moving.remove(request_id)
-            self._settled_s = asyncio.get_running_loop().time() + _SETTLE_S
+            self._leases_reported_at_s = asyncio.get_running_loop().time() + _SETTLE_S
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:
-        """Ends every open request: the engine's process is gone."""
+        """End every open request, because the engine's process is gone."""
         if self.failure is not None:
             return
         self.failure = reason
-        self._settled.set()
+        self._start_decided.set()
         error = ErrorInfo(code, f"the engine ended: {reason}")
         for request_id in list(self._subscriptions):
             self._deliver(TokenDelta(request_id=request_id, error=error))
 
     def check_alive(self) -> None:
-        """Raises EngineDied when the engine is gone."""
+        """Raise EngineDied if the engine is gone."""
         if self.failure is not None:
             raise EngineDied(f"the engine ended: {self.failure}")
 
     def require_ready(self) -> EngineReady:
-        """What the engine said of itself. Raises BatonError before it did, or when it died."""
+        """Return the engine's report about itself.
+
+        Raises:
+            NoServerAvailable: the engine is still starting.
+            EngineDied: the engine is gone.
+        """
         if self.ready is None and self.healthy:
-            starting = (
+            raise NoServerAvailable(
                 f"This server is still starting ({self.progress}); try again soon."
             )
-            raise NoServerAvailable(starting)
         self.check_alive()
         assert self.ready is not None
         return self.ready
 
     def _take(self, message: EngineOutput) -> None:
-        self._was_heard = True
+        self._was_active = True
         match message:
             case Outputs(deltas, compiled):
                 for request_id in compiled:
                     if subscription := self._subscriptions.get(request_id):
-                        subscription.compiled(request_id)
+                        subscription.on_grammar_compiled(request_id)
                 for delta in deltas:
                     self._deliver(delta)
             case EngineStats(values):
@@ -363,20 +420,24 @@ class EngineClient:
                 self.ready = message
                 if self._caches_prefixes:
                     self.queue.set_cache_capacity(num_blocks * block_size)
-                self._settled.set()
+                self._start_decided.set()
             case EngineFailed(reason):
                 self.fail(reason)
 
     def _deliver(self, delta: TokenDelta) -> None:
         subscription = self._subscriptions.get(delta.request_id)
         if subscription is None:
-            return  # aborted and forgotten; the engine had not heard of it yet
+            return  # the request was aborted, and the engine had not read that yet
         subscription.deliver(delta)
         if not subscription.is_open(delta.request_id):
             self.forget(delta.request_id)
 
-    def _send(self, message: EngineInput) -> None:
-        """What the engine has not read yet is kept here. Raises EngineDied where nobody will."""
+    def _write(self, message: EngineInput) -> None:
+        """Write a message to the socket, which buffers what the engine has not read.
+
+        Raises:
+            EngineDied: the engine is not connected.
+        """
         if self._writer is None:
             raise EngineDied("the engine is not connected")
         self._writer.write(framed(encode(message)))
@@ -387,7 +448,8 @@ class EngineClient:
                 length = int.from_bytes(await reader.readexactly(4), "little")
                 self._take(decode_output(await reader.readexactly(length)))
         except (OSError, asyncio.IncompleteReadError):
-            self._hung_up = True  # who watches the engine's processes says why
+            # EngineProcesses reports why the engine's process ended.
+            self._hung_up = True
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self.fail(f"its messages cannot be read: {error}")
@@ -395,6 +457,7 @@ class EngineClient:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             writer.close()

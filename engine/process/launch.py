@@ -1,4 +1,4 @@
-"""Starting an engine's rank processes from the HTTP process, and noticing when one ends."""
+"""Starts an engine's rank processes from the HTTP process, and reports their end."""
 
 import os
 import shutil
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from protocol.process import lifecycle
 
-# How long threads of torch's OpenMP pool spin for work before they give the core up. The default
-# (300,000 turns) is ruinous where processes share cores, as a prefill and a decode server on one
-# machine do; none at all slows each step.
+# How long threads of torch's OpenMP pool spin for work before they give the core up.
+# The default of 300,000 turns is very slow where processes share cores, as a prefill
+# and a decode server on one machine do. No spinning at all slows each step.
 _THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 
 
@@ -21,8 +21,8 @@ class EngineProcesses:
     """The rank processes of one engine.
 
     Args:
-        module: what each rank runs.
-        on_failure: told once, from a thread, why the engine cannot go on.
+        module: the module that each rank runs.
+        on_failure: called once, from a thread, with the reason why the engine ended.
     """
 
     def __init__(self, module: str, on_failure: Callable[[str], None]) -> None:
@@ -34,32 +34,34 @@ class EngineProcesses:
         self._folder = tempfile.mkdtemp(prefix="baton-engine-")
 
     def start(self, config: EngineConfig) -> socket.socket:
-        """Returns the socket to rank 0, which has two more to each other rank; see RankLinks."""
+        """Start the ranks; return the socket to rank 0.
+
+        Rank 0 has two more sockets to each other rank; see RankLinks.
+        """
         config = config.model_copy(update={"meeting": f"{self._folder}/meeting"})
         data = config.model_dump_json().encode()
         link, http = socket.socketpair()
-        pairs = [
-            [socket.socketpair(), socket.socketpair()] for _ in range(1, config.tp)
-        ]
-        sockets = [[http, *(ours for two in pairs for ours, _ in two)]]
-        sockets += [[theirs for _, theirs in two] for two in pairs]
-        for rank, own in enumerate(sockets):
+        rank_sockets = [[http]]
+        for _ in range(1, config.tp):
+            pairs = [socket.socketpair(), socket.socketpair()]
+            rank_sockets[0] += [ours for ours, _ in pairs]
+            rank_sockets.append([theirs for _, theirs in pairs])
+        for rank, sockets in enumerate(rank_sockets):
             name = config.role if config.tp == 1 else f"{config.role}.{rank}"
-            files = [each.fileno() for each in own]
-            argv = [
-                sys.executable,
-                "-m",
-                self._module,
-                "--rank",
-                str(rank),
-                "--sockets",
-            ]
+            files = [each.fileno() for each in sockets]
+            argv = [sys.executable, "-m", self._module, "--rank", str(rank)]
+            argv += ["--sockets", *map(str, files)]
             child = lifecycle.spawn(
-                [*argv, *map(str, files)], name=name, env=_THREADING, stdin=data, capture=False,
-                on_event=self._on_event, files=files,
-            )  # fmt: skip
+                argv,
+                name=name,
+                env=_THREADING,
+                stdin=data,
+                capture=False,
+                on_event=self._on_event,
+                files=files,
+            )
             self._children.append(child)
-            for each in own:
+            for each in sockets:
                 each.close()
         return link
 
@@ -67,20 +69,21 @@ class EngineProcesses:
         if event.kind != "exited":
             return
         with self._lock:
-            was_stopping, self._stopping = self._stopping, True
+            was_stopping = self._stopping
+            self._stopping = True
         if not was_stopping:
             self._on_failure(
                 f"engine process {event.child.name}: {event.child.reason()}"
             )
 
     def kill(self) -> None:
-        """Ends every rank at once."""
+        """Kill every rank."""
         for child in self._children:
             child.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self, grace_s: float) -> None:
-        """Ends every rank, kindly first. Idempotent."""
+        """End every rank: SIGTERM first, SIGKILL after `grace_s`. Idempotent."""
         with self._lock:
             self._stopping = True
         lifecycle.terminate(self._children, grace_s, lifecycle.ALARM)

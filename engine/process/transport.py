@@ -1,7 +1,7 @@
 """Rank 0's link to the HTTP process: requests in, tokens out.
 
-A socket and no threads of its own: each hop through a library's threads takes long on a GPU host,
-and four lie between a request and its first token.
+It uses a socket and no threads: each hop through a library's threads takes long on a
+GPU host, and four hops lie between a request and its first token.
 """
 
 import contextlib
@@ -12,16 +12,17 @@ import time
 from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import EngineInput, EngineOutput, decode_input, encode
 
-MAX_BYTES = (1 << 32) - 1  # of a message: both ends are one server's
-MAX_UNSENT_BYTES = 1 << 26  # beyond, no step is taken: the HTTP process stands still
-_LINGER_S = 1.0  # how long unsent answers may outlive the core
+MAX_BYTES = (1 << 32) - 1  # of a message; both ends belong to one server
+# With more unsent bytes the engine takes no step: the HTTP process is stalled.
+MAX_UNSENT_BYTES = 1 << 26
+_LINGER_S = 1.0  # how long `close` waits for unsent answers
 
 
 class EngineTransport:
-    """The engine's end, and a waker by which other threads wake the core.
+    """The engine's end of the link, and a waker with which threads wake the core.
 
     Args:
-        link: to the HTTP process.
+        link: the socket to the HTTP process.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -32,16 +33,21 @@ class EngineTransport:
         self._poll.register(self._waker, select.POLLIN)
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        """Waits for input or a wake-up, at most `timeout_s`; True once the HTTP process hangs up.
-        First it waits for that to read, if too much is unsent."""
-        with contextlib.suppress(WireClosed):  # as below
+        """Wait for input or a wake-up, at most `timeout_s`.
+
+        If too much is unsent, it first waits until the HTTP process reads.
+
+        Returns:
+            The messages, and whether the HTTP process has hung up.
+        """
+        with contextlib.suppress(WireClosed):  # the receive below reports it
             while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
-                room = select.poll()
-                room.register(self._wire, select.POLLOUT)
-                room.poll(1000)
+                writable = select.poll()
+                writable.register(self._wire, select.POLLOUT)
+                writable.poll(1000)
                 self._wire.flush()
-        awaits_room = select.POLLOUT if self._wire.has_unsent else 0
-        self._poll.modify(self._wire, select.POLLIN | awaits_room)
+        write_events = select.POLLOUT if self._wire.has_unsent else 0
+        self._poll.modify(self._wire, select.POLLIN | write_events)
         ready = dict(self._poll.poll(int(timeout_s * 1000)))
         if self._waker.fileno() in ready:
             self._waker.clear()
@@ -56,15 +62,15 @@ class EngineTransport:
     def wake(self) -> None:
         self._waker.wake()
 
-    def tell(self, message: EngineOutput) -> None:
-        """Never waits: what the HTTP process has not read yet is kept here."""
-        with contextlib.suppress(WireClosed):  # `receive` tells
+    def send(self, message: EngineOutput) -> None:
+        """Send a message without waiting. Unread messages are buffered here."""
+        with contextlib.suppress(WireClosed):  # `receive` reports it
             self._wire.send(encode(message))
 
     def close(self) -> None:
-        until = time.monotonic() + _LINGER_S
+        deadline_s = time.monotonic() + _LINGER_S
         with contextlib.suppress(WireClosed):
-            while self._wire.has_unsent and time.monotonic() < until:
+            while self._wire.has_unsent and time.monotonic() < deadline_s:
                 self._poll.modify(self._wire, select.POLLOUT)
                 self._poll.poll(100)
                 self._wire.flush()

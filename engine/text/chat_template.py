@@ -1,4 +1,4 @@
-"""A model's Jinja chat template, rendered in a sandbox exactly as transformers renders it."""
+"""Renders a model's Jinja chat template in a sandbox, exactly as transformers does."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from protocol.openai.requests import refuse
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; it renders what it holds."""
+    """Renders the content of `{% generation %}`, which marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration is not a ClassVar)
 
@@ -25,14 +25,20 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class BrokenTemplate(ValueError):
-    """A model's chat template is none; the message names the file and what is wrong."""
+    """A model's chat template cannot be read; the message names file and mistake."""
 
 
 class ChatTemplate:
     """A compiled template. Templates come from the hub, so they are not trusted.
 
     Args:
-        tool_use: takes its place where there are tools.
+        source: the template's text.
+        tool_use: the template that replaces this one where a request has tools.
+
+    Attributes:
+        source: the text of both templates.
+        knows_tools: whether the template writes tools itself.
+        is_harmony: whether it is gpt-oss's; see engine/text/harmony.py.
     """
 
     def __init__(self, source: str, tool_use: "ChatTemplate | None" = None) -> None:
@@ -41,9 +47,7 @@ class ChatTemplate:
         self.source: str = source + (tool_use.source if tool_use else "")
         self._knows_developer = "developer" in self.source
         self.knows_tools = "tools" in self.source
-        self.is_harmony = (
-            "<|channel|>" in self.source
-        )  # gpt-oss: see engine/text/harmony.py
+        self.is_harmony = "<|channel|>" in self.source
 
     def render(
         self,
@@ -57,62 +61,66 @@ class ChatTemplate:
         field: str = "messages",
         on_piece: Callable[[], None] = lambda: None,
     ) -> str:
-        """The text of `messages`. A null `content` stays one, other null members are left out.
+        """Return the text of `messages`.
 
-        A "developer" message is a "system" one for a template that does not know the role.
+        A null `content` is kept; other null members are left out. A "developer" message
+        becomes a "system" message for a template that does not know the role.
 
         Args:
-            add_generation_prompt: the head of the assistant's next turn follows.
-            continue_final_message: the text ends within the last message, for it to be continued.
-            variables: more of what the template may read.
-            field: of the request, with the messages, for errors.
-            on_piece: called after each piece of the text; what it raises ends the rendering.
+            add_generation_prompt: whether to add the head of the assistant's next turn.
+            continue_final_message: whether to end the text within the last message, so
+                that the model continues it.
+            variables: more variables for the template.
+            field: the request's field with the messages, for errors.
+            on_piece: called after each piece of the text; an exception ends the
+                rendering.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
         """
-        plain = [
-            {
-                key: value
-                for key, value in message.items()
-                if value is not None or key == "content"
-            }
-            for message in messages
-        ]
-        for message in plain:
-            if "content" in message and message["content"] is None:
-                message["content"] = _NULL
-        for message in plain:
-            if message.get("role") == "developer" and not self._knows_developer:
-                message["role"] = "system"
-            if calls := message.get("tool_calls"):
-                message["tool_calls"] = [_with_text(call) for call in calls]
+        prepared = [self._prepare(message) for message in messages]
         if continue_final_message:
-            plain[-1]["content"] = (plain[-1].get("content") or "") + _HERE
-        given = {
+            prepared[-1]["content"] = (prepared[-1].get("content") or "") + _END_MARK
+        context = {
             **special_tokens,
             **(variables or {}),
-            "messages": plain,
+            "messages": prepared,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        rendering = (self._for_tools if tools else self._template).generate(given)
+        rendering = (self._for_tools if tools else self._template).generate(context)
         pieces: list[str] = []
         while (piece := _next_piece(rendering, field)) is not None:
             pieces.append(piece)
             on_piece()
         text = "".join(pieces)
-        return (
-            _cut_at_the_end_of_the_last_message(text)
-            if continue_final_message
-            else text
-        )
+        if continue_final_message:
+            text = _cut_at_end_mark(text)
+        return text
+
+    def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as the template takes it."""
+        prepared = {
+            key: value
+            for key, value in message.items()
+            if value is not None or key == "content"
+        }
+        if "content" in prepared and prepared["content"] is None:
+            prepared["content"] = _NULL
+        if prepared.get("role") == "developer" and not self._knows_developer:
+            prepared["role"] = "system"
+        if calls := prepared.get("tool_calls"):
+            prepared["tool_calls"] = [_with_dual_arguments(call) for call in calls]
+        return prepared
 
 
 class _NullContent(str):
-    """A null content: none to the tests and comparisons of a template, and an empty text where one
-    writes it without a test, which would be the word "None"."""
+    """A null content.
+
+    Tests and comparisons of a template see None. A template that writes the content
+    without a test writes an empty text, not the word "None".
+    """
 
     __slots__ = ()
 
@@ -129,7 +137,7 @@ _NULL = _NullContent()
 
 
 def _with_nulls(value: Any) -> Any:
-    """`value` as JSON has it, with null for a null content."""
+    """Return `value` for JSON, with None for each null content."""
     if isinstance(value, dict):
         return {key: _with_nulls(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -138,19 +146,22 @@ def _with_nulls(value: Any) -> Any:
 
 
 def _next_piece(rendering: Iterator[str], field: str) -> str | None:
-    """The next piece of a text; None at its end. Raises InvalidRequest where the template fails."""
+    """Return the next piece of a text, or None at its end.
+
+    Raises:
+        InvalidRequest: the template failed.
+    """
     try:
         return next(rendering, None)
-    except (
-        Exception
-    ) as error:  # a template may fail in any way; none is the server's fault
+    # A template may fail in any way, and no failure is the server's fault.
+    except Exception as error:
         raise InvalidRequest(
             f"The model's chat template refuses these messages: {error}", param=field
         ) from None
 
 
-class _Arguments(dict[str, Any]):
-    """Those of a call: some templates look into the object, others add it to a text as its JSON."""
+class _DualArguments(dict[str, Any]):
+    """A call's arguments: an object that turns into JSON when it is added to a text."""
 
     def __add__(self, text: str) -> str:
         return _tojson(self) + text
@@ -159,73 +170,85 @@ class _Arguments(dict[str, Any]):
         return text + _tojson(self)
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_dual_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
-    given = function.get("arguments")
-    if not isinstance(given, dict):
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict):
         return call
-    return {**call, "function": {**function, "arguments": _Arguments(given)}}
+    return {**call, "function": {**function, "arguments": _DualArguments(arguments)}}
 
 
-# Written behind the message to be continued, to find its end in the text. Its last character shows
-# whether the template strips its messages.
-_HERE = "<|baton ends here|> "
+# Written after the message to be continued, to find the message's end in the text. The
+# last character shows whether the template strips its messages.
+_END_MARK = "<|baton ends here|> "
 
 
-def _cut_at_the_end_of_the_last_message(text: str) -> str:
-    found = text.rfind(_HERE.strip())
-    if found < 0:
-        told = "cannot be done: the model's chat template leaves out the end of the last message"
-        refuse("continue_final_message", f"{told}; set it to false")
-    keeps_spaces = text.startswith(_HERE, found)
-    return text[:found] if keeps_spaces else text[:found].rstrip()
+def _cut_at_end_mark(text: str) -> str:
+    end = text.rfind(_END_MARK.strip())
+    if end < 0:
+        refuse(
+            "continue_final_message",
+            "cannot be done: the model's chat template leaves out the end of the last "
+            "message; set it to false",
+        )
+    keeps_spaces = text.startswith(_END_MARK, end)
+    return text[:end] if keeps_spaces else text[:end].rstrip()
 
 
 def find_chat_template(
-    folder: Path, config: dict[str, Any], given: Path | None = None
+    folder: Path, config: dict[str, Any], chosen: Path | None = None
 ) -> ChatTemplate | None:
-    """The template that is `given`, else the directory's, as transformers finds it: its .jinja
-    files before tokenizer_config.json, and what is only a processor's last.
+    """Return the chat template of a model; None where it has none.
+
+    The order is that of transformers: the .jinja files of the directory, then
+    tokenizer_config.json, then the processor's chat_template.json.
+
+    Args:
+        folder: the model's directory.
+        config: the content of tokenizer_config.json.
+        chosen: a file that replaces the directory's templates.
 
     Raises:
-        BrokenTemplate: it cannot be read.
+        BrokenTemplate: the template cannot be read.
     """
     names = {
         "tool_use": "additional_chat_templates/tool_use.jinja",
         "default": "chat_template.jinja",
     }
     files = {
-        name: file for name, at in names.items() if (file := folder / at).is_file()
+        name: folder / file for name, file in names.items() if (folder / file).is_file()
     }
-    found: Any = {"default": given} if given else files
+    templates: Any = {"default": chosen} if chosen else files
     path = folder / "tokenizer_config.json"
     try:
-        if not found:
-            found = config.get("chat_template")
-        if found is None and (processor := folder / "chat_template.json").is_file():
-            path = processor
-            found = json.loads(path.read_text("utf-8"))["chat_template"]
-        if isinstance(found, list):
-            found = {item["name"]: item["template"] for item in found}
-        if not isinstance(found, dict):
-            found = {"default": found}
-        made: dict[str, ChatTemplate] = {}
+        if not templates:
+            templates = config.get("chat_template")
+        if templates is None:
+            processor = folder / "chat_template.json"
+            if processor.is_file():
+                path = processor
+                templates = json.loads(path.read_text("utf-8"))["chat_template"]
+        if isinstance(templates, list):
+            templates = {item["name"]: item["template"] for item in templates}
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
+        compiled: dict[str, ChatTemplate] = {}
         for name in names:
-            text = found.get(name)
+            text = templates.get(name)
             if isinstance(text, Path):
                 path = text
                 text = path.read_text("utf-8")
             if isinstance(text, str):
-                made[name] = ChatTemplate(text, made.get("tool_use"))
-        return made.get("default")
+                compiled[name] = ChatTemplate(text, compiled.get("tool_use"))
+        return compiled.get("default")
     except jinja2.TemplateSyntaxError as error:
-        told = f"{error.message}, line {error.lineno}"
+        problem = f"{error.message}, line {error.lineno}"
     except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
     except OSError as error:
         raise BrokenTemplate(f"chat template {path}: {error.strerror}") from None
     raise BrokenTemplate(
-        f"{path} holds a chat template that cannot be read: {told}; correct it"
+        f"{path} holds a chat template that cannot be read: {problem}; correct it"
     )
 
 
@@ -256,8 +279,11 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which would put other text into the prompt."""
-    layout = {"indent": indent, "separators": separators}
+    """Write JSON. Jinja's own filter would change the prompt by HTML escapes."""
     return json.dumps(
-        _with_nulls(value), ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout
+        _with_nulls(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )

@@ -1,9 +1,9 @@
-"""Token ids to text while they arrive: UTF-8 safe, stop strings across token borders.
+"""Turns token ids into text while they arrive, and finds stop strings in it.
 
-Two pure pieces. A detokenizer turns ids into text, holding back bytes that may be the beginning
-of a character; `StopFinder` cuts the text before a stop string, holding back what may be the
-beginning of one. The law of both: what they emit does not depend on how the tokens or the text
-were cut into pieces.
+There are two pure pieces. A detokenizer turns ids into text and holds back bytes that
+may be the beginning of a UTF-8 character. `StopFinder` cuts the text before a stop
+string and holds back text that may be the beginning of one. The output of both does not
+depend on how the tokens or the text were cut into pieces.
 """
 
 import codecs
@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 8  # of the prompt; more than the bytes of any character
-_MAX_INCOMPLETE_BYTES = 3  # of a character, which has 4 at most
+_CONTEXT_TOKENS = 8  # of the prompt: more than the bytes of any character
+_MAX_INCOMPLETE_BYTES = 3  # a character has at most 4 bytes
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -26,27 +26,31 @@ def create_detokenizer(
     shown: Iterable[str] = (),
     echoes_prompt: bool = False,
 ) -> "ByteDetokenizer | WindowDetokenizer":
-    """A fresh detokenizer for one sequence: `push` gives the text that a token completes, special
-    tokens have none; `flush` what was held back, with U+FFFD for an incomplete character.
+    """Return a new detokenizer for one sequence.
 
-    The prompt's text and the generated text join to the text of all ids: where a vocabulary marks
-    words by a leading space, the first generated word keeps it unless the text begins with it. A
-    character whose first bytes end the prompt belongs to the generated text if that completes it.
+    `push` returns the text that a token completes; special tokens have no text. `flush`
+    returns the text held back, with U+FFFD for an incomplete character.
+
+    The prompt's text and the generated text join to the text of all ids. Where a
+    vocabulary marks words by a leading space, the first generated word keeps its space,
+    unless it begins the whole text. If the prompt ends within a character that the
+    output completes, the character belongs to the generated text.
 
     Args:
-        skip_special_tokens: else they are text like any other.
-        shown: special tokens that are text all the same.
-        echoes_prompt: the text of `echo` goes before the generated text, which therefore begins
-            with U+FFFD if it does not complete the prompt's last character.
+        skip_special_tokens: if False, special tokens are text like any other token.
+        shown: special tokens that are text even when special tokens are skipped.
+        echoes_prompt: whether the text of `echo` precedes the generated text. The
+            generated text then begins with U+FFFD if it does not complete the prompt's
+            last character.
     """
-    shown_ids = {
-        i: text
-        for text in shown
-        if (i := tokenizer.id_of(text)) in tokenizer.special_ids
-    }
-    special_ids = tokenizer.special_ids - shown_ids.keys()
-    if not skip_special_tokens:
-        special_ids = frozenset()
+    shown_ids: dict[int, str] = {}
+    for text in shown:
+        token_id = tokenizer.id_of(text)
+        if token_id is not None and token_id in tokenizer.special_ids:
+            shown_ids[token_id] = text
+    special_ids = frozenset[int]()
+    if skip_special_tokens:
+        special_ids = tokenizer.special_ids - shown_ids.keys()
     if tokenizer.token_bytes is not None:
         return ByteDetokenizer(
             tokenizer.token_bytes, special_ids, prompt_ids, echoes_prompt=echoes_prompt
@@ -62,7 +66,10 @@ def create_detokenizer(
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2): a lookup and a UTF-8 decoder."""
+    """Detokenizes byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2).
+
+    A token's text is a lookup of its bytes and an incremental UTF-8 decoder.
+    """
 
     def __init__(
         self,
@@ -76,24 +83,29 @@ class ByteDetokenizer:
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The beginning of a character that ends the prompt, until the output continues it or not.
+        # The first bytes of a character that ends the prompt, until the output decides
+        # whether it continues the character.
         self._from_prompt = _incomplete_end(self._last_bytes(prompt_ids))
         self._decoder.decode(self._from_prompt)
 
     def push(self, token_id: int) -> str:
+        """Return the text that a token completes."""
         data = self._bytes_of(token_id)
         if self._from_prompt and data:
             return self._leave_prompt(data[:1]) + self._decoder.decode(data)
         return self._decoder.decode(data)
 
     def flush(self) -> str:
+        """Return the text held back, with U+FFFD for an incomplete character."""
         if self._from_prompt:
             return self._leave_prompt(b"")
         return self._decoder.decode(b"", True)
 
     def echo(self, prompt_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of the whole prompt that goes before the generated text, and the offset of each
-        token in it, in characters."""
+        """Return the prompt's text and each token's offset in it, in characters.
+
+        The text is what precedes the generated text.
+        """
         fresh = ByteDetokenizer(self._token_bytes, self._special_ids)
         return _text_and_offsets(fresh.push, prompt_ids)
 
@@ -111,19 +123,24 @@ class ByteDetokenizer:
         return data
 
     def _leave_prompt(self, next_byte: bytes) -> str:
-        """The text of the prompt's incomplete character where `next_byte` does not continue it."""
-        before, self._from_prompt = self._from_prompt, b""
-        if _continues(before, next_byte):
+        """Decide what becomes of the prompt's incomplete last character.
+
+        Returns the character's text where `next_byte` does not continue it, else "".
+        """
+        incomplete = self._from_prompt
+        self._from_prompt = b""
+        if _continues(incomplete, next_byte):
             return ""
         self._decoder.reset()
         return REPLACEMENT if self._echoes_prompt else ""
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decodes a short window twice and emits the difference.
+    """Detokenizes other vocabularies: decodes a window twice, emits the difference.
 
-    A token's text may depend on its neighbours (a leading space is dropped at the start, byte
-    tokens join into characters), so the window begins at tokens that are already emitted:
+    A token's text may depend on its neighbours: decoders drop a leading space at the
+    start, and byte tokens join into characters. So the window begins at tokens whose
+    text was already emitted:
 
         ids:    ... | emitted, the context | not emitted yet |
                     ^_context_start        ^_emitted         ^len
@@ -145,36 +162,38 @@ class WindowDetokenizer:
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._ids = _text_tail(prompt_ids, special_ids)
-        # The beginning of a character that ends the prompt, until the output continues it or not.
+        # The first bytes of a character that ends the prompt, until the output decides
+        # whether it continues the character.
         self._from_prompt = _incomplete_end(self._last_bytes())
         self._context_start = 0
         self._emitted = len(self._ids) - len(self._from_prompt)
         self._context_text = decode(self._ids[: self._emitted]) if self._emitted else ""
 
     def push(self, token_id: int) -> str:
+        """Return the text that a token completes."""
         if token_id in self._special_ids:
             return ""  # skipped before decoding, as a decode of the whole sequence does
-        if token_id in self._shown:  # a text begins anew behind it
+        if token_id in self._shown:
             text = self.flush() + self._shown[token_id]
-            self._ids, self._context_start, self._emitted, self._context_text = (
-                [],
-                0,
-                0,
-                "",
-            )
+            # The text after a special token is decoded as the start of a text.
+            self._ids = []
+            self._context_start = 0
+            self._emitted = 0
+            self._context_text = ""
             return text
-        before = (
-            self._leave_prompt(self._byte_of(token_id) or b"")
-            if self._from_prompt
-            else ""
-        )
+        from_prompt = ""
+        if self._from_prompt:
+            from_prompt = self._leave_prompt(self._byte_of(token_id) or b"")
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context_start :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:
-            return before  # perhaps the beginning of a character; none takes more than 4 bytes
-        return before + self._emit(text)
+            # It may be the beginning of a character. No character has more than 4
+            # bytes.
+            return from_prompt
+        return from_prompt + self._emit(text)
 
     def flush(self) -> str:
+        """Return the text held back, with U+FFFD for an incomplete character."""
         if self._from_prompt:
             return self._leave_prompt(b"")
         if self._emitted == len(self._ids):
@@ -190,7 +209,7 @@ class WindowDetokenizer:
         return text, offsets + [len(text)] * len(self._from_prompt)
 
     def _last_bytes(self) -> bytes:
-        """The bytes of the last ids as far as each is one byte."""
+        """Return the bytes of the last ids, as far back as each id is one byte."""
         data = b""
         for token_id in reversed(self._ids[-_MAX_INCOMPLETE_BYTES:]):
             byte = self._byte_of(token_id)
@@ -200,10 +219,15 @@ class WindowDetokenizer:
         return data
 
     def _leave_prompt(self, next_byte: bytes) -> str:
-        """See `ByteDetokenizer`. Decoders turn all of a row of bytes into U+FFFD where one of them
-        is wrong, so the context of an output that stands alone is without the prompt's."""
-        before, self._from_prompt = self._from_prompt, b""
-        if _continues(before, next_byte):
+        """Decide what becomes of the prompt's incomplete last character.
+
+        Decoders turn a whole run of bytes into U+FFFD if one of them is wrong. So an
+        output that does not echo the prompt drops the prompt's incomplete bytes from
+        its context.
+        """
+        incomplete = self._from_prompt
+        self._from_prompt = b""
+        if _continues(incomplete, next_byte):
             return ""
         if self._echoes_prompt:
             return self._emit(self._decode(self._ids[self._context_start :]))
@@ -212,23 +236,26 @@ class WindowDetokenizer:
 
     def _emit(self, text: str) -> str:
         if text.startswith(self._context_text):
-            new = text[len(self._context_text) :]
-        else:  # invalid bytes turned the context into U+FFFD as well: it stays as it was emitted
-            new = self._decode(self._ids[self._emitted :])
-        self._context_start, self._emitted = self._emitted, len(self._ids)
+            new_text = text[len(self._context_text) :]
+        else:
+            # Invalid bytes turned the context into U+FFFD, too. Its text was already
+            # emitted, so only the new ids are decoded.
+            new_text = self._decode(self._ids[self._emitted :])
+        self._context_start = self._emitted
+        self._emitted = len(self._ids)
         self._context_text = self._decode(self._ids[self._context_start :])
-        return new
+        return new_text
 
 
 def _incomplete_end(data: bytes) -> bytes:
-    """The beginning of a character that `data` ends with; empty where all are complete."""
+    """Return the incomplete character that ends `data`; empty without one."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return decoder.getstate()[0]
 
 
 def _continues(incomplete: bytes, next_byte: bytes) -> bool:
-    """Whether the beginning of a character may be followed by `next_byte`, which may be empty."""
+    """Whether `next_byte`, which may be empty, continues an incomplete character."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(incomplete + next_byte)
     except UnicodeDecodeError:
@@ -239,7 +266,7 @@ def _continues(incomplete: bytes, next_byte: bytes) -> bool:
 def _text_and_offsets(
     push: Callable[[int], str], prompt_ids: Sequence[int]
 ) -> tuple[str, list[int]]:
-    """The text that a detokenizer gives for some ids, and the offset of each in it."""
+    """Return the text that a detokenizer gives for ids, and each id's offset in it."""
     parts: list[str] = []
     offsets: list[int] = []
     size = 0
@@ -251,8 +278,10 @@ def _text_and_offsets(
 
 
 def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
-    """The last ids of a prompt that its continuation's text may depend on: none before a special
-    token, after which a text begins anew."""
+    """Return the last ids of a prompt that the text of its continuation may depend on.
+
+    None of them precedes a special token, after which a text begins anew.
+    """
     tail: list[int] = []
     for token_id in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
         if token_id in special_ids:
@@ -262,65 +291,81 @@ def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[i
 
 
 class StopFinder:
-    """Cuts a text before the first stop string that is complete, or behind it.
+    """Cuts a text at the first complete stop string.
 
-    "First" is the one whose last character comes first, and of those the longest, so the answer
-    is the same however the text arrives. Each character is looked at once for each of them.
+    The first stop string is the one whose last character comes first, and the longest
+    of these. So the answer does not depend on how the text arrives. Each stop string
+    looks at each character once.
 
     Args:
-        keeps_stop: the stop string found is a part of the text.
+        keeps_stop: whether the matched stop string belongs to the text.
+
+    Attributes:
+        matched_stop: the stop string that ended the text, or None.
     """
 
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._starts = {stop[0] for stop, _ in self._stops}
-        self._sizes = [0] * len(self._stops)  # what of each the text ends with, at most
+        # Of each stop string, how many of its first characters the text ends with.
+        self._sizes = [0] * len(self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to emit, and whether a stop string was found (then it is all)."""
+        """Return the text that is safe to emit, and whether a stop string ended it."""
         if not self._held and not any(start in text for start in self._starts):
             return text, False
-        sizes, before = self._sizes, self._held
-        for end, char in enumerate(text, 1 + len(before)):
+        sizes = self._sizes
+        held = self._held
+        for end, char in enumerate(text, 1 + len(held)):
             longest = ""
             for at, (stop, borders) in enumerate(self._stops):
                 size = sizes[at]
                 while size and stop[size] != char:
                     size = borders[size - 1]
-                sizes[at] = size = size + (stop[size] == char)
+                size += stop[size] == char
+                sizes[at] = size
                 if size == len(stop) > len(longest):
                     longest = stop
             if longest:
-                self.found = longest
-                self._held, text = "", before + text
-                return text[: end if self._keeps_stop else end - len(self.found)], True
-        keep = max(sizes)
-        text = before + text
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+                self.matched_stop = longest
+                self._held = ""
+                text = held + text
+                if not self._keeps_stop:
+                    end -= len(longest)
+                return text[:end], True
+        num_held = max(sizes)
+        text = held + text
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
-        held, self._held = self._held, ""
+        """Return the text held back, which turned out to be no stop string."""
+        held = self._held
+        self._held = ""
         return held
 
 
 @lru_cache(256)
 def _borders(text: str) -> list[int]:
-    """The longest shorter beginning that each beginning of a text ends with, in characters."""
-    found, size = [0], 0
+    """Return the failure function of Knuth, Morris and Pratt for `text`.
+
+    The value at i is the length of the longest shorter prefix of `text` with which
+    text[: i + 1] ends, in characters.
+    """
+    borders = [0]
+    size = 0
     for char in text[1:]:
         while size and text[size] != char:
-            size = found[size - 1]
+            size = borders[size - 1]
         size += text[size] == char
-        found.append(size)
-    return found
+        borders.append(size)
+    return borders
 
 
 def overlap(text: str, tag: str) -> int:
-    """The longest end of a text that is a beginning of a tag, in characters."""
+    """Return how many characters at the end of a text may begin an incomplete tag."""
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(tag[:size])), 0)

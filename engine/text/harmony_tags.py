@@ -1,7 +1,7 @@
-"""The characters that stand for the tags of the harmony format.
+"""The characters that stand for the tag tokens of the harmony format.
 
-An answer may spell a tag out, and that is text. A tag token therefore becomes half a
-surrogate pair, a character that no text contains.
+An answer may spell a tag out, and then it is text. So a tag token is half of a
+surrogate pair here, a character that no text contains.
 """
 
 START = "\ud800"

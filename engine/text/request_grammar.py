@@ -1,10 +1,10 @@
-"""The grammar of an answer's tokens: the request's own, and what may come before it or instead."""
+"""Adds the reasoning and tool calls that an answer may have to a request's grammar."""
 
 import msgspec
 
-from engine.text.harmony import head_of
+from engine.text.harmony import answer_head
 from engine.text.harmony_tags import MESSAGE
-from engine.text.reasoning import reasoning_begins
+from engine.text.reasoning import reasoning_start
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import call_beginnings
 from protocol.messages import Grammar
@@ -21,33 +21,42 @@ def grammar_of(
     tokenizer: Tokenizer,
     settings: EngineSettings,
 ) -> Grammar | None:
-    """`grammar` with the reasoning that may go before it and the calls that may take its place, and
-    with what the request says of single tokens and words."""
+    """Return the grammar that an answer's tokens must follow, or None without one.
+
+    It adds to `grammar` the reasoning that may come first, the tool calls that may
+    replace the text, and the request's allowed tokens and banned words.
+    """
     if grammar is not None:
-        begins = reasoning_begins(settings, parsed, prompt_ids, tokenizer)
+        start = reasoning_start(settings, parsed, prompt_ids, tokenizer)
         tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
-        option = begins if begins == "harmony" else settings.tool_call_parser
+        option = start if start == "harmony" else settings.tool_call_parser
         calls = call_beginnings(tools, option, tokenizer)
-        if option == "harmony" and MESSAGE in head_of(prompt_ids, tokenizer):
-            begins, calls = None, ()  # the final message has begun
-        grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
+        if option == "harmony" and MESSAGE in answer_head(prompt_ids, tokenizer):
+            # The final message has begun, so neither reasoning nor calls can come.
+            start = None
+            calls = ()
+        grammar = msgspec.structs.replace(grammar, reasoning=start or "", calls=calls)
     banned = tuple(
         ids for word in parsed.bad_words for ids in _spellings(word, tokenizer)
     )
     if not (parsed.allowed_token_ids or banned):
         return grammar
-    found = grammar or Grammar("any")
     return msgspec.structs.replace(
-        found, allowed=parsed.allowed_token_ids, banned=banned
+        grammar or Grammar("any"), allowed=parsed.allowed_token_ids, banned=banned
     )
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text, and as vLLM has it, of one after a space that is
-    as long: a space that is a token alone leaves the word as it was."""
-    start, inner = (
-        tuple(tokenizer.encode(before + word.lstrip(), add_special_tokens=False))
-        for before in ("", " ")
-    )
-    is_other = start[:1] != inner[:1] and len(start) == len(inner)
-    return [ids for ids in ([start, inner] if is_other else [start]) if ids]
+    """Return the token ids of a word at the start of a text and after a space.
+
+    As in vLLM, the second spelling counts only if it has as many tokens as the first
+    and begins with another one. Otherwise the space is a token alone, and the word
+    after it is spelled as at the start.
+    """
+    bare_word = word.lstrip()
+    at_start = tuple(tokenizer.encode(bare_word, add_special_tokens=False))
+    after_space = tuple(tokenizer.encode(" " + bare_word, add_special_tokens=False))
+    spellings = [at_start]
+    if at_start[:1] != after_space[:1] and len(at_start) == len(after_space):
+        spellings.append(after_space)
+    return [ids for ids in spellings if ids]

@@ -1,8 +1,9 @@
-"""Text to token ids and back, and the chat template, without torch or transformers.
+"""Turns text into token ids and back, without torch or transformers.
 
-Reads what a Hugging Face directory holds: tokenizer.json (which says itself which special tokens
-it puts around a text), tokenizer_config.json, special_tokens_map.json, chat templates,
-generation_config.json and config.json. The results equal transformers' AutoTokenizer.
+It reads the files of a Hugging Face directory: tokenizer.json (which defines the
+special tokens around a text), tokenizer_config.json, special_tokens_map.json, chat
+templates, generation_config.json and config.json. The results equal transformers'
+AutoTokenizer.
 """
 
 import hashlib
@@ -23,36 +24,46 @@ from protocol.openai.requests import refuse
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
-NO_TEMPLATE = Path(os.devnull)  # for who renders no chat: the model's own may be broken
-_MANY_IDS = 2048  # take a millisecond to decode
+# For callers that render no chat: the model's own template may be broken.
+NO_TEMPLATE = Path(os.devnull)
+_MANY_IDS = 2048  # so many ids take a millisecond to decode
 _SPECIAL_NAMES = [
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 ]
-_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_CONFIG = "tokenizer_config.json"
+_MAP = "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _MAP)
 _FLAGS = ("single_word", "lstrip", "rstrip", "special")  # of an added token
-_PIECE_CHARS = 1 << 16  # of a long text, tokenized alone
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
+_PIECE_CHARS = 1 << 16  # a long text is tokenized in pieces of this size
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in word-level vocabularies
 
 
 class TokenizerNotFound(ValueError):
-    """A model directory has no tokenizer that can be read; the message says what to do."""
+    """A model directory has no readable tokenizer; the message says what to do."""
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to share between threads.
+    """One model's tokenizer. Threads may share it.
 
     Args:
         model_dir: a directory with a tokenizer.json.
-        chat_template: a file with another template than the directory's.
+        chat_template: a file that replaces the directory's templates.
 
     Raises:
         TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
         BrokenTemplate: the chat template cannot be read.
 
     Attributes:
+        folder: the model directory.
+        special_tokens: the special tokens' texts by name, such as "eos_token".
+        special_ids: the ids of all special tokens.
+        vocab_size: tokens in the vocabulary, added ones included.
+        longest_token_chars: the most characters of text that a token has.
+        token_bytes: the bytes of every id, if the vocabulary is byte-level; else None.
         eos_ids: the tokens that end a generation.
-        unknown_eos_ids: others that the model's files name for it and that it cannot generate.
+        unknown_eos_ids: end tokens of the model's files that the model cannot generate.
+        chat_template: the model's chat template, or None.
+        digest: hash of the files and the template that determine token ids.
     """
 
     def __init__(
@@ -60,7 +71,7 @@ class Tokenizer:
     ) -> None:
         self.folder = folder = Path(model_dir)
         config = _read_json(folder / _CONFIG)
-        if "added_tokens_decoder" not in config:  # the older split of the same facts
+        if "added_tokens_decoder" not in config:  # older models have a second file
             config = {**config, **_read_json(folder / _MAP)}
         self._tokenizer = _load(folder)
         self.special_tokens = _special_tokens(config)
@@ -68,13 +79,13 @@ class Tokenizer:
             _add_missing(self._tokenizer, config, self.special_tokens)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise TokenizerNotFound(
-                f"{folder / 'tokenizer_config.json'} has a value of a wrong kind among its tokens: "
-                f"{type(error).__name__}: {error}"
+                f"{folder / 'tokenizer_config.json'} has a value of a wrong kind among "
+                f"its tokens: {type(error).__name__}: {error}"
             ) from error
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # No token has more characters of text: a vocabulary spells each byte or character as one.
+        # A vocabulary spells each byte or character of a token as one character.
         self.longest_token_chars = max(
             map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1
         )
@@ -84,19 +95,22 @@ class Tokenizer:
         self.eos_ids = tuple(i for i in end_ids if 0 <= i < num_logits)
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
-        self.digest = _digest_of(
-            folder, self.chat_template
-        )  # of all that token ids follow from
-        plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
-        # A token that is plain text wherever it stands, or none.
-        self._anchor = (
-            list(itertools.islice(plain, 1)) if self.token_bytes is None else []
-        )
+        self.digest = _digest_of(folder, self.chat_template)
+        # A token that is plain text at any position; empty if it is not needed.
+        self._anchor: list[int] = []
+        if self.token_bytes is None:
+            plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
+            self._anchor = list(itertools.islice(plain, 1))
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, with the special tokens that the model expects around a prompt."""
-        # Of the library's ways only those for batches let other threads run meanwhile.
+        """Return the ids of `text`.
+
+        Args:
+            add_special_tokens: whether to add the special tokens that the model expects
+                around a prompt.
+        """
+        # Only the library's functions for batches release the GIL.
         encoded = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -104,17 +118,23 @@ class Tokenizer:
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The library's own object; not to be changed."""
+        """The library's own object, which callers must not change."""
         return self._tokenizer
 
     def added_tokens(self) -> dict[str, bool]:
-        """The texts of the tokens beside the vocabulary, and whether each is `special`."""
+        """Return the texts of the added tokens, and whether each is `special`."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return {token.content: token.special for token in added}
 
-    def deleting(self, marker: str, tokens: Collection[str]) -> tokenizers.Tokenizer:
-        """A tokenizer with the same vocabulary that deletes `marker` from each text once added
-        tokens were matched. `tokens` are matched before that, whatever their `normalized` is."""
+    def with_marker_deleted(
+        self, marker: str, tokens: Collection[str]
+    ) -> tokenizers.Tokenizer:
+        """Return a copy of the tokenizer that deletes `marker` from each text.
+
+        Args:
+            tokens: added tokens that are matched before the deletion, whatever their
+                `normalized` is.
+        """
         inner = self._tokenizer
         decoder = sorted(inner.get_added_tokens_decoder().items())
         added = []
@@ -124,23 +144,21 @@ class Tokenizer:
             added.append(
                 tokenizers.AddedToken(token.content, normalized=not is_raw, **flags)
             )
-        copy = tokenizers.Tokenizer(inner.model)  # which shares the vocabulary
+        copy = tokenizers.Tokenizer(inner.model)  # shares the vocabulary
         copy.add_tokens(added)
-        if [*sorted(copy.get_added_tokens_decoder())] != [
-            token_id for token_id, _ in decoder
-        ]:
+        if sorted(copy.get_added_tokens_decoder()) != [i for i, _ in decoder]:
             copy = self._copy(added)
-        before = [inner.normalizer] if inner.normalizer is not None else []
-        copy.normalizer = normalizers.Sequence(
-            [normalizers.Replace(marker, ""), *before]
-        )
+        steps = [normalizers.Replace(marker, "")]
+        if inner.normalizer is not None:
+            steps.append(inner.normalizer)
+        copy.normalizer = normalizers.Sequence(steps)
         for part in ("pre_tokenizer", "post_processor", "decoder"):
             if (value := getattr(inner, part)) is not None:
                 setattr(copy, part, value)
         return copy
 
     def _copy(self, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-        """A copy by way of JSON, where ids of added tokens have gaps."""
+        """Return a copy made through JSON, where the ids of added tokens have gaps."""
         described = json.loads(self.to_json())
         normalized = {token.content: token.normalized for token in added}
         for token in described["added_tokens"]:
@@ -148,18 +166,20 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(described))
 
     def to_json(self) -> str:
-        """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
+        """Return the text of a tokenizer.json with all special tokens."""
         return str(self._tokenizer.to_str())
 
-    def at_least(
+    def min_num_tokens(
         self, text: str, limit: int, *, on_piece: Callable[[], None] = lambda: None
     ) -> int:
-        """How many tokens `text` has at least, where that is more than `limit`; else 0. Costs as
-        much as to tokenize twice `limit` tokens, not all of a text, which takes hundreds of times
-        its memory: piece by piece, whose number is off by what lies at their borders.
+        """Return a lower bound of the tokens of `text` if it is above `limit`, else 0.
+
+        To tokenize a whole text takes hundreds of times its memory. So the text is
+        tokenized piece by piece, until there are twice `limit` tokens. The borders of
+        the pieces make the count inexact.
 
         Args:
-            on_piece: called before each piece; what it raises ends the work.
+            on_piece: called before each piece; an exception ends the work.
         """
         num_tokens = 0
         for begin in range(0, len(text), _PIECE_CHARS):
@@ -171,30 +191,30 @@ class Tokenizer:
         return 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids` without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens by name."""
-        if len(token_ids) > _MANY_IDS:  # as in `encode`: others run meanwhile
+        """Return the text of `token_ids`, special tokens by name."""
+        if len(token_ids) > _MANY_IDS:  # as in `encode`, this releases the GIL
             return str(
                 self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]
             )
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def id_of(self, text: str) -> int | None:
-        """The token that the vocabulary spells so."""
-        found: int | None = self._tokenizer.token_to_id(text)
-        return found
+        """Return the id of the token that the vocabulary spells `text`, or None."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Each token as the vocabulary spells it; None for an id that it does not have."""
+        """Return each token as the vocabulary spells it; None for an unknown id."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def byte_of(self, token_id: int) -> bytes | None:
-        """The byte of a token that a vocabulary of words spells like `<0xE2>`; None for another."""
-        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
-        return bytes.fromhex(spelled[1]) if spelled else None
+        """Return the byte of a token such as `<0xE2>`; None for any other token."""
+        match = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return bytes.fromhex(match[1]) if match else None
 
     def render_chat(
         self,
@@ -203,14 +223,16 @@ class Tokenizer:
         field: str = "messages",
         **options: Any,
     ) -> str:
-        """The prompt for the assistant's next turn, with the special tokens that the template
-        writes itself.
+        """Return the prompt for the assistant's next turn.
+
+        It includes the special tokens that the template writes.
 
         Args:
             field, options: see ChatTemplate.render.
 
         Raises:
-            InvalidRequest: the model has no chat template, or its template refuses the messages.
+            InvalidRequest: the model has no chat template, or its template refuses the
+                messages.
         """
         if self.chat_template is None:
             refuse(
@@ -222,8 +244,11 @@ class Tokenizer:
         )
 
     def _token_text(self, token_id: int) -> TokenText:
-        """How one token alone is shown: special tokens by name, a part of a character as
-        `bytes:\\xe2\\x82`, as OpenAI's API does, so that no two look alike."""
+        """Return how one token alone is shown.
+
+        Special tokens are shown by name. A part of a character is shown as
+        `bytes:\\xe2\\x82`, as in OpenAI's API, so that no two tokens look alike.
+        """
         raw = self._token_raw(token_id)
         try:
             return TokenText(raw.decode(), raw)
@@ -236,22 +261,28 @@ class Tokenizer:
         byte = self.byte_of(token_id)
         if byte is not None:
             return byte
-        # A decoder may drop a space at the very start, so the token is read after another one.
+        # A decoder may drop a space at the start of a text, so the token is decoded
+        # after another one.
         both: str = self._tokenizer.decode(
             [*self._anchor, token_id], skip_special_tokens=False
         )
         return both[len(self._tokenizer.decode(self._anchor)) :].encode()
 
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
-        """The ids that end a generation: generation_config, else config, else the tokenizer's."""
+        """Return the ids that end a generation.
+
+        The first of generation_config.json, config.json and the tokenizer that has any
+        decides.
+        """
         for name in ("generation_config.json", "config.json"):
-            if (found := _read_json(folder / name).get("eos_token_id")) is None:
+            value = _read_json(folder / name).get("eos_token_id")
+            if value is None:
                 continue
-            ids = found if isinstance(found, list) else [found]
+            ids = value if isinstance(value, list) else [value]
             if any(type(token_id) is not int for token_id in ids):
                 raise TokenizerNotFound(
-                    f"eos_token_id of {folder / name} is {short_repr(found)}, expected a token id "
-                    "or a list of them"
+                    f"eos_token_id of {folder / name} is {short_repr(value)}, expected "
+                    "a token id or a list of them"
                 )
             return tuple(ids)
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
@@ -261,13 +292,14 @@ class Tokenizer:
 def _load(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        kinds = "*.model", "*.txt", "tekken.json"
-        found = ", ".join(
-            sorted(file.name for kind in kinds for file in folder.glob(kind))
+        patterns = ("*.model", "*.txt", "tekken.json")
+        names = sorted(
+            file.name for pattern in patterns for file in folder.glob(pattern)
         )
         raise TokenizerNotFound(
-            f"{folder} has no tokenizer.json (found: {found or 'no vocabulary'}); take it from a "
-            "model with the same vocabulary, or have transformers make it, where it can: "
+            f"{folder} has no tokenizer.json (found: "
+            f"{', '.join(names) or 'no vocabulary'}); take it from a model with the "
+            "same vocabulary, or have transformers make it, where it can: "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     try:
@@ -294,60 +326,64 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """The number of tokens that the model has a logit for, None where config.json does not say."""
+    """Return the number of the model's logits; None: config.json does not have it."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
-    if isinstance(text_config, dict):  # of a model that takes images, too
+    if isinstance(text_config, dict):  # the model takes images, too
         config = {**config, **text_config}
     size = config.get("vocab_size")
     return size if type(size) is int else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name, the seven usual ones first; templates know them by these names. Each
-    is written as a string or as an object with `content`."""
-    named = {
-        name: config.get(name)
-        for name in (*_SPECIAL_NAMES, *config)
-        if name.endswith("_token")
-    }
-    texts = {
-        name: t.get("content") if isinstance(t, dict) else t
-        for name, t in named.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    """Return the special tokens by name, the seven usual ones first.
+
+    Templates use these names. The file has each token as a string or as an object with
+    `content`.
+    """
+    texts: dict[str, str] = {}
+    for name in (*_SPECIAL_NAMES, *config):
+        if not name.endswith("_token"):
+            continue
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts
 
 
 def _add_missing(
     tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Adds tokens that only tokenizer_config.json knows, as transformers does."""
+    """Add tokens that only tokenizer_config.json has, as transformers does."""
     listed = sorted(
         config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
     )
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for _, token in listed:
-        if token["content"] not in known:
+        if token["content"] not in present:
             tokenizer.add_tokens([tokenizers.AddedToken(**token)])
-            known.add(token["content"])
-    missing = [content for content in special.values() if content not in known]
+            present.add(token["content"])
+    missing = [content for content in special.values() if content not in present]
     tokenizer.add_special_tokens(
         [tokenizers.AddedToken(text, special=True) for text in missing]
     )
 
 
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
-    """The bytes of every id, when the decoder is the byte-level one; else None.
+    """Return the bytes of every id if the decoder is byte-level, else None.
 
-    A byte-level vocabulary spells each byte as one character: itself where it is printable, else
-    one from U+0100 on. A token with any other character (an added one) stands for its own UTF-8.
+    A byte-level vocabulary spells each byte as one character: itself where it is
+    printable, else one from U+0100 on. A token with any other character, an added
+    token, stands for its own UTF-8.
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None

@@ -1,7 +1,8 @@
-"""Tools in the messages of a chat.
+"""Adds tools to the messages of a chat.
 
-A chat template that knows `tools` writes them itself. For a model whose template does not, a system
-message describes the tools and how to call them, in the form that engine/text/tool_parser.py reads.
+A chat template that knows `tools` writes them itself. For other models, a system
+message describes the tools and how to call them, in the form that
+engine/text/tool_parser.py reads.
 """
 
 import json
@@ -17,52 +18,61 @@ _HOW_TO_CALL = {
     "Call one only where it helps to answer.",
     "required": "Answer with calls and nothing else, as a list: "
     '[{"name": <its name>, "parameters": <an object of its parameters>}]',
-    "named": "Answer with the arguments of a call of `{name}` and nothing else, as a JSON object "
-    "of its parameters.",
+    "named": "Answer with the arguments of a call of `{name}` and nothing else, as a "
+    "JSON object of its parameters.",
 }
-_CALL = '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}</tool_call>'
-_OTHER_CALLS = {  # of models whose templates know no tools, too
+_DEFAULT_CALL = (
+    '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}'
+    "</tool_call>"
+)
+# Some models whose templates know no tools have learned another format.
+_OTHER_CALLS = {
     "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
     "<an object of its parameters><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 
 
-def with_tools(
+def add_tools(
     messages: list[dict[str, Any]],
     tools: Tools,
     tokenizer: Tokenizer,
     option: str = "auto",
 ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
-    """The messages, and the tools for the chat template; either may be the way to tell of them."""
+    """Return the messages, and the tools to pass to the chat template.
+
+    The tools are None where the template has no use for them; the messages describe
+    them then.
+    """
     template = tokenizer.chat_template
     if template is None or template.knows_tools:
         return messages, tools.offered if tools.active else None
-    call = _OTHER_CALLS.get(tool_syntax(option, template), _CALL)
-    if call == _CALL or "tool_calls" not in template.source:
-        messages = [_without_tool_calls(message) for message in messages]
+    call = _OTHER_CALLS.get(tool_syntax(option, template), _DEFAULT_CALL)
+    if call == _DEFAULT_CALL or "tool_calls" not in template.source:
+        messages = [_calls_as_text(message) for message in messages]
     if not tools.active:
         return messages, None
-    functions = (
-        json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered
-    )
-    how = (
-        _HOW_TO_CALL[tools.mode]
-        .replace("{name}", tools.name or "")
-        .replace("{call}", call)
-    )
-    told = "\n".join(["You can call these tools:", *functions, how])
+    description = _describe(tools, call)
     if messages and messages[0]["role"] in ("system", "developer"):
-        first = {
-            **messages[0],
-            "content": f"{messages[0].get('content') or ''}\n\n{told}",
-        }
+        content = messages[0].get("content") or ""
+        first = {**messages[0], "content": f"{content}\n\n{description}"}
         return [first, *messages[1:]], None
-    return [{"role": "system", "content": told}, *messages], None
+    return [{"role": "system", "content": description}, *messages], None
 
 
-def _without_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """An earlier turn's calls as the text that they were."""
+def _describe(tools: Tools, call: str) -> str:
+    """Return a text with the offered tools and how to call them."""
+    functions = [
+        json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered
+    ]
+    instruction = _HOW_TO_CALL[tools.mode]
+    instruction = instruction.replace("{name}", tools.name or "")
+    instruction = instruction.replace("{call}", call)
+    return "\n".join(["You can call these tools:", *functions, instruction])
+
+
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its tool calls as text in its content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -70,5 +80,5 @@ def _without_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
     for call in calls:
         text = json.dumps(call["function"], ensure_ascii=False)
         texts.append(f"<tool_call>{text}</tool_call>")
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**plain, "content": "\n".join(texts)}
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}

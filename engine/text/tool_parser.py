@@ -65,7 +65,7 @@ class ToolParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that the model has begun, including those that the client does not get."""
+        """Calls that the model has begun, even if the client does not receive them."""
         return self._answer.num_calls
 
     @property

@@ -28,17 +28,17 @@ def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
             core, rank, ready = _build(config, links, transport)
     except Exception as error:
         ignore_alarm()
-        transport.tell(EngineFailed(reason_of(error)))
+        transport.send(EngineFailed(reason_of(error)))
         transport.close()
         raise
     rank.ready()
-    transport.tell(ready)
+    transport.send(ready)
     allow_short_naps()
     try:
         core.run()
     except Exception as error:
         rank.blame(error)
-        transport.tell(EngineFailed(reason_of(error)))
+        transport.send(EngineFailed(reason_of(error)))
         raise
     finally:
         core.connector.close()
@@ -59,7 +59,7 @@ def _build(
         model_config,
         0,
         links,
-        lambda text: transport.tell(EngineProgress(text)),
+        lambda text: transport.send(EngineProgress(text)),
     )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,

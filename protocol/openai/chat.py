@@ -277,7 +277,11 @@ class ChatRequest(PromptFields, GenerationRequest):
         }
 
     def without_inputs(self) -> Self:
-        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
+        # How the reasoning of a continued message starts depends on that message.
+        messages = self.messages[-1:] if self.continue_final_message else []
+        return self.model_copy(
+            update={"messages": messages, "chat_template_kwargs": {}}
+        )
 
     def check(self) -> None:
         super().check()

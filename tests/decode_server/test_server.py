@@ -1,4 +1,4 @@
-"""Which references to remote KV a decode server believes."""
+"""A decode server verifies references to remote KV."""
 
 import re
 import sys
@@ -61,7 +61,7 @@ def _prepare(
     return prepared
 
 
-def test_a_signed_reference_of_this_request_is_used_with_its_seed():
+def test_signed_reference_of_this_request_is_used_with_its_seed():
     prepared = _prepare(_params())
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [FirstToken(42)]
@@ -71,7 +71,7 @@ def test_a_signed_reference_of_this_request_is_used_with_its_seed():
     assert prepared.kv_rejected is None
 
 
-def test_a_reference_with_a_negative_seed_is_used_with_it():
+def test_reference_with_a_negative_seed_is_used_with_it():
     drawn = SamplingParams(temperature=0.5, seed=-(2**63))
     prepared = _prepare(offer(_SECRET, _PROMPT, drawn, seed=-(2**63)), seed=-(2**63))
     assert prepared.remote and prepared.remote.first_tokens == [FirstToken(42)]
@@ -100,9 +100,7 @@ _OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("name", _OTHERWISE)
-def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
-    name, policy
-):
+def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, policy):
     fields, members = _OTHERWISE[name]
     prepared = _prepare(_params(**fields), policy, **members)
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
@@ -112,7 +110,7 @@ def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
     )
 
 
-def test_a_first_token_drawn_with_the_same_ends_banned_is_used():
+def test_first_token_drawn_with_the_same_ends_banned_is_used():
     remote = _prepare(_params(**_BANNED), min_tokens=1).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
@@ -126,13 +124,13 @@ def test_a_first_token_drawn_with_the_same_ends_banned_is_used():
         {"max_tokens": 1},
     ],
 )
-def test_what_begins_with_the_second_token_leaves_the_first_one_alone(members):
+def test_min_tokens_of_2_keeps_the_first_token(members):
     remote = _prepare(_params(), **members).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
 
 @pytest.mark.parametrize("absent", [None, {}, {"do_remote_prefill": False}])
-def test_no_reference_means_a_request_of_ones_own(absent):
+def test_request_without_a_reference_is_served_locally(absent):
     prepared = _prepare(absent)
     assert prepared.remote is None and prepared.kv_rejected is None
 
@@ -170,34 +168,37 @@ _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", _WRONG)
-def test_a_wrong_reference_is_computed_here_or_refused(name):
+def test_wrong_reference_is_recomputed_or_refused(name):
     offered, members = _WRONG[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
-    # Who signed it can be told that it is of no use; a forged one names nobody to be told.
+    # Only a signed reference is released at its server; a forged one names no valid
+    # server.
     is_forged = kv_params.parse(offered) not in list(kv_params.signed(offered, _SECRET))
     assert (prepared.kv_unused is None) == is_forged
-    with pytest.raises(KVParamsRejected) as refused:
+    with pytest.raises(KVParamsRejected) as release_messages:
         _prepare(offered, policy="fail", **members)
-    assert refused.value.param and refused.value.param.startswith("kv_transfer_params")
+    assert release_messages.value.param and release_messages.value.param.startswith(
+        "kv_transfer_params"
+    )
 
 
-def test_the_authentic_references_of_a_refused_request_are_released():
+def test_authentic_references_of_a_refused_request_are_released():
     hooks = EitherLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
-    (message,) = hooks.refused([_params(), forged, "nonsense"])
+    (message,) = hooks.release_messages([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
-    assert list(hooks.refused(None)) == []
+    assert list(hooks.release_messages(None)) == []
     too_many = [_params()] * (MAX_PROMPTS + 1)  # of these each takes time
-    assert len(hooks.refused(too_many)) == MAX_PROMPTS
+    assert len(hooks.release_messages(too_many)) == MAX_PROMPTS
 
 
-@pytest.mark.parametrize("said", [True, False, None, "yes"])
-def test_a_lease_is_the_senders_to_end_where_they_say_so(said):
-    lent = {**_params(), "sender_releases": said}
+@pytest.mark.parametrize("value", [True, False, None, "yes"])
+def test_sender_may_keep_the_release_of_a_lease(value):
+    lent = {**_params(), "sender_releases": value}
     remote = _prepare(lent).remote
-    assert remote and remote.sender_releases is (said is True)
-    assert kv_params.sender_releases([lent, lent]) is (said is True)
+    assert remote and remote.sender_releases is (value is True)
+    assert kv_params.sender_releases([lent, lent]) is (value is True)
     assert not kv_params.sender_releases([lent, _params()])
     assert not any(
         kv_params.sender_releases(other) for other in (None, [], {}, "x", [None])
@@ -205,14 +206,14 @@ def test_a_lease_is_the_senders_to_end_where_they_say_so(said):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_malformed_reference_is_a_400_under_any_policy(policy):
+def test_malformed_reference_is_a_400_under_any_policy(policy):
     with pytest.raises(KVParamsRejected, match="remote_port"):
         _prepare(_forge(lambda p: p.update(remote_port="http")), policy=policy)
     with pytest.raises(KVParamsRejected, match="2 objects for 1 prompt"):
         _prepare([_params(), _params()], policy=policy)
 
 
-def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_server():
+def test_reference_too_deep_to_print_is_rejected_without_a_server_error():
     deep: list[Any] = []
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
@@ -221,15 +222,17 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
         KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["
     ):
         _prepare(offered)
-    assert list(EitherLeg(_SECRET, "recompute").refused(offered)) == []
+    assert list(EitherLeg(_SECRET, "recompute").release_messages(offered)) == []
 
 
 @pytest.mark.parametrize("uses_machine_secret", [False, True])
-def test_a_server_that_was_given_no_secret_says_so(uses_machine_secret):
+def test_server_without_a_secret_reports_it(uses_machine_secret):
     offered = offer(b"another machine's secret", _PROMPT, SamplingParams())
-    told = _prepare(offered, uses_machine_secret=uses_machine_secret).kv_rejected or ""
-    assert "give all servers one BATON_CLUSTER_SECRET" in told
-    assert told.endswith("its own machine's file instead") == uses_machine_secret
+    reported = (
+        _prepare(offered, uses_machine_secret=uses_machine_secret).kv_rejected or ""
+    )
+    assert "give all servers one BATON_CLUSTER_SECRET" in reported
+    assert reported.endswith("its own machine's file") == uses_machine_secret
 
 
 _HINT = KVHint(
@@ -244,7 +247,7 @@ def _sealed(age_s: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"]
 )
-def test_a_signed_hint_goes_along_with_either_leg(leg):
+def test_signed_hint_is_passed_on_with_either_leg(leg):
     prepared = _prepare({**leg, "hint": _sealed()}, max_tokens=1)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (
         _HINT,
@@ -254,7 +257,7 @@ def test_a_signed_hint_goes_along_with_either_leg(leg):
 
 
 @pytest.mark.parametrize(
-    ("age_s", "changes", "told"),
+    ("age_s", "changes", "reported"),
     [
         (0, {"port": 1}, r"hint\.signature does not match"),
         (0, {"host": "\ud800"}, r"hint\.signature does not match"),
@@ -263,13 +266,11 @@ def test_a_signed_hint_goes_along_with_either_leg(leg):
         (-90, {}, r"hint\.issued_s is -\d\d s old"),
     ],
 )
-def test_a_hint_that_no_proxy_of_this_cluster_just_gave_is_refused(
-    age_s, changes, told
-):
+def test_unsigned_or_old_hint_is_refused(age_s, changes, reported):
     forged = {**_sealed(age_s), **changes}
     prepared = _prepare({"hint": forged}, max_tokens=1)
-    assert prepared.hint is None and re.search(told, prepared.kv_rejected or "")
-    with pytest.raises(KVParamsRejected, match=told):
+    assert prepared.hint is None and re.search(reported, prepared.kv_rejected or "")
+    with pytest.raises(KVParamsRejected, match=reported):
         _prepare({"hint": forged}, "fail", max_tokens=1)
     with pytest.raises(KVParamsRejected, match=r"hint\.port must be .*got \"x\""):
         _prepare({"hint": {**forged, "port": "x"}}, max_tokens=1)

@@ -1,9 +1,12 @@
-"""Requests that are malformed, or that two servers might read differently (RFC 9110 and 9112), and
-the answers to them: statuses in their order (`200|404`: the proxy has a page there), `-` after one
-without a body, `!` where the connection is closed then, perhaps once time is up; and how many
-completions a backend is asked for.
+"""Malformed requests, and requests that two servers might parse differently.
 
-`@@@@` becomes a name of the row's own. A row that smuggles would have a backend asked more often.
+RFC 9110 and 9112 define them. A row has a request and its expected outcome. The outcome
+lists the statuses in order (`200|404`: the proxy has a page there), `-` after a status
+without a body, and `!` where the connection is closed then, perhaps after a timeout. A
+row also has the number of completions that a backend receives.
+
+`@@@@` becomes a name that is unique to the row. A row that smuggles a request would
+make a backend receive more of them.
 """
 
 from collections.abc import Callable
@@ -19,14 +22,14 @@ H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings
 LENGTH = b"Content-Length: %d" % len(BODY)
 
 
-MAYBE = -1  # once at most: the connection ends while it is being served
+MAYBE = -1  # at most once: the connection ends while it is being served
 
 
 class Row(NamedTuple):
     name: str
     raw: bytes
     expected: str
-    asked: int = 0
+    num_completions: int = 0
 
 
 def lines(*parts: bytes) -> bytes:
@@ -36,12 +39,12 @@ def lines(*parts: bytes) -> bytes:
 def post(
     *headers: bytes, body: bytes = BODY, line: bytes = b"POST %s HTTP/1.1" % TARGET
 ) -> bytes:
-    """A completion: what frames it is among `headers`."""
+    """A completion request whose framing is in `headers`."""
     return lines(line, HOST, *headers) + body
 
 
 def sized(*headers: bytes, line: bytes = b"POST %s HTTP/1.1" % TARGET) -> bytes:
-    """A good one, but for these."""
+    """A well-formed request, except for these headers and this body."""
     return post(LENGTH, *headers, line=line)
 
 
@@ -54,15 +57,20 @@ def get(
 def chunked(
     *headers: bytes, size: bytes = b"%x" % len(BODY), end: bytes = b"0\r\n\r\n"
 ) -> bytes:
-    """One in a chunk, whose size line is `size`."""
+    """A request with one chunk, whose size line is `size`."""
     return post(CHUNKED, *headers, body=size + b"\r\n" + BODY + b"\r\n" + end)
 
 
 def each(
-    name: str, make: Callable[[bytes], bytes], expected: str, asked: int, *values: bytes
+    name: str,
+    make: Callable[[bytes], bytes],
+    expected: str,
+    num_requests: int,
+    *values: bytes,
 ) -> list[Row]:
     return [
-        Row(f"{name} {value!r}"[:80], make(value), expected, asked) for value in values
+        Row(f"{name} {value!r}"[:80], make(value), expected, num_requests)
+        for value in values
     ]
 
 
@@ -72,7 +80,7 @@ SIZE = b"%x" % len(BODY)
 IN_CHUNKS = SIZE + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
 HIDDEN = (
     b"0\r\n\r\n" + GOOD
-)  # the end of a body in chunks, and a request for whom that is the end
+)  # the end of a chunked body, and a request for servers that see the end there
 _BIG = b"x" * 70_000
 
 ROWS = [
@@ -98,7 +106,7 @@ ROWS = [
     Row("body on GET", get(b"/health", LENGTH) + BODY, "200"),
     Row("request as body of GET", get(b"/health", b"Content-Length: %d" % len(GOOD)) + GOOD, "200"),
     Row("body on HEAD", HEALTH.replace(b"GET", b"HEAD")[:-2] + LENGTH + b"\r\n\r\n" + BODY, "200-"),
-    # Both, and codings.
+    # Both lengths and codings.
     Row("chunks", chunked(), "200", 1),
     Row("CL.TE", post(b"Content-Length: %d" % len(HIDDEN), CHUNKED, body=HIDDEN), "400!"),
     Row("TE.CL",
@@ -182,7 +190,7 @@ ROWS = [
         b"X::",
         b"Expect: 200-ok", b"Expect: 100-continue, x", b"Connection: Content-Length",
         b"Connection: disclosed", b"Upgrade: h2c", b"Transfer_Encoding: chunked"),
-    # What the proxy passes on.
+    # Headers that the proxy passes on.
     *each("passed on", sized, "200", 1,
         b"X-Request-Id: a b\tc", b"X-Request-Id: \xfc\xff", b"X-Request-Id:", b"X-Request-Id: a, b",
         b"X-Request-Id: GET /x HTTP/1.1", b"traceparent: \xc3\xbc\t;", b"tracestate: a=b\t,\xff",
@@ -229,7 +237,7 @@ ROWS = [
         b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2.0", b"HTTP/2", b"http/1.1", b"HTTP/1.10",
         b"HTTP/01.1", b"HTTP/1.", b"HTTP/1,1", b"HTTP/ 1.1", b"HTTP/1.1 ", b"HTTP/1.1x",
         b"HTTPS/1.1", b"ICE/1.0", b"HTTP/-1.1", b"HTTP/3.0", b"HTTP 1.1"),
-    Row("version RTSP", get(version=b"RTSP/1.0"), "200!"),  # the parser does not tell
+    Row("version RTSP", get(version=b"RTSP/1.0"), "200!"),  # the parser does not report it
     *each("HTTP/0.9", lambda end: b"GET /health" + end, "!", 0, b"\r\n", b"\n"),
     Row("HTTP/0.9 with headers", b"GET /health\r\nHost: x\r\n\r\n", "400!"),
     Row("HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "400!"),
@@ -274,7 +282,7 @@ ROWS = [
     Row("Upgrade with two Hosts", sized(b"Connection: Upgrade", b"Upgrade: h2c", HOST), "400"),
     Row("Upgrade in 1.0",
         get(b"/health", b"Connection: Upgrade", b"Upgrade: h2c", version=b"HTTP/1.0"), "200!"),
-    # Requests ahead.
+    # Pipelined requests.
     Row("two at once", GOOD + GOOD, "200 200", 2),
     Row("GET and POST", HEALTH + GOOD + HEALTH, "200 200 200", 1),
     Row("behind HEAD", HEALTH.replace(b"GET", b"HEAD") + GOOD, "200- 200", 1),

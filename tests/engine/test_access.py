@@ -1,4 +1,4 @@
-"""API keys, alike at the proxy and at a server: who is let in, to what, and how often."""
+"""API keys work alike at the proxy and at a server: access, paths and rate limits."""
 
 import asyncio
 import hashlib
@@ -51,7 +51,7 @@ def written(path: Path, keys: list[dict[str, Any]]) -> str:
 async def front(
     side: str, tokenizer: Tokenizer, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a proxy or of a server with these options."""
+    """A client of a proxy or a server with these options."""
     if side == "proxy":
         async with Rig(decode=[Fake(answers(200, {"ok": 1}))], **options) as rig:
             yield rig.client
@@ -69,7 +69,7 @@ async def ask(client: httpx.AsyncClient, what: str, **headers: str) -> httpx.Res
 
 
 @pytest.mark.parametrize("way", ["proxy", "server", "file"])
-async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
+async def test_access_by_key_and_path(way, tokenizer, tmp_path):
     options: dict[str, Any] = {"api_keys_file": written(tmp_path / "keys", KEYS)}
     alice, bob, side = (
         ("alice", "bob", "proxy") if way == "file" else ("api-key-1", "api-key-2", way)
@@ -92,8 +92,8 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
     )
     cases: list[tuple[str, dict[str, str], int]] = [
         *(
-            (COMPLETE, {"authorization": told}, status)
-            for told, status in bearers.items()
+            (COMPLETE, {"authorization": reported}, status)
+            for reported, status in bearers.items()
         ),
         (COMPLETE, {}, 401),
         (COMPLETE, {"x_api_key": ALICE}, 200),
@@ -146,16 +146,16 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
 
 
 @SIDES
-async def test_a_web_page_of_a_named_origin_alone_may_ask_with_a_key(side, tokenizer):
+async def test_only_pages_of_a_named_origin_may_send_a_key(side, tokenizer):
     page = {"origin": "http://page:1"}
     options: dict[str, Any] = {
         "api_key": (SecretStr(ALICE),),
         "cors_origin": ("http://page:1",),
     }
     async with front(side, tokenizer, **options) as client:
-        asked = {"access-control-request-method": "POST"}
-        asked["access-control-request-headers"] = "authorization,content-type"
-        allowed = await client.options("/v1/completions", headers={**page, **asked})
+        request = {"access-control-request-method": "POST"}
+        request["access-control-request-headers"] = "authorization,content-type"
+        allowed = await client.options("/v1/completions", headers={**page, **request})
         assert allowed.status_code == 200
         assert "authorization" in allowed.headers["access-control-allow-headers"]
         refused = await ask(client, COMPLETE, **page)
@@ -167,13 +167,13 @@ async def test_a_web_page_of_a_named_origin_alone_may_ask_with_a_key(side, token
         assert served.headers["access-control-allow-origin"] == "http://page:1"
         other = await ask(client, COMPLETE, origin="http://page:2", x_api_key=ALICE)
         assert "access-control-allow-origin" not in other.headers
-    async with front(side, tokenizer) as client:  # no page may, unless it is named
+    async with front(side, tokenizer) as client:  # only named pages may
         other = await ask(client, COMPLETE, **page)
         assert "access-control-allow-origin" not in other.headers
 
 
 @SIDES
-async def test_it_is_refused_before_its_body_has_come(side, tokenizer):
+async def test_request_without_access_is_refused_before_its_body(side, tokenizer):
     async with front(side, tokenizer, api_key=(SecretStr(ALICE),)) as client:
         url = client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -184,12 +184,12 @@ async def test_it_is_refused_before_its_body_has_come(side, tokenizer):
 
 
 def limited(tmp_path: Path, decode: list[Fake] | None = None, **limits: int) -> Rig:
-    """A proxy for which alice's key has these limits."""
+    """A proxy whose key file gives alice these limits."""
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, **limits}])
     return Rig(decode=decode, api_keys_file=file)
 
 
-async def test_limits_are_told_and_kept(tmp_path):
+async def test_limits_are_reported_and_enforced(tmp_path):
     async with limited(tmp_path, requests_per_minute=2) as rig:
         left = []
         for status in (200, 200, 429):
@@ -211,16 +211,16 @@ async def test_limits_are_told_and_kept(tmp_path):
         )
 
 
-async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
+async def test_requested_tokens_are_counted(tmp_path):
     async with limited(tmp_path, tokens_per_minute=1000) as rig:
         left, one, two, headers = [], "x" * 40, ["x" * 20] * 2, {"x-api-key": ALICE}
-        asked = (
+        request = (
             (one, 300, 200),
             (two, 300, 200),
             ([[1], [2]], 300, 429),
             (one, 50, 200),
         )
-        for prompt, max_tokens, status in asked:
+        for prompt, max_tokens, status in request:
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
@@ -232,11 +232,11 @@ async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 60)), max_size=60))
-def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked):
+def test_key_never_exceeds_its_token_rate(request_fields):
     now = [5.0]
     key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0
-    for tokens, pause_s in asked:
+    for tokens, pause_s in request_fields:
         now[0] += pause_s
         try:
             key.charge(tokens)
@@ -259,7 +259,7 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
         assert (await ask(rig.client, COMPLETE, x_api_key=ALICE)).status_code == 200
 
 
-async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
+async def test_key_cannot_request_a_forbidden_priority(tmp_path):
     async with limited(tmp_path, min_priority=-2) as rig:
         cases = (
             (-2, 200),
@@ -275,9 +275,7 @@ async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
         assert answer.json()["error"]["param"] == "priority"
 
 
-async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(
-    tmp_path,
-):
+async def test_default_priority_is_the_most_urgent_one_allowed_for_the_key(tmp_path):
     async with limited(tmp_path, min_priority=3) as rig:
         for given, status in (
             ({}, 200),
@@ -290,7 +288,7 @@ async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask
         assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
-async def test_who_leaves_uses_nothing_more(tmp_path):
+async def test_client_disconnect_frees_its_share(tmp_path):
     waits = Waits()
     async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
         leaves = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
@@ -298,13 +296,13 @@ async def test_who_leaves_uses_nothing_more(tmp_path):
         leaves.cancel()
         await waits.left.wait()
         while (
-            found := await ask(rig.client, "GET /no/path", x_api_key=ALICE)
+            actual := await ask(rig.client, "GET /no/path", x_api_key=ALICE)
         ).status_code == 429:
             await asyncio.sleep(0.002)
-        assert found.status_code == 404
+        assert actual.status_code == 404
 
 
-async def test_the_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokenizer):
+async def test_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokenizer):
     with caplog.at_level(logging.DEBUG, logger="baton"):
         for side in ("proxy", "server"):
             async with front(side, tokenizer, **IN_OPTIONS) as client:
@@ -325,7 +323,7 @@ def access(keys: list[dict[str, Any]], path: Path, now: list[float]) -> FileAcce
 
 
 def admit(keys: FileAccess) -> float:
-    """Asks with alice's key: seconds to wait."""
+    """Send a request with alice's key; return the seconds to wait."""
     headers = [(b"x-api-key", ALICE.encode())]
     try:
         with keys.admit(
@@ -337,7 +335,7 @@ def admit(keys: FileAccess) -> float:
 
 
 @given(limit=st.integers(1, 100), pauses_s=st.lists(st.floats(0, 90), max_size=60))
-def test_a_key_gets_its_minutes_worth_and_what_it_waits_for(
+def test_key_gets_its_limit_per_minute_and_retry_after(
     limit, pauses_s, tmp_path_factory
 ):
     now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
@@ -358,7 +356,7 @@ def test_a_key_gets_its_minutes_worth_and_what_it_waits_for(
         assert sum(begin <= at <= begin + 60 for at in taken) <= 2 * limit + 1
 
 
-async def test_a_changed_file_counts_and_a_broken_one_does_not(caplog, tmp_path):
+async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp_path):
     now, path = [0.0], tmp_path / "keys"
     one = {"name": "alice", "key": ALICE, "requests_per_minute": 3}
     keys = access([one], path, now)
@@ -371,7 +369,7 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(caplog, tmp_path)
         assert "line 1" in caplog.text
         path.unlink()
         await until(lambda: caplog.text.count("stay as they were") >= 2)
-        assert admit(keys)  # and what it has used is not forgotten
+        assert admit(keys)  # and its usage is kept
         written(path, [{**one, "name": "new", "requests_per_minute": 6}])
         await until(lambda: "read anew" in caplog.text)
     now[0] += 10
@@ -383,7 +381,7 @@ A = '{"name": "a", "key": "12345678"'
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "has 0 keys, not one or more, .*: write a JSON"),
         ("# none\n", "has 0 keys"),
@@ -416,11 +414,11 @@ A = '{"name": "a", "key": "12345678"'
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_with_its_line(text, told, tmp_path):
+def test_invalid_key_file_is_refused_with_the_line(text, reported, tmp_path):
     (tmp_path / "keys").write_bytes(text.encode("latin-1"))
     other = (SecretStr("sk-alice-0123456789"),)
     settings = ProxySettings(api_keys_file=str(tmp_path / "keys"), api_key=other)
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=reported) as raised:
         FileAccess(settings, Metrics("proxy"))
     assert "12345678" not in str(raised.value) and "keys" in str(raised.value)
     with pytest.raises(ValueError, match="none: No such file"):
@@ -440,7 +438,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_line(text, told, tmp_path):
         ({"host": "::", "admin_key": (SecretStr(ROOT),)}, False),
     ],
 )
-def test_a_server_for_everyone_says_so(options, warns, caplog):
+def test_server_without_keys_logs_a_warning(options, warns, caplog):
     with caplog.at_level(logging.WARNING, logger="baton"):
         check(ListenOptions(**options))
     assert bool(caplog.messages) == warns
@@ -454,7 +452,7 @@ def test_salts_by_key_need_keys():
     check(ListenOptions(cache_salt_by_key=True, api_key=(SecretStr(ALICE),)))
 
 
-async def test_servers_learn_which_requests_are_of_one_key_and_no_key_s_name(
+async def test_servers_learn_which_requests_share_a_key_but_no_key_name(
     tokenizer, tmp_path
 ):
     async def shares(url: str, engine: ScriptedEngine, *keys: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""How much may wait at a server, and who is told to come back: the queue's arithmetic with a clock
-of its own, and the HTTP application in front of a scripted engine."""
+"""How much may wait at a server, and who is told to come back: the queue's arithmetic
+with a clock of its own, and the HTTP application in front of a scripted engine."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
-from tests.rigs.http_server import Server, connected, events, send_request, serving
+from tests.rigs.http_server import Server, ask, connected, events, serving
 from tests.rigs.memory_pair import REMOTE
 from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang
@@ -34,20 +34,20 @@ def add(num_tokens: int, priority: int = 0, request_id: str = "a") -> AddRequest
 
 
 class Queue:
-    """A server's queue, and a server that takes `token_s` for a token, by a clock of their own."""
+    """A server's queue, and a simulated server that takes `token_s` for each token."""
 
     def __init__(
-        self, token_s: float = 0.0, max_queue_s: float = 10.0, most: int = 10**6
+        self, token_s: float = 0.0, max_queue_s: float = 10.0, limit: int = 10**6
     ) -> None:
         self.now_s = 100.0
-        options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=most)
+        options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=limit)
         self.admission = Admission(options, lambda: self.now_s)
         self.places: list[tuple[Place, int]] = []
-        if token_s:  # it has served one already
-            self.send_request()
+        if token_s:  # one was already served
+            self.ask()
             self.serve(token_s)
 
-    def send_request(self, num_tokens: int = 1000, priority: int = 0) -> None:
+    def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
         self.places.append(
             (self.admission.enter([add(num_tokens, priority)]), num_tokens)
         )
@@ -59,16 +59,16 @@ class Queue:
             place.served("a", num_tokens)
 
     def fill(self) -> tuple[int, QueueFull]:
-        """How many are taken, and what the next one hears."""
+        """Return how many requests are accepted, and the error of the next."""
         for count in range(10_000):
             try:
-                self.send_request()
+                self.ask()
             except QueueFull as error:
                 return count, error
         raise AssertionError("it takes any number")
 
 
-def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
+def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
     queue = Queue(token_s=0.001)
     taken, error = queue.fill()
     assert taken == 11  # the last of them with 10 s before it
@@ -80,9 +80,9 @@ def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
     assert queue.admission.num_tokens == 0 and queue.fill()[0] == 11
 
 
-def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
+def test_prompts_computed_elsewhere_do_not_change_the_rate():
     queue = Queue(token_s=0.001)
-    for _ in range(20):  # long ones, each of which takes that server two seconds
+    for _ in range(20):  # long prompts, each of which takes that server two seconds
         pulled = replace(add(8000), remote=replace(REMOTE, transfer_id="t"))
         queue.places.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
@@ -92,7 +92,7 @@ def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
     assert queue.fill()[0] == 11
 
 
-def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
+def test_rate_follows_a_change_of_speed_within_a_second():
     queue = Queue(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
     queue.serve(token_s=0.002, count=3)
@@ -100,19 +100,19 @@ def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
         0.75 * 96 <= queue.admission.wait_s() <= 96
     )  # as 47 or 48 prompts take 2 s each now
     queue.now_s += 1000.0
-    assert queue.admission.wait_s() > 10_000.0  # it stands still
+    assert queue.admission.wait_s() > 10_000.0  # the server is stalled
     while queue.places:
         queue.serve(token_s=0.0002)
-    queue.send_request()
+    queue.ask()
     queue.serve(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
 
 
-def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
+def test_empty_queue_accepts_any_prompt_and_a_nonempty_one_few_tokens():
     queue = Queue(most=5000)
-    queue.send_request(50_000)
+    queue.ask(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
-        queue.send_request(64)
+        queue.ask(64)
     queue.places.pop()[0].leave()
     place = queue.admission.enter([add(4000)])
     with pytest.raises(QueueFull):
@@ -123,15 +123,15 @@ def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
     assert queue.admission.num_tokens == 0
 
 
-def test_the_urgent_wait_only_for_the_urgent():
+def test_urgent_requests_wait_only_for_urgent_requests():
     queue = Queue(token_s=0.001)
     queue.fill()
     for _ in range(11):
-        queue.send_request(priority=-1)
+        queue.ask(priority=-1)
     for priority in (-1, 0, 7):
         with pytest.raises(QueueFull):
-            queue.send_request(priority=priority)
-    queue.send_request(priority=-2)
+            queue.ask(priority=priority)
+    queue.ask(priority=-2)
 
 
 @given(
@@ -140,8 +140,8 @@ def test_the_urgent_wait_only_for_the_urgent():
         max_size=40,
     )
 )
-def test_the_books_add_up_whatever_comes_and_goes(moves):
-    """0, 1: one more comes; 2: the oldest is served; 3: the newest leaves."""
+def test_accounting_adds_up_in_any_order_of_events(moves):
+    """Events 0 and 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
     queue = Queue(max_queue_s=3.0, most=20_000)
     left: dict[Place, int] = {}
     for num_tokens, priority, move in moves:
@@ -168,7 +168,7 @@ def test_the_books_add_up_whatever_comes_and_goes(moves):
 
 
 class Gate:
-    """An engine that serves when it is let."""
+    """An engine that serves only when the test allows it."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -187,7 +187,7 @@ async def until_added(server: Server, count: int) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 )
-async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
+async def test_full_queue_refuses_with_429_before_the_engine_is_involved(
     tokenizer, path
 ):
     gate = Gate()
@@ -199,8 +199,13 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
         refused = await server.post(path, **fields, stream=True)
         error = refused.json()["error"]
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        told = (error["code"], error["type"], error["phase"], error["retryable"])
-        assert told == ("rate_limit_exceeded", "rate_limit_error", "admission", True)
+        reported = (error["code"], error["type"], error["phase"], error["retryable"])
+        assert reported == (
+            "rate_limit_exceeded",
+            "rate_limit_error",
+            "admission",
+            True,
+        )
         assert len(server.engine.added) == 1
         assert "baton_queue_tokens 64.0" in (await server.http.get("/metrics")).text
         gate.open.set()
@@ -215,7 +220,7 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
 
 
 @pytest.mark.parametrize("fields", [{"prompt": [300]}, {"prompt": "x" * 99}, {"n": 0}])
-async def test_a_refused_request_leaves_its_place(tokenizer, fields):
+async def test_refused_request_leaves_its_place(tokenizer, fields):
     async with serving(tokenizer, max_queued_tokens=100) as server:
         for _ in range(3):
             assert (await server.post(**fields)).status_code == 400
@@ -225,13 +230,13 @@ async def test_a_refused_request_leaves_its_place(tokenizer, fields):
 async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr("engine.http.text_workers.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
-        send_request = partial(server.post, "/tokenize", prompt="x" * 8_000)
-        found = [
+        ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
+        actual = [
             answer.status_code
-            for answer in await asyncio.gather(*[send_request() for _ in range(9)])
+            for answer in await asyncio.gather(*[ask() for _ in range(9)])
         ]
-        assert set(found) <= {200, 429} and 200 in found
-        assert (await send_request()).status_code == 200
+        assert set(actual) <= {200, 429} and 200 in actual
+        assert (await ask()).status_code == 200
 
 
 # -- deadlines -----------------------------------------------------------------------------------
@@ -242,7 +247,7 @@ NOW = {"x-request-timeout-s": "0.02"}
 @pytest.mark.parametrize(
     "given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"]
 )
-async def test_a_time_that_is_none_is_refused(tokenizer, given):
+async def test_malformed_timeout_is_refused(tokenizer, given):
     async with serving(tokenizer) as server:
         for path in ("/v1/completions", "/tokenize"):
             answer = await server.post(path, headers={"x-request-timeout-s": given})
@@ -252,7 +257,9 @@ async def test_a_time_that_is_none_is_refused(tokenizer, given):
 
 
 @pytest.mark.parametrize("default", [False, True])
-async def test_an_expired_request_ends_in_504_and_in_the_engine(tokenizer, default):
+async def test_expired_request_ends_with_504_and_is_aborted_in_the_engine(
+    tokenizer, default
+):
     given = {"request_timeout_s": 0.02} if default else {}
     async with serving(tokenizer, hang, **given) as server:
         answer = await server.post(
@@ -266,7 +273,7 @@ async def test_an_expired_request_ends_in_504_and_in_the_engine(tokenizer, defau
         assert not server.engine._subscriptions
 
 
-async def test_one_that_is_answered_in_time_does_not_expire(tokenizer):
+async def test_request_answered_in_time_does_not_expire(tokenizer):
     async with serving(tokenizer, request_timeout_s=0.001) as server:
         longer = {"x-request-timeout-s": "3000.5"}
         answer = await server.post(headers=longer, stream=True)
@@ -274,17 +281,17 @@ async def test_one_that_is_answered_in_time_does_not_expire(tokenizer):
         assert not server.engine.aborted
 
 
-async def test_an_expired_stream_ends_in_an_error_event(tokenizer):
+async def test_expired_stream_ends_in_an_error_event(tokenizer):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=[70])
         await asyncio.Event().wait()
 
     async with serving(tokenizer, script) as server:
-        found = events(
+        actual = events(
             await server.post(headers={"x-request-timeout-s": "0.3"}, stream=True)
         )
-        assert [name for name, _ in found] == ["message", "error"]
-        assert found[-1][1]["error"]["code"] == "deadline_exceeded"
+        assert [name for name, _ in actual] == ["message", "error"]
+        assert actual[-1][1]["error"]["code"] == "deadline_exceeded"
         assert not server.engine._subscriptions and len(server.engine.aborted) == 1
         assert metric(server.metrics, "baton_requests_in_progress") == 0
 
@@ -307,10 +314,10 @@ async def test_priorities_reach_the_engine(tokenizer):
 
 
 @pytest.mark.parametrize(("choices", "n"), [(32, 1), (1, 8)])
-async def test_a_stream_that_nobody_reads_ends_in_the_engine(
+async def test_unread_stream_is_aborted_in_the_engine(
     tokenizer, monkeypatch, choices, n
 ):
-    monkeypatch.setattr(client, "MAX_UNREAD", most := 1 << 10)
+    monkeypatch.setattr(client, "MAX_UNREAD", limit := 1 << 10)
     monkeypatch.setattr(client, "MAX_UNREAD_CHOICES", choices)
     sent = 0
 
@@ -323,13 +330,13 @@ async def test_a_stream_that_nobody_reads_ends_in_the_engine(
 
     async with serving(tokenizer, script) as server:
         sock, loop = await connected(server), asyncio.get_running_loop()
-        await send_request(sock, stream=True, max_tokens=60, n=n)
+        await ask(sock, stream=True, max_tokens=60, n=n)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
         assert not server.engine._subscriptions
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        told = b""
-        while b"client_too_slow" not in told:  # it reads on after all
-            told = told[-100:] + await loop.sock_recv(sock, 1 << 20)
-        assert sent > most
+        reported = b""
+        while b"client_too_slow" not in reported:  # it reads on after all
+            reported = reported[-100:] + await loop.sock_recv(sock, 1 << 20)
+        assert sent > limit
         sock.close()

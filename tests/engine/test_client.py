@@ -40,7 +40,7 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
 
 
 class RemoteEngine:
-    """The engine's end of the socket, which records and answers when told to."""
+    """The engine's end of the socket, which records messages and answers on request."""
 
     def __init__(self, link: socket.socket) -> None:
         self.transport = EngineTransport(link)
@@ -55,8 +55,8 @@ class RemoteEngine:
             )
         return self._received.pop(0)
 
-    def emit(self, *deltas: TokenDelta) -> None:
-        self.transport.tell(Outputs(list(deltas)))
+    def say(self, *deltas: TokenDelta) -> None:
+        self.transport.send(Outputs(list(deltas)))
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def connected() -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
     client, remote = EngineClient(), RemoteEngine(theirs)
     await client.start(link)
     try:
-        remote.transport.tell(SMALL_ENGINE)
+        remote.transport.send(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
         yield client, remote
     finally:
@@ -81,31 +81,31 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_a_request_is_open_until_every_choice_has_ended():
+async def test_request_is_open_until_every_choice_has_ended():
     async with connected() as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
-                remote.emit(delta)
+                remote.say(delta)
                 assert await subscription.next_batch() == [delta]
                 assert len(client._subscriptions) == 1
-            remote.emit(_delta("r", 3, finish="length"))
+            remote.say(_delta("r", 3, finish="length"))
             assert tokens(await subscription.next_batch()) == [3]
             assert await subscription.next_batch() == []
             assert not client._subscriptions
 
 
-async def test_an_error_ends_all_choices():
+async def test_error_ends_all_choices():
     async with connected() as (client, remote):
         answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
         await remote.receive()
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
-        remote.emit(failed)
+        remote.say(failed)
         assert await answer == [failed]
         assert not client._subscriptions
 
 
 @pytest.mark.parametrize("how", ["leaving", "cancelled"])
-async def test_leaving_early_aborts_and_drops_what_still_comes(how):
+async def test_closing_early_aborts_and_drops_later_deltas(how):
     async with connected() as (client, remote):
         if how == "cancelled":
             task = asyncio.create_task(collect(client, add("r")))
@@ -113,23 +113,23 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(how):
             task.cancel()
         else:
             async with aclosing(generate(client, add("r"))) as answer:
-                asyncio.get_running_loop().call_soon(remote.emit, _delta("r", 1))
+                asyncio.get_running_loop().call_soon(remote.say, _delta("r", 1))
                 assert (await anext(answer)).token_ids == [1]
             assert await remote.receive() == add("r")
         assert await remote.receive() == AbortRequest("r")
-        remote.emit(_delta("r", 2), _delta("r", finish="abort"))
-        remote.transport.tell(EngineStats({"x": 1.0}))
+        remote.say(_delta("r", 2), _delta("r", finish="abort"))
+        remote.transport.send(EngineStats({"x": 1.0}))
         await until(lambda: client.stats == {"x": 1.0})
         assert not client._subscriptions
 
 
-async def test_an_asked_for_abort_still_brings_the_last_delta():
+async def test_requested_abort_still_delivers_the_last_delta():
     async with connected() as (client, remote):
         with closing(client.submit([add("r")])) as subscription:
             await remote.receive()
             subscription.abort("r")
             assert await remote.receive() == AbortRequest("r")
-            remote.emit(_delta("r", finish="abort"))
+            remote.say(_delta("r", finish="abort"))
             (last,) = await asyncio.wait_for(subscription.next_batch(), WAIT_S)
             assert last.finish_reason == "abort"
             assert await subscription.next_batch() == []
@@ -139,7 +139,7 @@ async def test_an_asked_for_abort_still_brings_the_last_delta():
 
 
 @pytest.mark.parametrize("how", ["message", "process", "garbage"])
-async def test_a_dead_engine_ends_every_open_request(how):
+async def test_dead_engine_ends_every_open_request(how):
     client, (link, engine) = EngineClient(), socket.socketpair()
     await client.start(link)
     engine.sendall(framed(encode(SMALL_ENGINE)))
@@ -162,7 +162,7 @@ async def test_a_dead_engine_ends_every_open_request(how):
     await client.close()
 
 
-async def test_an_engine_that_is_not_there_is_not_waited_for():
+async def test_missing_engine_is_not_waited_for():
     client, (link, engine) = EngineClient(), socket.socketpair()
     with pytest.raises(EngineDied, match="not connected"):
         client.submit([add("r")])
@@ -170,12 +170,12 @@ async def test_an_engine_that_is_not_there_is_not_waited_for():
     await client.start(link)
     with pytest.raises(EngineDied, match="nothing has changed for 0"):
         await client.wait_ready(0.001)
-    told: list[str] = []
-    client.on_progress = told.append
+    reported: list[str] = []
+    client.on_progress = reported.append
     for half in ("first", "second"):
         waiting = asyncio.create_task(client.wait_ready(WAIT_S))
         engine.sendall(framed(encode(EngineProgress(half))))
-        await until(lambda half=half: half in told)  # type: ignore[misc]
+        await until(lambda half=half: half in reported)  # type: ignore[misc]
         assert not waiting.done() and client.progress == half
         waiting.cancel()
     engine.close()
@@ -185,7 +185,7 @@ async def test_an_engine_that_is_not_there_is_not_waited_for():
     await client.close()
 
 
-async def test_who_hangs_up_is_dead_to_the_other():
+async def test_hang_up_ends_the_other_side():
     async with connected() as (client, remote):
         assert not client.is_lost
         remote.transport.close()
@@ -196,13 +196,13 @@ async def test_who_hangs_up_is_dead_to_the_other():
     transport = EngineTransport(link)
     http.close()
     assert transport.receive(WAIT_S) == ([], True)
-    transport.tell(Outputs([_delta("a")]))  # nobody is there to be told
+    transport.send(Outputs([_delta("a")]))  # the other end is closed
     transport.close()
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_sending_never_waits_and_nothing_is_lost(ends):
-    """More than the socket holds, while the other end is busy, or the core has ended."""
+async def test_sending_never_blocks_and_loses_no_message(ends):
+    """More messages than the socket holds, with a busy or ended peer."""
     long = [
         msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000)
         for i in range(8)
@@ -211,15 +211,15 @@ async def test_sending_never_waits_and_nothing_is_lost(ends):
         with closing(client.submit(long)) as subscription:
             for request in long:
                 assert await remote.receive() == request
-                remote.emit(_delta(request.request_id, *request.token_ids))
+                remote.say(_delta(request.request_id, *request.token_ids))
             work = (
                 remote.transport.close
                 if ends
                 else partial(remote.transport.receive, WAIT_S)
             )
             sending = asyncio.create_task(asyncio.to_thread(work))
-            found: list[TokenDelta] = []
-            while len(found) < len(long):
+            actual: list[TokenDelta] = []
+            while len(actual) < len(long):
                 if not ends and sending.done():
                     sending = asyncio.create_task(asyncio.to_thread(work))
                 news = asyncio.create_task(subscription.next_batch())
@@ -229,21 +229,21 @@ async def test_sending_never_waits_and_nothing_is_lost(ends):
                 )
                 if (
                     not news.done()
-                ):  # the socket took a part, and no message is whole by that
+                ):  # the socket took a part, and no message is complete
                     news.cancel()
                     continue
-                found += news.result()
+                actual += news.result()
             remote.transport.wake()
             await sending
-        assert [delta.token_ids for delta in found] == [one.token_ids for one in long]
+        assert [delta.token_ids for delta in actual] == [one.token_ids for one in long]
 
 
-async def test_no_step_is_taken_while_its_reader_stands_still(monkeypatch):
+async def test_no_step_runs_while_the_http_process_is_stalled(monkeypatch):
     monkeypatch.setattr("engine.process.transport.MAX_UNSENT_BYTES", 1 << 16)
     http, link = socket.socketpair()
     transport = EngineTransport(link)
     http.setblocking(False)
-    transport.tell(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
+    transport.send(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
     going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
     num_read, loop = 0, asyncio.get_running_loop()
     while not going_on.done():
@@ -281,33 +281,33 @@ async def test_another_thread_wakes_the_engine():
         assert await waiting == ([], False)
 
 
-async def test_a_request_that_ends_while_the_client_closes_tells_nobody():
-    """It lets go of the KV kept for it, in the middle of the close that ended it."""
+async def test_request_that_ends_during_close_delivers_no_delta():
+    """Its retained KV is released during the close that ended it."""
 
     async with connected() as (client, remote):
-        kept = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
+        retained = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
         await remote.receive()
         closing = asyncio.create_task(client.close())
-        batch = await kept.next_batch()
+        batch = await retained.next_batch()
         assert batch[0].error is not None
         assert batch[0].error.code == "no_server_available", "it died of no request"
         while not closing.done():
-            kept.close()
-            client.tell(AbortRequest("a"))
+            retained.close()
+            client.send(AbortRequest("a"))
             await asyncio.sleep(0)
 
 
 async def test_silence_counts_only_while_requests_are_open():
     engine = ScriptedEngine(hang)
-    assert not engine.look(), "idle"
+    assert not engine.is_stalled(), "idle"
     with closing(engine.submit([add("r")])):
-        assert not engine.look(), "its idle time is not held against it"
-        assert engine.look()
+        assert not engine.is_stalled(), "its idle time is not held against it"
+        assert engine.is_stalled()
         engine.submit([add("s")])
-        assert engine.look()
-        engine.emit(EngineStats({}))
-        assert not engine.look()
-        assert engine.look()
+        assert engine.is_stalled()
+        engine.say(EngineStats({}))
+        assert not engine.is_stalled()
+        assert engine.is_stalled()
     await engine.close()
 
 

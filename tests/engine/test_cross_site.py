@@ -1,4 +1,4 @@
-"""Web pages of other sites cannot spend a server's compute, at the proxy and at a server alike."""
+"""Web pages of other sites cannot use a proxy's or a server's compute."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ OTHER_SITE: list[dict[str, str]] = [
     {"origin": "null"},
     {"origin": "http://127.0.0.1:1"},
 ]
-# What a page may send without asking the server first (a CORS preflight), and nothing at all.
+# Content types that a page may send without a CORS preflight, and none.
 SIMPLE: list[dict[str, str]] = [
     {"content-type": "text/plain"},
     {"content-type": "text/plain;charset=UTF-8"},
@@ -52,7 +52,7 @@ async def post(
 
 
 @SIDES
-async def test_a_page_of_another_site_is_refused_without_application_json(
+async def test_page_of_another_site_is_refused_without_application_json(
     side, tokenizer
 ):
     async with front(side, tokenizer) as client:
@@ -73,16 +73,16 @@ async def test_a_page_of_another_site_is_refused_without_application_json(
 
 
 @SIDES
-async def test_no_endpoint_takes_such_a_body(side, tokenizer):
+async def test_no_endpoint_accepts_a_body_of_a_simple_request(side, tokenizer):
     page = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
     async with front(side, tokenizer) as client:
         for path in POSTS:
             assert (await post(client, page, path)).status_code == 415, path
 
 
-@pytest.mark.parametrize("own", ["sec-fetch-site", "origin", "both", "default port"])
+@pytest.mark.parametrize("signal", ["sec-fetch-site", "origin", "both", "default port"])
 @SIDES
-async def test_a_page_of_the_server_itself_is_served(side, own, tokenizer):
+async def test_page_of_the_same_origin_is_served(side, signal, tokenizer):
     async with front(side, tokenizer) as client:
         url = client.base_url
         origin = {"origin": f"http://{url.host}:{url.port}"}
@@ -94,27 +94,27 @@ async def test_a_page_of_the_server_itself_is_served(side, own, tokenizer):
                 "origin": "https://Baton.example",
                 "host": "baton.example:443",
             },
-        }[own]
+        }[signal]
         for kind in (*JSON, *SIMPLE):
             assert (await post(client, {**headers, **kind})).status_code == 200, kind
 
 
 @SIDES
-async def test_a_client_that_is_no_browser_needs_no_content_type(side, tokenizer):
+async def test_client_that_is_no_browser_needs_no_content_type(side, tokenizer):
     async with front(side, tokenizer) as client:
         for kind in (*JSON, *SIMPLE):  # curl -d sends that of a form
             assert (await post(client, kind)).status_code == 200, kind
 
 
 @SIDES
-async def test_a_key_changes_nothing_for_a_page_of_another_site(side, tokenizer):
+async def test_key_changes_nothing_for_a_page_of_another_site(side, tokenizer):
     async with front(side, tokenizer, **IN_OPTIONS) as client:
         page = {**OTHER_SITE[0], "content-type": "text/plain", "x-api-key": ALICE}
         assert (await post(client, page)).status_code == 415
 
 
 @SIDES
-async def test_a_named_origin_asks_first_and_others_are_not_allowed_to(side, tokenizer):
+async def test_only_named_origins_pass_the_preflight(side, tokenizer):
     preflight = {"access-control-request-method": "POST"}
     preflight["access-control-request-headers"] = "content-type"
     options: dict[str, Any] = {"cors_origin": ("http://page:1",)}
@@ -140,7 +140,7 @@ async def test_a_named_origin_asks_first_and_others_are_not_allowed_to(side, tok
 
 
 async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
-    """A browser tells of them although they send no Origin with a GET."""
+    """A browser marks them, although it sends no Origin with a GET."""
     page = {"sec-fetch-site": "cross-site"}
     kind = {"content-type": "application/json"}
     async with serving(tokenizer) as server:
@@ -154,12 +154,12 @@ async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
         assert (await rig.client.get("/admin/members")).status_code == 200
 
 
-async def test_the_proxys_own_page_reaches_what_it_asks_for():
-    """As its scripts do, in a browser; the page itself may be opened from anywhere."""
+async def test_proxy_page_reaches_its_endpoints():
+    """Its scripts reach the endpoints; the page itself may be opened from any site."""
     async with Rig(decode=[Fake(decodes)]) as rig:
         from_link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
         assert (await rig.client.get("/", headers=from_link)).status_code == 200
-        own = {"sec-fetch-site": "same-origin", "origin": rig.url}
-        assert (await rig.client.get("/ui/state", headers=own)).status_code == 200
-        sent = {**own, "content-type": "application/json"}
+        signal = {"sec-fetch-site": "same-origin", "origin": rig.url}
+        assert (await rig.client.get("/ui/state", headers=signal)).status_code == 200
+        sent = {**signal, "content-type": "application/json"}
         assert (await post(rig.client, sent, "/v1/chat/completions")).status_code == 200

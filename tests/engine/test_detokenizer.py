@@ -1,4 +1,4 @@
-"""Text comes out the same however tokens and characters are cut."""
+"""The text is the same in any pieces of tokens and characters."""
 
 import functools
 import re
@@ -58,7 +58,7 @@ def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str
 
 
 def ids_of(text: str) -> list[int]:
-    """`text` in byte tokens where there are some, else in pieces of one character."""
+    """`text` in byte tokens where the vocabulary has them, else in single characters."""
     ids = []
     for char in text:
         if char in PIECES:
@@ -73,7 +73,7 @@ def ids_of(text: str) -> list[int]:
         st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])
     )
 )
-def test_bytes_are_decoded_as_if_at_once(ids):
+def test_bytes_are_decoded_like_the_whole_text(ids):
     expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode(
         "utf-8", "replace"
     )
@@ -86,7 +86,7 @@ WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 
 @examples(200)
 @given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
-def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
+def test_windows_are_decoded_like_the_whole_text_and_join_the_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
     ids = [
         i
@@ -105,7 +105,7 @@ def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
     ),
     st.lists(st.sampled_from([0x41, 0x82, 0xA9, 0xAC, 0xF0, 0x9F, 0x99, 0x82, 256])),
 )
-def test_an_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
+def test_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
     everything = bytes(i for i in [*prompt, *output] if i != 256).decode(
         "utf-8", "replace"
     )
@@ -113,8 +113,8 @@ def test_an_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
     text, offsets = echoing.echo(prompt)
     assert text + run(echoing, output) == everything
     assert offsets == sorted(offsets) and len(offsets) == len(prompt)
-    alone = run(create_detokenizer(Bytes(), prompt), output)
-    assert everything.removeprefix(text) in (alone, f"\ufffd{alone}")
+    single = run(create_detokenizer(Bytes(), prompt), output)
+    assert everything.removeprefix(text) in (single, f"\ufffd{single}")
 
 
 BYTES = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
@@ -125,9 +125,9 @@ BYTES = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
     st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
     st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
 )
-def test_an_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
-    """Except for the space after a special token, where a text begins anew, and the number of
-    U+FFFD of bytes that are no character."""
+def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
+    """Exceptions are the space after a special token, where a text begins anew, and the
+    number of U+FFFD for invalid bytes."""
     echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
     joined = text + run(echoing, output)
@@ -152,7 +152,7 @@ def test_an_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
 )
-def test_what_each_token_adds(ids, pushed, rest):
+def test_text_that_each_token_adds(ids, pushed, rest):
     detokenizer = create_detokenizer(TOKENIZER)
     assert isinstance(detokenizer, WindowDetokenizer)
     assert [detokenizer.push(i) for i in ids] == pushed
@@ -163,13 +163,13 @@ def test_after_a_special_token_a_text_begins_anew():
     assert run(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
 
 
-def test_endless_invalid_bytes_are_not_held_back_for_ever():
+def test_endless_invalid_bytes_are_emitted():
     detokenizer = create_detokenizer(TOKENIZER)
     lead = PIECES.index("€".encode()[:1])
     assert any(detokenizer.push(lead) for _ in range(20))
 
 
-def test_special_tokens_are_text_where_they_are_wanted():
+def test_special_tokens_are_text_where_requested():
     detokenizer = create_detokenizer(TOKENIZER, skip_special_tokens=False)
     assert run(detokenizer, [2, 0, 2]) == "he<s> he"
     raw = create_detokenizer(Bytes(), skip_special_tokens=False)
@@ -189,8 +189,8 @@ class Bytes:
         return 256 if text == "<end>" else None
 
 
-def test_an_id_beyond_the_vocabulary_has_no_text():
-    """Models pad their output layer; a padding row can be drawn from random weights."""
+def test_id_beyond_the_vocabulary_has_no_text():
+    """Models pad their output layer, and random weights can draw a padding row."""
     assert ByteDetokenizer(TOKEN_BYTES, frozenset()).push(10_000) == ""
 
 
@@ -199,7 +199,7 @@ def test_an_id_beyond_the_vocabulary_has_no_text():
 
 @functools.cache
 def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
-    """Character by character: cut before the first stop string to be complete."""
+    """Reference: cut before the first complete stop string, character by character."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -213,34 +213,36 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     st.lists(st.text("ab\n", max_size=4), max_size=8),
     st.booleans(),
 )
-def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
+def test_stop_string_is_matched_across_pieces_and_optionally_included(
     stops, pieces, keeps_stop
 ):
     finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
     for piece in pieces:
-        emitted, found = finder.push(piece)
+        emitted, is_found = finder.push(piece)
         text += emitted
-        if found:
+        if is_found:
             break
-    before, found = expected_cut(tuple(stops), "".join(pieces))
-    assert (finder.found is not None) == found
-    assert finder.found is None or finder.found in stops
-    assert text + finder.flush() == before + ((keeps_stop and finder.found) or "")
+    before, is_found = expected_cut(tuple(stops), "".join(pieces))
+    assert (finder.matched_stop is not None) == is_found
+    assert finder.matched_stop is None or finder.matched_stop in stops
+    assert text + finder.flush() == before + (
+        (keeps_stop and finder.matched_stop) or ""
+    )
 
 
 @pytest.mark.timeout(60)
-def test_many_long_stops_that_nearly_come_are_looked_at_once():
-    """In a second; looked at again with each character they would be minutes."""
+def test_long_stop_strings_that_nearly_match_are_scanned_once():
+    """It takes a second. Scanning again for each character would take minutes."""
     stops = [
         "a" * 1023 + "b",
         *("a" * 500 + chr(200 + i) + "a" * 500 for i in range(63)),
     ]
     finder = StopFinder(stops)
     assert not any(finder.push("a")[1] for _ in range(20_000))
-    assert finder.push("b") == ("", True) and finder.found == stops[0]
+    assert finder.push("b") == ("", True) and finder.matched_stop == stops[0]
 
 
-def test_what_may_begin_a_stop_is_held_and_nothing_else():
+def test_only_text_that_may_begin_a_stop_is_held():
     finder = StopFinder(["\n\nUser:"])
     assert finder.push("Hi\n") == ("Hi", False)
     assert finder.push("\nUs") == ("", False)

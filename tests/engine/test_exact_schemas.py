@@ -1,4 +1,4 @@
-"""JSON schemas with numbers that no float64 holds: what may be drawn, with jsonschema as oracle."""
+"""JSON schemas with numbers beyond float64; jsonschema decides what may be drawn."""
 
 import json
 import random
@@ -35,7 +35,7 @@ def matches(grammar: Grammar, text: str) -> bool:
 
 
 def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
-    """A text of tokens that the masks allow, drawn at random; None where it became too long."""
+    """Draw a random text that the masks allow; None if it became too long."""
     matcher, drawn = make_matcher(BYTES, grammar), bytearray()
     while not matcher.is_stopped() and len(drawn) < 4 * limit:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -58,7 +58,7 @@ def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
 
 
 def as_written(text: str) -> Any:
-    """A JSON value, its decimals exact; those with an exponent, which no bound allows, are not."""
+    """Return a JSON value with exact decimals, except for decimals with an exponent."""
 
     def as_number(one: str) -> float | Decimal:
         return float(one) if "e" in one.lower() else Decimal(one)
@@ -176,11 +176,11 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         return _random_scalar(rng)
     match rng.randrange(5):
         case 0:
-            least = rng.randint(0, 2)
+            minimum = rng.randint(0, 2)
             schema = {
                 "type": "array",
                 "items": _random_schema(rng, depth + 1),
-                "minItems": least,
+                "minItems": minimum,
             }
             if rng.random() < 0.5:
                 begin = [
@@ -188,7 +188,7 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
                 ]
                 schema["prefixItems"] = begin
             return schema | (
-                {"maxItems": least + rng.randint(0, 3)} if rng.random() < 0.7 else {}
+                {"maxItems": minimum + rng.randint(0, 3)} if rng.random() < 0.7 else {}
             )
         case 1:
             options = [_random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
@@ -207,7 +207,7 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_masks_allow_validates(seed):
+def test_texts_allowed_by_masks_validate(seed):
     """Random schemas, and random texts that their masks allow."""
     rng, num_drawn = random.Random(seed), 0
     for _ in range(40):
@@ -254,7 +254,7 @@ def test_calls_and_reasoning_around_exact_schemas():
         ({"multipleOf": 65537, "allOf": [{"multipleOf": 65539}]}, "multipleOf"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exact_is_refused_by_name(schema, path):
+def test_inexact_numbers_are_refused_by_path(schema, path):
     mistake = judge(BYTES, of(schema)).mistake
     assert mistake is not None and f"{path}`" in mistake
 

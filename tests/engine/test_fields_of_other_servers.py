@@ -1,4 +1,4 @@
-"""Fields, paths and names that clients of other servers use, at the proxy and at a server."""
+"""Fields, paths and names of other servers work at the proxy and at a server."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from protocol.messages import Grammar
 from protocol.version import VERSION
 from tests.engine.test_access import SIDES, front
 from tests.proxy.fakes import Fake, Rig, decodes
-from tests.rigs.http_server import chunks, serving, serving_4k, text_script
+from tests.rigs.http_server import chunks, saying, serving, serving_4k
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",
@@ -34,7 +34,7 @@ async def ask(http: httpx.AsyncClient, path: str, **fields: Any) -> httpx.Respon
 
 
 @SIDES
-async def test_the_version_is_told(side: str, tokenizer: Tokenizer) -> None:
+async def test_version_is_reported(side: str, tokenizer: Tokenizer) -> None:
     async with front(side, tokenizer) as client:
         answer = await client.get("/version")
         assert (answer.status_code, answer.json()) == (200, {"version": VERSION})
@@ -42,14 +42,12 @@ async def test_the_version_is_told(side: str, tokenizer: Tokenizer) -> None:
         assert (await client.post("/version")).status_code == 405
 
 
-async def test_a_model_card_names_its_root_alike_at_the_proxy_and_at_a_server(
-    tokenizer,
-):
+async def test_model_card_has_the_same_root_at_proxy_and_server(tokenizer):
     async with serving(tokenizer) as server:
-        told = (await server.http.get("/v1/models")).json()["data"][0]
+        reported = (await server.http.get("/v1/models")).json()["data"][0]
     async with Rig(decode=[Fake(decodes, told={"model": "m"})]) as rig:
         proxied = (await rig.client.get("/v1/models/m")).json()
-    for card in (told, proxied):
+    for card in (reported, proxied):
         assert (card["id"], card["root"], card["parent"]) == ("m", "m", None)
 
 
@@ -71,7 +69,7 @@ NAMES: list[tuple[dict[str, Any], Grammar]] = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_grammars_have_the_names_that_other_servers_give_them(path, tokenizer):
-    async with serving(tokenizer, text_script(tokenizer, "a")) as server:
+    async with serving(tokenizer, saying(tokenizer, "a")) as server:
         for fields, grammar in NAMES:
             answer = await ask(server.http, path, **fields)
             assert answer.status_code == 200, answer.text
@@ -95,8 +93,8 @@ PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_a_request_id_is_that_of_the_answer_and_of_nothing_else(path, tokenizer):
-    async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
+async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
         answers = [await ask(server.http, path, request_id="mine-1") for _ in range(2)]
         for answer in answers:
             assert answer.json()["id"] == PREFIXES[path] + "mine-1"
@@ -114,7 +112,7 @@ async def test_a_request_id_is_that_of_the_answer_and_of_nothing_else(path, toke
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_a_request_id_is_short_and_visible(path, tokenizer):
+async def test_request_id_is_short_and_visible(path, tokenizer):
     async with serving_4k(tokenizer) as server:
         for wrong in ("", "a b", "a\n", "ü", "x" * 129, 7):
             answer = await ask(server.http, path, request_id=wrong)

@@ -1,4 +1,4 @@
-"""Defaults of request fields: those of generation_config.json, else OpenAI's."""
+"""Request fields default to generation_config.json, else to OpenAI's values."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def read(folder: Path, content: Any) -> GenerationConfig:
     return read_generation_config(folder)
 
 
-def test_a_file_gives_what_requests_may_say_too(tmp_path):
+def test_generation_config_sets_defaults_of_request_fields(tmp_path):
     assert read_generation_config(tmp_path).model_fields_set == set()
     given = read(tmp_path, FILE).model_dump(exclude_unset=True)
     names = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
@@ -47,12 +47,12 @@ def test_a_file_gives_what_requests_may_say_too(tmp_path):
         ([], "attribute"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_at_start(tmp_path, content, words):
+def test_invalid_value_is_refused_at_start(tmp_path, content, words):
     with pytest.raises(ModelLoadError) as refused:
         read(tmp_path, content)
-    told = str(refused.value)
-    assert words in told and "generation_config.json" in told
-    assert "--generation-config none" in told
+    reported = str(refused.value)
+    assert words in reported and "generation_config.json" in reported
+    assert "--generation-config none" in reported
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,17 @@ def test_a_value_that_cannot_be_is_refused_at_start(tmp_path, content, words):
         ({"max_new_tokens": 1 << 40}, {"max_new_tokens": (1 << 31) - 1}),
     ],
 )
-def test_a_value_that_no_request_may_have_is_served_with_a_warning(
+def test_value_beyond_request_limits_is_served_with_a_warning(
     tmp_path, caplog, content, used
 ):
-    """As transformers serves it."""
+    """The result equals that of transformers."""
     config = read(tmp_path, content)
     assert config.model_dump(exclude_unset=True) == used
     name = next(iter(content))
     assert f"`{name}` is {content[name]}" in caplog.text
 
 
-async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(
-    tmp_path, caplog
-):
+async def test_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path, caplog):
     write_byte_level(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [5, 99_999]})
@@ -95,20 +93,18 @@ async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(
         assert server.engine.added[0].stop_token_ids == [5]
 
 
-async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
-    tokenizer, tmp_path
-):
+async def test_request_fields_override_defaults_at_every_endpoint(tokenizer, tmp_path):
     config = read(tmp_path, FILE)
     async with serving(tokenizer, config=config) as server:
-        said = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
+        text = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
         await server.post()
-        await server.post(**said)
+        await server.post(**text)
         await server.chat()
-        await server.chat(**said)
-        asked = {"prompt": None, "input": "Hi"}
-        answer = (await server.post("/v1/responses", **asked)).json()
+        await server.chat(**text)
+        request = {"prompt": None, "input": "Hi"}
+        answer = (await server.post("/v1/responses", **request)).json()
         assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
-        await server.post("/v1/responses", **asked, temperature=0)
+        await server.post("/v1/responses", **request, temperature=0)
         got = [
             (
                 add.sampling.temperature,
@@ -122,7 +118,7 @@ async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
     assert got == [ours, theirs, ours, theirs, ours, (0.0, 0.95, 20, 9)]
 
 
-async def test_the_models_limit_gives_way_to_the_context(tokenizer):
+async def test_context_bounds_the_models_limit(tokenizer):
     config = GenerationConfig(max_new_tokens=1000)
     async with serving(tokenizer, config=config) as server:
         assert (await server.post()).status_code == 200

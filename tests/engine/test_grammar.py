@@ -69,8 +69,9 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
 def test_masks_equal_a_search_over_the_vocabulary(
     compiler, tokenizer, kind, text, begins
 ):
-    """At every step of random walks: a token is allowed iff some match begins with the text. Where
-    only one continuation is left, its usual tokens are, rather than any that spell it."""
+    """On random walks, a token is allowed if and only if some match begins with the text.
+
+    Where only one continuation is left, only its usual tokens are allowed."""
     assert tokenizer.token_bytes is not None
     rng = random.Random(0)
     texts = {
@@ -79,25 +80,25 @@ def test_masks_equal_a_search_over_the_vocabulary(
         if raw.isascii() and raw and i not in tokenizer.special_ids
     }
     for _ in range(10):
-        state, outputs, said = compiler.state(request(kind, text)), [5, 6], ""
+        state, outputs, output = compiler.state(request(kind, text)), [5, 6], ""
         while state.follow(outputs, 2) is None:
-            found = allowed(compiler, state)
-            expected = {i for i, more in texts.items() if begins(said + more)}
+            actual = allowed(compiler, state)
+            expected = {i for i, more in texts.items() if begins(output + more)}
             if len({texts[i][0] for i in expected}) > 1:
-                assert found - {2} == expected
+                assert actual - {2} == expected
             else:
-                assert found <= expected | {2} and (found or not expected)
-            token = rng.choice(sorted(found))
+                assert actual <= expected | {2} and (actual or not expected)
+            token = rng.choice(sorted(actual))
             if token == 2:
                 break
             outputs.append(token)
-            said += texts[token]
+            output += texts[token]
         if kind == "choice":
-            assert said in CHOICES
+            assert output in CHOICES
 
 
-def test_words_and_tokens_are_barred_by_what_was_drawn(compiler, tokenizer):
-    """A word of several tokens is barred at its last; a first token taken back counts no more."""
+def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
+    """A word of several tokens is barred at its last token, after any retraction."""
     a, b, c = (tokenizer.encode(char)[0] for char in "abc")
     words = ((c,), (a, b), (b, b, b))
 
@@ -105,14 +106,14 @@ def test_words_and_tokens_are_barred_by_what_was_drawn(compiler, tokenizer):
         state = compiler.state(
             replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
         )
-        for several in (outputs, (), outputs):  # the middle one takes all back
+        for several in (outputs, (), outputs):  # the middle one retracts all outputs
             assert state.follow([5, 6, *several], 2) is None
-            found = allowed(compiler, state)
-        return found if state.ending is None else None
+            actual = allowed(compiler, state)
+        return actual if state.ending is None else None
 
     few = Grammar("any", allowed=(a, b, c), banned=words)
-    told = [after(few, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))]
-    assert told == [{a}, {a, b}, {a}, {a}]
+    reported = [after(few, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))]
+    assert reported == [{a}, {a, b}, {a}, {a}]
     assert after(Grammar("any", banned=words), b, b) == set(range(VOCAB)) - {b, c}
     assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, (
         "nothing is left"
@@ -121,7 +122,7 @@ def test_words_and_tokens_are_barred_by_what_was_drawn(compiler, tokenizer):
     assert after(both, b) == {a}
 
 
-def test_blanks_do_not_go_on_for_ever(compiler, tokenizer):
+def test_blanks_are_bounded(compiler, tokenizer):
     state = compiler.state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
@@ -137,9 +138,10 @@ _END = 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "stop", "min_tokens", "said", "expected"),
+    ("kind", "text", "stop", "min_tokens", "output", "expected"),
     [
-        # An end token may be drawn only where the text is complete, and where it ends requests.
+        # An end token may be drawn only where the text is complete, and where it ends
+        # requests.
         ("choice", '["a", "ab"]', "", 0, "", "a"),
         ("choice", '["a", "ab"]', "", 0, "a", "b$"),
         (
@@ -159,20 +161,20 @@ _END = 2
         ("regex", "a?", "a", 1, "", GrammarFailed),  # the text has not begun
     ],
 )
-def test_what_may_follow_and_end(
-    compiler, tokenizer, kind, text, stop, min_tokens, said, expected
+def test_allowed_tokens_and_endings(
+    compiler, tokenizer, kind, text, stop, min_tokens, output, expected
 ):
-    """`expected` has the tokens that may be drawn, the end token as $, or the ending."""
+    """`expected` is the ending, or the tokens that may be drawn, with $ for the end token."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
-    state.follow(tokenizer.encode(said), 0)
-    found = allowed(compiler, state)
+    state.follow(tokenizer.encode(output), 0)
+    actual = allowed(compiler, state)
     if isinstance(expected, str):
         assert state.ending is None
-        shown = {"$" if i == _END else tokenizer.decode([i]) for i in found}
+        shown = {"$" if i == _END else tokenizer.decode([i]) for i in actual}
         assert {one for one in shown if len(one) == 1} == set(expected)
         return
-    assert len(found) == VOCAB, "what is drawn here is void"
+    assert len(actual) == VOCAB, "what is drawn here is void"
     assert state.ending is not None
     if expected is COMPLETE:
         assert state.ending is COMPLETE
@@ -181,8 +183,8 @@ def test_what_may_follow_and_end(
 
 
 @pytest.mark.parametrize("first", ["{", "no beginning"])
-def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
-    """Taking a first token back, or following late, changes nothing."""
+def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
+    """Retracting a first token, or following late, gives the same state."""
     given = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
     steps, at_once, taken_back = (compiler.state(given) for _ in range(3))
@@ -196,8 +198,8 @@ def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
     assert masks[0] == masks[1] == masks[2] != set()
 
 
-def test_a_grammar_outlives_the_states_of_its_lexer(monkeypatch, tokenizer):
-    """All sequences that ever followed it, as long as it is kept, have made them."""
+def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
+    """All sequences of a cached grammar share the lexer's states."""
     few = LLParserLimits(max_lexer_states=1000)
     monkeypatch.setattr("engine.text.grammar_compile._LIMITS", few)
     a, b = (tokenizer.encode(char)[0] for char in "ab")
@@ -214,7 +216,7 @@ def test_a_grammar_outlives_the_states_of_its_lexer(monkeypatch, tokenizer):
                 assert state.follow([5, *drawn], 1) is None
 
 
-def test_compiling_happens_elsewhere_and_once():
+def test_grammar_is_compiled_once_on_another_thread():
     called = threading.Event()
     compiler = GrammarCompiler(ensure_model("gqa"), VOCAB, called.set)
     grammar = Grammar("regex", "[ab]+")
@@ -227,7 +229,7 @@ def test_compiling_happens_elsewhere_and_once():
     compiler.close()
 
 
-def test_grammars_are_kept_for_so_many_bytes(compiler):
+def test_grammar_cache_is_bounded_in_bytes(compiler):
     large, larger = Grammar("regex", "a+b"), Grammar("regex", "b+a")
     first = compiler.compiled(large, nbytes=150 << 20)
     assert compiler.compiled(large) is first
@@ -235,7 +237,7 @@ def test_grammars_are_kept_for_so_many_bytes(compiler):
     assert compiler.compiled(large) is not first
 
 
-def test_the_masks_of_what_has_no_text_count_as_well(monkeypatch):
+def test_masks_of_grammars_without_text_count_in_the_cache(monkeypatch):
     monkeypatch.setattr("engine.text.grammar._MAX_CACHED_BYTES", 100_000)
     compiler = GrammarCompiler(ensure_model("gqa"), 128_000, lambda: None)
     first, *others = (
@@ -249,14 +251,14 @@ def test_the_masks_of_what_has_no_text_count_as_well(monkeypatch):
     compiler.close()
 
 
-def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path):
+def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
         compiler.state(request("regex", "a"))
     compiler.close()
 
 
-def test_a_vocabulary_larger_than_the_logits():
+def test_vocabulary_larger_than_the_logits():
     """Masks have the logits' width; ids beyond it cannot be drawn."""
     compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
@@ -264,7 +266,7 @@ def test_a_vocabulary_larger_than_the_logits():
     compiler.close()
 
 
-_SAID: dict[str, dict[str, bool | None]] = {  # by how it begins: whether it is complete, if allowed
+_TEXTS_BY_START: dict[str, dict[str, bool | None]] = {  # by the start of reasoning: whether the text is complete, if it is allowed
     "open": {
         'I am {"a</think>\n\nab': True, "ab": False, "I</think>b": None,
         "I</think>\n\n<call>{": False,
@@ -278,22 +280,23 @@ _SAID: dict[str, dict[str, bool | None]] = {  # by how it begins: whether it is 
 
 
 @pytest.mark.parametrize(
-    ("begins", "said"), [(b, said) for b in _SAID for said in _SAID[b]]
+    ("begins", "output"),
+    [(b, said) for b in _TEXTS_BY_START for said in _TEXTS_BY_START[b]],
 )
 @pytest.mark.parametrize(("kind", "text"), [
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
 ])  # fmt: skip
-def test_a_grammar_begins_behind_the_reasoning_and_leaves_room_for_calls(
-    compiler, tokenizer, begins, said, kind, text
+def test_grammar_begins_after_the_reasoning_and_allows_calls(
+    compiler, tokenizer, begins, output, kind, text
 ):
-    """What is said before may be anything, but no end; so may a call that takes its place."""
+    """Text before the answer, or a call instead of it, may be anything but an end token."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
     grammar = Grammar(kind, text, reasoning=begins, calls=calls)
     state = compiler.state(
         replace(request(kind, text), sampling=SamplingParams(grammar=grammar))
     )
-    is_complete, outputs = _SAID[begins][said], list[int]()
-    for token_id in tokenizer.encode(said, add_special_tokens=False):
+    is_complete, outputs = _TEXTS_BY_START[begins][output], list[int]()
+    for token_id in tokenizer.encode(output, add_special_tokens=False):
         if token_id not in allowed(compiler, state):
             assert is_complete is None
             return

@@ -1,5 +1,5 @@
-"""Which grammars compile, and how the others are refused. A grammar that would stop a server is
-refused in time, and delays no other request."""
+"""Which grammars compile, and how the others are refused. A grammar that would stop a
+server is refused in time, and delays no other request."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ def chain(length: int) -> str:
     ],
     ids=["numbers", "fewer", "chain", "nested"],
 )
-async def test_what_takes_too_much_is_refused_and_named(tokenizer, kind, text):
+async def test_grammar_that_exhausts_a_limit_is_refused_by_name(tokenizer, kind, text):
     async with checking(tokenizer, 1.0) as checker:
         with pytest.raises(InvalidRequest, match="`here`") as caught:
             await checker.check(
@@ -90,7 +90,7 @@ async def test_memory_is_bounded(tokenizer, monkeypatch):
         await checker.check([regex("a")])
 
 
-async def test_others_get_their_turn_beside_slow_ones(tokenizer):
+async def test_slow_grammars_do_not_delay_others(tokenizer):
     async with checking(tokenizer, 1.0) as checker:
         slow = [
             asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)]))
@@ -103,9 +103,7 @@ async def test_others_get_their_turn_beside_slow_ones(tokenizer):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_that_is_gone_or_hangs_is_replaced(
-    tokenizer, monkeypatch, number
-):
+async def test_dead_or_hung_trial_process_is_replaced(tokenizer, monkeypatch, number):
     monkeypatch.setattr(grammar_check, "_MAX_WAIT_S", 2.0)
     async with checking(tokenizer, 2.0) as checker:
         before = checker.pid
@@ -115,7 +113,7 @@ async def test_a_process_that_is_gone_or_hangs_is_replaced(
         assert checker.pid != before
 
 
-async def test_a_template_that_another_takes_the_place_of_may_be_broken(tmp_path):
+async def test_replaced_template_may_be_broken(tmp_path):
     write_byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for")
     (tmp_path / "another").touch()
@@ -125,7 +123,7 @@ async def test_a_template_that_another_takes_the_place_of_may_be_broken(tmp_path
         assert compiler.compiled(regex("a").grammar).exception() is None
 
 
-async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer):
+async def test_client_disconnect_ends_its_trial(tokenizer):
     async with checking(tokenizer, 60.0) as checker:
         children = Path(f"/proc/{checker.pid}/task/{checker.pid}/children")
         task = asyncio.create_task(checker.check([schema(4_999_999)]))
@@ -137,7 +135,7 @@ async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer):
             await asyncio.sleep(0)
 
 
-async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypatch):
+async def test_grammars_of_open_requests_share_a_memory_limit(tokenizer, monkeypatch):
     async with checking(tokenizer, 30.0) as checker:
         one, other = regex("a+"), regex("b+")
         await checker.check([one, other])
@@ -160,14 +158,16 @@ async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypat
         ({"tools": [TOOL], "tool_choice": "required"}, "tools[0].function.parameters"),
     ],
 )
-async def test_a_server_refuses_one_and_answers_the_other(tokenizer, fields, param):
+async def test_server_refuses_a_bad_grammar_and_answers_a_good_one(
+    tokenizer, fields, param
+):
     async with serving(
         tokenizer, text_script(tokenizer, "ab"), grammar_timeout_s=4.0
     ) as server:
-        asked = asyncio.create_task(server.chat(**fields))
+        request = asyncio.create_task(server.chat(**fields))
         good = await server.post(structured_outputs={"regex": "ab"})
         assert good.status_code == 200 and good.json()["choices"][0]["text"] == "ab"
-        refused = await asked
+        refused = await request
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
         assert "4 s" in refused.json()["error"]["message"]
         assert len(server.engine.added) == 1
@@ -198,12 +198,12 @@ BYTES = LLTokenizer("byte")
     ],
     ids=lambda grammar: grammar.kind,
 )
-def test_what_can_be_used(grammar):
+def test_usable_grammars_are_accepted(grammar):
     assert judge(BYTES, grammar).mistake is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "output"),
     [
         ("json_schema", '{"type": "objekt"}', "objekt"),
         ("json_schema", '{"$ref": "#/$defs/gone"}', "gone"),
@@ -224,17 +224,17 @@ def test_what_can_be_used(grammar):
             "grammar",
             "\n" * MAX_GRAMMAR_CHARS,
             str(MAX_GBNF_CHARS),
-        ),  # llguidance looks for minutes
+        ),  # llguidance searches for minutes
     ],
 )
-def test_a_mistake_is_named_in_one_line(kind, text, said):
+def test_mistake_is_reported_in_one_line(kind, text, output):
     mistake = judge(BYTES, Grammar(kind, text)).mistake  # type: ignore[arg-type]
     assert mistake is not None
-    assert said in mistake and "\n" not in mistake and len(mistake) <= 300
+    assert output in mistake and "\n" not in mistake and len(mistake) <= 300
 
 
-def test_rules_in_a_long_row_do_not_end_the_process():
-    """They overflow the stack of an ordinary thread, which no handler survives."""
+def test_long_chains_of_rules_do_not_crash_the_process():
+    """They overflow the stack of an ordinary thread, and no handler catches that."""
     length = 4000
     rules = "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(length))
     lark = Grammar("grammar", f'start: r0\n{rules}\nr{length}: "z"')

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: what it thinks, says and calls, by its messages' heads."""
+"""gpt-oss's answers: reasoning, content and calls, by the heads of messages."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from engine.text.grammar import COMPLETE, GrammarCompiler
-from engine.text.harmony import HarmonyParser, one_call_each, tags_of
-from engine.text.reasoning import reasoning_begins
+from engine.text.harmony import HarmonyParser, split_parallel_calls, tag_characters
+from engine.text.reasoning import reasoning_start
 from engine.text.request_grammar import grammar_of
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
@@ -22,14 +22,14 @@ from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
-from tests.rigs.http_server import chunks, end, scripted, serving_harmony, text_script
+from tests.rigs.http_server import chunks, end, saying, scripted, serving_harmony
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 TOOLS = Tools((TOOL,), "auto")
 
-# What the model says; the reasoning, the content and the calls.
+# The model's text, and its reasoning, content and calls.
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{THINK}I add.{START}{FINAL} 2 <b>\n<|return|>", "I add.", " 2 <b>\n", []),
     (f'{THINK}a{START}{CALL}{{"a": 1}}<|call|>', "a", "", [("add", '{"a": 1}')]),
@@ -64,7 +64,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "", "<|channel|>", "<|channel|>fin", "<|channel|>commentary to=functions.ad", " to=fun",
         "<|channel|>commentary to=functions.add <|constrain|>js")),
     (f"{THINK}a<|end|><|start|>assis", "a", "", []),
-    # Heads amiss.
+    # Malformed heads.
     ("Hello <|end|>", "", "Hello ", []),
     ("to be or not", "", "to be or not", []),
     ("to", "", "to", []),
@@ -88,8 +88,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def tagged(text: str) -> list[str]:
-    """Characters, where a tag is one."""
-    for name, tag in tags_of(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
+    """Return the characters of a text; a tag counts as one."""
+    for name, tag in tag_characters(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
         text = text.replace(name, tag)
     return list(text)
 
@@ -98,20 +98,20 @@ def read(
     pieces: list[str], tools: Tools = TOOLS
 ) -> tuple[str, str, list[tuple[str, str]]]:
     parser = HarmonyParser("", {}, tools.mode == "auto")
-    calls, content, found = create_tool_parser(tools, "harmony"), "", []
-    told = [*map(parser.feed, pieces), parser.finish()]
-    for _, text in told:
+    calls, content, actual = create_tool_parser(tools, "harmony"), "", []
+    reported = [*map(parser.feed, pieces), parser.finish()]
+    for _, text in reported:
         parsed = calls.feed(text) if calls else None
         content += parsed.content if parsed else text
-        found += parsed.calls if parsed else []
+        actual += parsed.calls if parsed else []
     if calls:
         content += calls.finish().content
-    named = [(call.name or "", call.arguments) for call in join_pieces(found)]
-    return "".join(thought for thought, _ in told), content, named
+    named = [(call.name or "", call.arguments) for call in join_pieces(actual)]
+    return "".join(thought for thought, _ in reported), content, named
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), CASES)
-def test_an_answer_is_read_the_same_however_it_is_cut(text, reasoning, content, calls):
+def test_answer_is_read_the_same_in_any_pieces(text, reasoning, content, calls):
     chars = tagged(text)
     cuts = [["".join(chars)], chars]
     cuts += [["".join(chars[:at]), "".join(chars[at:])] for at in range(len(chars))]
@@ -119,7 +119,7 @@ def test_an_answer_is_read_the_same_however_it_is_cut(text, reasoning, content, 
         assert read(pieces) == (reasoning, content, calls), pieces
 
 
-def test_whatever_a_model_writes_is_read_the_same_and_no_tag_is_text():
+def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
     rng = random.Random(1)
     words = [*map("".join, map(tagged, (
         THINK, START, FINAL, CALL, "<|channel|>", "<|message|>", "<|start|>", "<|call|>", " Xy zw",
@@ -135,7 +135,7 @@ def test_whatever_a_model_writes_is_read_the_same_and_no_tag_is_text():
         assert text.count("Xy zw") == str(whole).count("Xy zw"), "lost or told twice"
 
 
-def test_where_no_tool_may_be_called_a_call_is_text():
+def test_call_is_text_where_no_tool_may_be_called():
     chars = tagged(f"{THINK}a{START}{CALL}{{}}<|end|>")
     assert read(chars, Tools((TOOL,), "none")) == ("a", "{}", [])
     chars = tagged("<|channel|>analysis to=python code<|message|>1+1<|end|>")
@@ -148,7 +148,7 @@ STOPPED = {"finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "expected", "finish_reason", "num_reasoning"),
+    ("text", "request_fields", "expected", "finish_reason", "num_reasoning"),
     [
         (f"{THINK}I <|x.{START}{FINAL}Yö<|return|>", {}, ("I <|x.", "Yö"), "stop", 7),
         (f"{THINK}I.{START}{CALL}{{}}<|call|>", {"tools": [TOOL]}, ("I.", None), "tool_calls", 3),
@@ -166,32 +166,30 @@ STOPPED = {"finish_reason": "stop"}
         (f"{THINK}A{START}{FINAL}Bo", {"stop": ["A<"], "min_tokens": 8}, ("A", "Bo"), "stop", 2),
     ],
 )  # fmt: skip
-async def test_an_answer_whole_and_streamed(
-    harmony, text, asked, expected, finish_reason, num_reasoning
+async def test_harmony_answer_is_the_same_with_and_without_a_stream(
+    harmony, text, request_fields, expected, finish_reason, num_reasoning
 ):
-    async with serving_harmony(
-        harmony, text_script(harmony, text, **STOPPED)
-    ) as server:
-        answer = (await server.chat(**asked)).json()
+    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+        answer = (await server.chat(**request_fields)).json()
         (choice,) = answer["choices"]
         assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
         calls = choice["message"].get("tool_calls", [])
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
-        streamed = chunks(await server.chat(stream=True, **asked))
+        streamed = chunks(await server.chat(stream=True, **request_fields))
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
         reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
         content = "".join(delta.get("content", "") for delta in deltas)
         assert (reasoning or None, content) == (expected[0], expected[1] or "")
         pieces = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        told = "".join(piece["function"]["arguments"] for piece in pieces)
+        reported = "".join(piece["function"]["arguments"] for piece in pieces)
         assert len(pieces) > len(calls) or not calls
-        assert told == "".join(call["function"]["arguments"] for call in calls)
+        assert reported == "".join(call["function"]["arguments"] for call in calls)
         assert streamed[-1]["choices"][0]["finish_reason"] == finish_reason
 
 
 @pytest.mark.parametrize("at", range(1, 67, 4))
-async def test_an_answer_that_is_cut_anywhere_is_told_as_far_as_it_came(harmony, at):
+async def test_answer_cut_anywhere_is_returned_up_to_the_cut(harmony, at):
     ids = harmony.encode(f'{THINK}I.{START}{CALL}{{"a": 1}}')[:at]
     script = scripted(*({"token_ids": [token_id]} for token_id in ids), end())
     async with serving_harmony(harmony, script) as server:
@@ -203,7 +201,7 @@ async def test_an_answer_that_is_cut_anywhere_is_told_as_far_as_it_came(harmony,
             assert call_of(choice) == ("add", '{"a": 1}'[: at - 58])
 
 
-async def test_each_choice_is_read_by_itself_and_logprobs_are_of_all_tokens(harmony):
+async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harmony):
     ids = [harmony.encode(f"{THINK}{n}{START}{FINAL}{n}") for n in "12"]
     turns = (
         {"choice": at, "token_ids": [turn[at]], "logprobs": [TokenLogprobs(-1.0)]}
@@ -214,14 +212,14 @@ async def test_each_choice_is_read_by_itself_and_logprobs_are_of_all_tokens(harm
         choices = (await server.chat(n=2, logprobs=True)).json()["choices"]
         assert [said(choice) for choice in choices] == [("1", "1"), ("2", "2")]
         for choice, of in zip(choices, ids, strict=True):
-            told = [
+            reported = [
                 bytes(one["bytes"]).decode() for one in choice["logprobs"]["content"]
             ]
-            assert "".join(told) == harmony.decode_all(of)
+            assert "".join(reported) == harmony.decode_all(of)
 
 
-async def test_a_tag_that_is_spelled_out_is_text(harmony):
-    """Asked how such a model writes, it tells."""
+async def test_tag_that_is_spelled_out_is_text(harmony):
+    """The model explains the format, with tags as plain text."""
     ids = harmony.encode(FINAL)
     for part in ("<|e", "nd|> <|chan", "nel|>"):
         ids += harmony.encode(part)
@@ -231,29 +229,27 @@ async def test_a_tag_that_is_spelled_out_is_text(harmony):
         assert said(choice) == (None, "<|end|> <|channel|>")
 
 
-async def test_responses_have_items_of_what_was_thought_said_and_called(harmony):
+async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
     text = f"{THINK}I.{START}<|channel|>commentary<|message|>Wait.{START}{CALL}{{}}<|call|>"
-    asked = {"input": "Hi", "tools": [FLAT]}
-    async with serving_harmony(
-        harmony, text_script(harmony, text, **STOPPED)
-    ) as server:
-        whole = (await server.http.post("/v1/responses", json=asked)).json()
+    request = {"input": "Hi", "tools": [FLAT]}
+    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+        whole = (await server.http.post("/v1/responses", json=request)).json()
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
-        thought, told, call = whole["output"]
-        assert (thought["content"][0]["text"], told["content"][0]["text"]) == (
+        thought, reported, call = whole["output"]
+        assert (thought["content"][0]["text"], reported["content"][0]["text"]) == (
             "I.",
             "Wait.",
         )
         assert (call["name"], call["arguments"]) == ("add", "{}")
-        # And back: the next turn's prompt has them as the model wrote them.
+        # The next turn's prompt has them as the model wrote them.
         output = {
             "type": "function_call_output",
             "call_id": call["call_id"],
             "output": "3",
         }
         again = {
-            **asked,
+            **request,
             "input": [{"role": "user", "content": "Hi"}, *whole["output"], output],
         }
         assert (await server.http.post("/v1/responses", json=again)).status_code == 200
@@ -276,18 +272,18 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def test_one_system_message_has_the_text_of_several(harmony):
-    """As a response's instructions come before a developer's message."""
+    """A response's instructions precede a developer's message."""
     turns = [
         {"role": role, "content": role}
         for role in ("system", "developer", "user", "system")
     ]
-    found = one_call_each(turns)
-    assert found == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
-    assert "system\n\ndeveloper" in harmony.render_chat(found)
+    actual = split_parallel_calls(turns)
+    assert actual == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
+    assert "system\n\ndeveloper" in harmony.render_chat(actual)
 
 
-async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
-    """As a grammar for `tool_choice` lets the model write them, or another model did."""
+async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
+    """A grammar for `tool_choice` allows such turns, and other models write them."""
     calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
     turns = [
         {"role": "user", "content": "Hi"},
@@ -301,7 +297,7 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
         {"role": "tool", "tool_call_id": "add", "content": "a"},
         {"role": "tool", "tool_call_id": "?", "content": "o"},
     ]
-    async with serving_harmony(harmony, text_script(harmony, "x")) as server:
+    async with serving_harmony(harmony, saying(harmony, "x")) as server:
         assert (await server.chat(messages=turns)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[0].token_ids)
     answers = [
@@ -309,17 +305,17 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
         for name, said in (("add", "a"), ("sub", "s"), ("sub", "o"))
     ]
     head = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
-    told = (
+    reported = (
         f"<|start|>assistant{THINK}I.<|end|>"
         + head.format("add", '{"a": 1}')
         + answers[0]
     )
-    told += head.format("sub", '{"b": 2}') + "".join(answers[1:])
-    assert prompt.endswith(f"Hi<|end|>{told}<|start|>assistant")
+    reported += head.format("sub", '{"b": 2}') + "".join(answers[1:])
+    assert prompt.endswith(f"Hi<|end|>{reported}<|start|>assistant")
 
 
-def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
-    """As clients tell calls that one answer made with thoughts between them."""
+def test_tool_result_follows_its_call_wherever_the_client_put_it():
+    """Clients report the calls of one answer in this way, with reasoning between them."""
     add, sub = (
         {
             "role": "assistant",
@@ -330,41 +326,46 @@ def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
         for name in ("add", "sub")
     )
     of_add, of_sub = ({"role": "tool", "tool_call_id": name} for name in ("add", "sub"))
-    assert one_call_each([add, sub, of_add, of_sub]) == [add, of_add, sub, of_sub]
+    assert split_parallel_calls([add, sub, of_add, of_sub]) == [
+        add,
+        of_add,
+        sub,
+        of_sub,
+    ]
 
 
 @pytest.mark.parametrize(("before", "say", "expected"), [
     ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
-    (f"So{START}{CALL}", "{}", (None, "{}")),  # spelled out by a client, tags are text
+    (f"So{START}{CALL}", "{}", (None, "{}")),  # tags that a client spells out are text
 ])  # fmt: skip
-async def test_a_final_message_is_continued(harmony, before, say, expected):
+async def test_final_message_is_continued(harmony, before, say, expected):
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": before},
     ]
-    asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    async with serving_harmony(harmony, text_script(harmony, say)) as server:
-        (choice,) = (await server.chat(**asked)).json()["choices"]
+    request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
+    async with serving_harmony(harmony, saying(harmony, say)) as server:
+        (choice,) = (await server.chat(**request)).json()["choices"]
         assert said(choice) == expected
-        await server.chat(**asked, structured_outputs={"regex": "a"})
+        await server.chat(**request, structured_outputs={"regex": "a"})
         assert server.engine.added[1].sampling.grammar == Grammar("regex", "a")
 
 
-async def test_a_call_is_continued_where_the_text_of_messages_may_be_tags(harmony):
+async def test_call_is_continued_where_message_text_may_become_tags(harmony):
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": f"So{START}{CALL}"},
     ]
-    asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    script = text_script(harmony, "{}<|call|>")
+    request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
+    script = saying(harmony, "{}<|call|>")
     async with serving_harmony(harmony, script, split_special_tokens=False) as server:
-        (choice,) = (await server.chat(**asked)).json()["choices"]
+        (choice,) = (await server.chat(**request)).json()["choices"]
         assert said(choice) == (None, None) and call_of(choice) == ("add", "{}")
 
 
 # -- grammars --------------------------------------------------------------------------------------
 
-_ALLOWED: dict[str, bool | None] = {  # whether it is complete, if it may be said
+_ALLOWED: dict[str, bool | None] = {  # whether the text is complete, if it is allowed
     f"{THINK}I <x\n\n.{START}{THINK}{START}{FINAL}ab": True,
     f"{FINAL}ab": True,
     "<|start|>assistant<|channel|>final <|constrain|>json<|message|>ab": True,
@@ -380,10 +381,10 @@ _ALLOWED: dict[str, bool | None] = {  # whether it is complete, if it may be sai
 
 
 @pytest.mark.parametrize("text", _ALLOWED)
-def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, text):
-    asked = {"tools": [TOOL], "structured_outputs": {"choice": ["ab"]}}
+def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
+    requested = {"tools": [TOOL], "structured_outputs": {"choice": ["ab"]}}
     request = ChatRequest(
-        model="m", messages=[{"role": "user", "content": "Hi"}], **asked
+        model="m", messages=[{"role": "user", "content": "Hi"}], **requested
     )
     assert request.guided is not None
     prompt = harmony.encode(harmony.render_chat([{"role": "user", "content": "Hi"}]))
@@ -400,8 +401,8 @@ def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, t
             break
         outputs.append(token_id)
         ending = state.follow(outputs, 0)
-    is_said = outputs == harmony.encode(text)
-    assert (ending is COMPLETE if is_said else None) == _ALLOWED[text]
+    is_written = outputs == harmony.encode(text)
+    assert (ending is COMPLETE if is_written else None) == _ALLOWED[text]
     compiler.close()
 
 
@@ -416,10 +417,12 @@ def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, t
         ("qwen3", "auto", "perhaps"),
     ],
 )  # fmt: skip
-def test_the_format_is_the_options_or_the_template_s(harmony, reasoning, calls, begins):
+def test_harmony_comes_from_the_options_or_the_template(
+    harmony, reasoning, calls, begins
+):
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}])
     options = ModelOptions(reasoning_parser=reasoning, tool_call_parser=calls)
-    assert reasoning_begins(options, request, [1], harmony) == begins
+    assert reasoning_start(options, request, [1], harmony) == begins
 
 
 @pytest.mark.parametrize(
@@ -433,7 +436,7 @@ def test_options_that_contradict_each_other_are_refused(reasoning, calls):
         DecodeSettings(_cli_parse_args=[], **options)
 
 
-async def test_a_model_without_the_tags_is_not_served_so(tokenizer):
+async def test_model_without_the_tags_is_refused(tokenizer):
     with pytest.raises(ValueError, match="model has no token"):
         async with serving_harmony(tokenizer, tool_call_parser="harmony"):
             pass
@@ -442,6 +445,6 @@ async def test_a_model_without_the_tags_is_not_served_so(tokenizer):
 async def test_without_the_format_all_is_content(harmony):
     text = f"{THINK}I.{START}{FINAL}Yo"
     how = {"reasoning_parser": "none"}
-    async with serving_harmony(harmony, text_script(harmony, text), **how) as server:
+    async with serving_harmony(harmony, saying(harmony, text), **how) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert said(choice) == (None, "analysisI.assistantfinalYo")

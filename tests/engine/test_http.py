@@ -19,20 +19,20 @@ from protocol.metrics import ENGINE_TOTALS, stat_key
 from protocol.process.logging import LineFormatter
 from protocol.server_stats import STATS_PATH, ServerStats
 from tests.engine.test_http_tools import TOOL
-from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.engine.test_tokenizer import write_sentencepiece_style
 from tests.rigs.http_server import (
     CONTEXT,
     READY,
     USAGE,
     chunks,
+    saying,
     serving,
     serving_4k,
-    text_script,
     with_template,
 )
 
 
-async def test_what_the_engine_is_asked_for(tokenizer):
+async def test_engine_receives_the_sampling_of_the_request(tokenizer):
     async with serving(tokenizer) as server:
         await server.post(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=7)
         await server.post(ignore_eos=True, max_tokens=1, max_completion_tokens=1)
@@ -47,7 +47,7 @@ async def test_what_the_engine_is_asked_for(tokenizer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream):
+async def test_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream):
     async def endless(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for token_id in tokenizer.encode("one two th"):
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
@@ -56,18 +56,18 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stre
     options = (
         {"include_usage": True, "continuous_usage_stats": True} if stream else None
     )
-    asked = {"stop": ["o t", " two"], "stream": stream, "stream_options": options}
+    requested = {"stop": ["o t", " two"], "stream": stream, "stream_options": options}
     async with serving(tokenizer, endless) as server:
-        response = await server.post(**asked, return_token_ids=True)
-        *found, last = chunks(response) if stream else [response.json()] * 2
-        (end,) = found[-1]["choices"]
-        assert "".join(chunk["choices"][0]["text"] for chunk in found) == "one"
+        response = await server.post(**requested, return_token_ids=True)
+        *actual, last = chunks(response) if stream else [response.json()] * 2
+        (end,) = actual[-1]["choices"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in actual) == "one"
         assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
         num_tokens = 0
-        for (
-            chunk
-        ) in found:  # its usage counts the tokens up to it, although more had arrived
+        for chunk in (
+            actual
+        ):  # the usage counts tokens through the stop, although more had arrived
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]
@@ -91,8 +91,8 @@ class RecordingHooks(ServerHooks):
         return {"kv_transfer_params": [final.usage.transferred for final in finals]}
 
 
-async def test_hooks_shape_the_requests_and_the_answer(tokenizer):
-    script = text_script(tokenizer, "x")
+async def test_hooks_change_requests_and_answer(tokenizer):
+    script = saying(tokenizer, "x")
     async with serving(tokenizer, script, RecordingHooks()) as server:
         response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
         assert response.json()["kv_transfer_params"] == [1, 1]
@@ -105,10 +105,10 @@ async def test_hooks_shape_the_requests_and_the_answer(tokenizer):
 
 
 @pytest.mark.parametrize("stops", [None, "a"])
-async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
+async def test_stop_string_in_the_last_token_waits_for_the_engines_last_delta(
     tokenizer, stops
 ):
-    """A prefill server's one token may hold a stop string; its KV params come a moment later."""
+    """The only token of a prefill leg may hold a stop string. Its KV params come later."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=tokenizer.encode("a"))
@@ -128,7 +128,7 @@ async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
 
 
 @pytest.mark.parametrize("request_id", ["req-1", "100% {odd} \u00e9", "x" * 3000])
-async def test_a_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
+async def test_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
     caplog.set_level(logging.INFO, "baton")
     caplog.handler.setFormatter(LineFormatter("decode"))
     async with serving(tokenizer) as server:
@@ -143,13 +143,13 @@ async def test_a_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
         )
         generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
         assert len(set(generated)) == 2
-    told = [line for line in caplog.text.splitlines() if "prompt=2" in line]
-    assert sum(f"{request_id[:128]}" in line for line in told) == 2, (
+    reported = [line for line in caplog.text.splitlines() if "prompt=2" in line]
+    assert sum(f"{request_id[:128]}" in line for line in reported) == 2, (
         "an id's beginning names it"
     )
 
 
-async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer):
+async def test_series_of_requests_exist_before_the_first_request(tokenizer):
     def series(text: str) -> set[str]:
         names = {line.rsplit(" ", 1)[0] for line in text.splitlines()}
         return {
@@ -158,7 +158,7 @@ async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer):
             if name.startswith(("baton_requests_", "baton_kv_tokens_"))
         }
 
-    async with serving(tokenizer, text_script(tokenizer, "Hello")) as server:
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
         before = series((await server.http.get("/metrics")).text)
         await server.post()
         await server.post(stop="l")
@@ -168,10 +168,10 @@ async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer):
         assert 'baton_kv_tokens_total{source="recomputed"}' in before
 
 
-async def test_metrics_count_what_happened(tokenizer):
-    async with serving(tokenizer, text_script(tokenizer, "Hello")) as server:
+async def test_metrics_count_requests_and_tokens(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
         key = stat_key("baton_kv_blocks", state="free")
-        server.engine.emit(EngineStats({key: 7.0, "baton_requests_running": 2.0}))
+        server.engine.say(EngineStats({key: 7.0, "baton_requests_running": 2.0}))
         await server.post()
         await server.post(temperature=-1)
         text = (await server.http.get("/metrics")).text
@@ -189,25 +189,21 @@ async def test_metrics_count_what_happened(tokenizer):
             assert f"\n{line}\n" in text, line
 
 
-async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(
-    tokenizer,
-):
-    async with serving(
-        tokenizer, text_script(tokenizer, "Hello", usage=USAGE)
-    ) as server:
+async def test_stats_report_recent_requests_with_times_but_without_texts(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
 
         async def stats(since: int) -> ServerStats:
             response = await server.http.get(STATS_PATH, params={"since": since})
             assert "Hello" not in response.text
             return msgspec.json.decode(response.content, type=ServerStats)
 
-        server.engine.emit(EngineStats({"baton_requests_running": 2.0}))
+        server.engine.say(EngineStats({"baton_requests_running": 2.0}))
         await server.post(headers={"x-request-id": "mine" * 99})
         await server.post(temperature=-1)
-        told = await stats(0)
-        assert told.values["baton_requests_running"] == 2.0
-        assert told.values["baton_inter_token_seconds_count"] == 4.0
-        done, refused = told.served
+        reported = await stats(0)
+        assert reported.values["baton_requests_running"] == 2.0
+        assert reported.values["baton_inter_token_seconds_count"] == 4.0
+        done, refused = reported.served
         assert (done.id, done.outcome, done.generated) == (
             ("mine" * 99)[:128],
             "length",
@@ -222,7 +218,7 @@ async def test_the_last_requests_are_told_with_their_times_and_without_their_tex
         assert (refused.outcome, refused.error) == ("rejected", "invalid_request")
         for _ in range(MAX_RECENT):
             await server.post(temperature=-1)
-        assert (await stats(told.next - 1)).served[0].number == 2, (
+        assert (await stats(reported.next - 1)).served[0].number == 2, (
             "the first two are forgotten"
         )
         assert [(await stats(at)).served for at in (MAX_RECENT + 2,)] == [[]]
@@ -233,7 +229,7 @@ async def test_the_last_requests_are_told_with_their_times_and_without_their_tex
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_ready_and_models_say_what_is_served(tokenizer):
+async def test_ready_and_models_report_the_served_model(tokenizer):
     ready_engine = replace(READY, geometry={"tp": 2})
     async with serving(tokenizer, hooks=RecordingHooks(), ready=ready_engine) as server:
         ready = (await server.http.get("/ready")).json()
@@ -258,11 +254,11 @@ async def test_ready_and_models_say_what_is_served(tokenizer):
         )
 
 
-# -- what clients may ask ----------------------------------------------------------------------
+# -- requests of clients ----------------------------------------------------------------------
 
 
 async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
-    write_sentencepiece_like(tmp_path)  # puts a token before every text
+    write_sentencepiece_style(tmp_path)  # puts a token before every text
     tokenizer = Tokenizer(tmp_path)
     bare = tokenizer.encode("Hi", add_special_tokens=False)
     assert tokenizer.encode("Hi") != bare
@@ -281,20 +277,20 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
 # -- /tokenize, /detokenize --------------------------------------------------------------------
 
 
-async def test_a_text_is_tokenized_and_back(tokenizer):
+async def test_text_survives_tokenize_and_detokenize(tokenizer):
     async with serving(tokenizer) as server:
         body = {"model": "m", "prompt": "Hi<end>", "return_token_strs": True}
-        found = (await server.http.post("/tokenize", json=body)).json()
+        actual = (await server.http.post("/tokenize", json=body)).json()
         ids = tokenizer.encode("Hi<end>")
-        assert found["tokens"] == ids and found["count"] == len(ids)
-        assert found["max_model_len"] == 64
-        assert found["token_strs"] == ["H", "i", "<end>"]
+        assert actual["tokens"] == ids and actual["count"] == len(ids)
+        assert actual["max_model_len"] == 64
+        assert actual["token_strs"] == ["H", "i", "<end>"]
         back = await server.http.post("/detokenize", json={"tokens": ids})
         assert back.json() == {"prompt": "Hi<end>"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ({}, "0||Hi>"),
         ({"tools": [TOOL]}, json.dumps([TOOL]) + "||Hi>"),
@@ -306,43 +302,43 @@ async def test_a_text_is_tokenized_and_back(tokenizer):
         ({"continue_final_message": True, "reasoning_effort": "low"}, "0|low|Hi"),
     ],
 )
-async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer, fields, told):
+async def test_messages_are_tokenized_like_a_chat(tokenizer, fields, reported):
     shows = "{{ tools | tojson if tools else 0 }}|{{ a }}{{ reasoning_effort }}|"
     shows += "{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
-    asked = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    request = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     async with serving_4k(with_template(tokenizer, shows)) as server:
-        response = await server.http.post("/tokenize", json=asked)
-        await server.chat(**asked)
+        response = await server.http.post("/tokenize", json=request)
+        await server.chat(**request)
         ids = response.json()["tokens"]
         assert (
             ids == server.engine.added[0].token_ids
-            and tokenizer.decode_all(ids) == told
+            and tokenizer.decode_all(ids) == reported
         )
 
 
 # -- the document --------------------------------------------------------------------------------
 
 
-async def test_the_document_lists_what_is_accepted(tokenizer):
+async def test_openapi_document_lists_accepted_fields(tokenizer):
     async with serving(tokenizer) as server:
-        found = (await server.http.get("/openapi.json")).json()
-        fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
+        actual = (await server.http.get("/openapi.json")).json()
+        fields = actual["components"]["schemas"]["CompletionRequest"]["properties"]
         assert fields["suffix"] == {"enum": ["", None]}
         assert {"type": "string", "minLength": 1} in fields["prompt"]["anyOf"]
         page = await server.http.get("/docs")
         assert page.headers["content-type"].startswith("text/html")
         assert "logit_bias" in page.text
-        for path in found["paths"]:
-            asked = await server.http.get(path.replace("{name}", "m"))
-            assert asked.status_code == (
-                200 if "get" in found["paths"][path] else 405
+        for path in actual["paths"]:
+            request = await server.http.get(path.replace("{name}", "m"))
+            assert request.status_code == (
+                200 if "get" in actual["paths"][path] else 405
             ), path
-            kinds = found["paths"][path].get("get", {}).get("responses", {}).get("200")
+            kinds = actual["paths"][path].get("get", {}).get("responses", {}).get("200")
             if kinds:
-                assert asked.headers["content-type"].split(";")[0] in kinds["content"]
+                assert request.headers["content-type"].split(";")[0] in kinds["content"]
 
 
-async def test_the_only_model_need_not_be_named(tokenizer):
+async def test_model_may_be_left_out(tokenizer):
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "ab"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},

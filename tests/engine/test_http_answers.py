@@ -20,16 +20,16 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from protocol.settings.options import ModelOptions
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.engine.test_tokenizer import write_sentencepiece_style
 from tests.rigs.http_server import (
     READY,
     Server,
     chunks,
     end,
+    saying,
     scripted,
     serving,
     serving_4k,
-    text_script,
 )
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,7 +38,7 @@ PARTS = (r"bytes:\xc3", r"bytes:\xa9")
 
 
 def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """One choice's pieces: texts and lists follow one another."""
+    """Join one choice's pieces: texts and lists are concatenated."""
     for key, value in piece.items():
         if isinstance(value, dict):
             into[key] = joined(into.get(key) or {}, value)
@@ -50,7 +50,7 @@ def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]:
-    """The whole answer; streamed it must come to the same."""
+    """Return the complete answer, and check that a stream gives the same."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     if path == TEXT:
         body = {"prompt": "ab", **{k: v for k, v in body.items() if k != "messages"}}
@@ -58,24 +58,24 @@ async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]
     assert response.status_code == 200, response.text
     whole: dict[str, Any] = response.json()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    *found, last = chunks(await server.http.post(path, json=body))
-    assert len({(c["id"], c["created"], c["model"]) for c in [*found, last]}) == 1
-    assert last["usage"] == whole["usage"] and {c["usage"] for c in found} == {None}
-    assert ["baton_kv" in c for c in [*found, last]] == [False] * len(found) + [True]
+    *actual, last = chunks(await server.http.post(path, json=body))
+    assert len({(c["id"], c["created"], c["model"]) for c in [*actual, last]}) == 1
+    assert last["usage"] == whole["usage"] and {c["usage"] for c in actual} == {None}
+    assert ["baton_kv" in c for c in [*actual, last]] == [False] * len(actual) + [True]
     kv = ", ".join(f"{name}={count}" for name, count in last["baton_kv"].items())
     assert response.headers["x-baton-kv"] == kv
     streamed: dict[int, Any] = {}
-    for choice in (chunk["choices"][0] for chunk in found):
+    for choice in (chunk["choices"][0] for chunk in actual):
         joined(streamed.setdefault(choice["index"], {"index": 0}), choice)
     for choice in whole["choices"]:
-        told = {
+        reported = {
             k: v for k, v in choice.items() if k not in ("message", "prompt_logprobs")
         }
         if "message" in choice:
-            told["delta"] = {
+            reported["delta"] = {
                 k: v for k, v in choice["message"].items() if k != "refusal"
             }
-        assert streamed[choice["index"]] == told
+        assert streamed[choice["index"]] == reported
     return whole
 
 
@@ -89,9 +89,10 @@ def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
-    """Members of deltas, from texts, and from pairs of a text's tokens and log-probabilities, the
-    first of these of the token itself, all of them the likeliest."""
-    found = []
+    """Members of deltas, from texts or from pairs of a text and its tokens' logprobs.
+
+    The first logprob of each token is its own; all of them are the most likely ones."""
+    actual = []
     for piece in pieces:
         text, reports = (piece, ()) if isinstance(piece, str) else piece
         one: dict[str, Any] = {"token_ids": tokenizer.encode(text)}
@@ -100,8 +101,8 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
             values = list(report.values())
             logprobs = one.setdefault("logprobs", [])
             logprobs.append(TokenLogprobs(values[0], ids, values))
-        found.append(one)
-    return found
+        actual.append(one)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["Hé 🙂"], {}, {"text": "Hé 🙂", "finish_reason": "length"}),
         (CHAT, ["Hé 🙂"], {}, {"message": {
             "role": "assistant", "content": "Hé 🙂", "refusal": None}}),
-        # Ends: the end token has no text, what was held back comes, a stop string cuts.
+        # Ends: the end token has no text, held text comes, and a stop string cuts.
         (TEXT, ["Hi wor<end>"], {"stop": "world"}, {"text": "Hi wor"}),
         (TEXT, ["Hello world"], {"stop": "o w"},
          {"text": "Hell", "stop_reason": "o w", "finish_reason": "stop"}),
@@ -140,7 +141,7 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (CHAT, ["a"], {}, {"logprobs": None}),
     ],
 )  # fmt: skip
-async def test_an_answer_is_the_same_whole_and_streamed(
+async def test_answer_is_the_same_with_and_without_a_stream(
     tokenizer, path, says, fields, expected
 ):
     async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
@@ -150,7 +151,7 @@ async def test_an_answer_is_the_same_whole_and_streamed(
 
 async def test_token_ids_and_usage(tokenizer):
     async with serving(
-        tokenizer, text_script(tokenizer, "Hé 🙂"), fingerprint="fp_1"
+        tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1"
     ) as server:
         whole = await ask(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
@@ -160,30 +161,30 @@ async def test_token_ids_and_usage(tokenizer):
         assert whole["usage"] == usage(prompt=2, completion=8, cached=1)
 
 
-async def test_the_prompts_token_ids_of_a_chat_are_at_its_top(tokenizer):
-    """Once, however many choices an answer has; clients look for them where vLLM has them."""
+async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
+    """They come once, for any number of choices, where vLLM has them."""
     text, call = {"token_ids": tokenizer.encode("Hi")}, tokenizer.encode(CALL)
     script = scripted(
         *({"choice": c, **text} for c in (1, 0)), {"token_ids": call}, end(), end(1)
     )
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "n": 2,
         "return_token_ids": True,
         "tools": [TOOL],
         "max_tokens": 90,
     }
     async with serving_4k(tokenizer, script) as server:
-        whole = (await server.chat(**asked)).json()
+        whole = (await server.chat(**request)).json()
         prompt = server.engine.added[0].token_ids
         assert whole["prompt_token_ids"] == prompt
         expected = [[*text["token_ids"], *call], text["token_ids"]]
         assert [choice["token_ids"] for choice in whole["choices"]] == expected
-        first, *others = chunks(await server.chat(**asked, stream=True))
+        first, *others = chunks(await server.chat(**request, stream=True))
         assert first["prompt_token_ids"] == prompt
         events = [first, *others]
         assert not any("prompt_token_ids" in event for event in others)
-        found = [*whole["choices"], *(event["choices"][0] for event in events)]
-        assert not any("prompt_token_ids" in choice for choice in found)
+        actual = [*whole["choices"], *(event["choices"][0] for event in events)]
+        assert not any("prompt_token_ids" in choice for choice in actual)
         plain = (await server.chat(n=2)).json()
         assert "prompt_token_ids" not in plain
 
@@ -201,18 +202,18 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
         assert [add.sampling.num_logprobs for add in server.engine.added] == [2, 2]
 
 
-async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokenizer):
+async def test_client_stop_token_is_the_stop_reason_and_has_no_text(tokenizer):
     (dot,) = tokenizer.encode(".")
     async with serving(
-        tokenizer, text_script(tokenizer, "Hi.", finish_reason="stop")
+        tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")
     ) as server:
-        asked = {"stop_token_ids": [dot], "ignore_eos": True}
-        (choice,) = (await ask(server, **asked))["choices"]
+        request = {"stop_token_ids": [dot], "ignore_eos": True}
+        (choice,) = (await ask(server, **request))["choices"]
         assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
-        (kept,) = (await ask(server, **asked, include_stop_str_in_output=True))[
+        (retained,) = (await ask(server, **request, include_stop_str_in_output=True))[
             "choices"
         ]
-        assert kept["text"] == "Hi."
+        assert retained["text"] == "Hi."
         (plain,) = (await ask(server, stop_token_ids=[dot]))["choices"]
         assert plain["stop_reason"] == dot
         ids = [add.stop_token_ids for add in server.engine.added[::2]]
@@ -223,16 +224,16 @@ async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokeniz
 
 
 def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
-    """Token i of the prompt has log-probability -i; the likeliest is always "z"."""
+    """Token i of the prompt has the logprob -i; the most likely token is always "z"."""
     (z,) = tokenizer.encode("z")
     num_tokens = len(tokenizer.encode(prompt))
     rest = [TokenLogprobs(-float(i), [z], [-0.125]) for i in range(1, num_tokens)]
     return {"prompt_logprobs": [None, *rest]}
 
 
-async def test_an_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
-    found = scores(tokenizer, "aéb")["prompt_logprobs"]
-    parts = [{"prompt_logprobs": found[:1]}, {"prompt_logprobs": found[1:]}]
+async def test_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
+    actual = scores(tokenizer, "aéb")["prompt_logprobs"]
+    parts = [{"prompt_logprobs": actual[:1]}, {"prompt_logprobs": actual[1:]}]
     script = scripted(*parts, *of(tokenizer, ("x", [{"x": -0.5}])), end())
     async with serving(tokenizer, script) as server:
         whole = await ask(server, prompt="aéb", echo=True, logprobs=1, max_tokens=1)
@@ -265,7 +266,7 @@ async def test_nothing_is_generated_with_max_tokens_0(tokenizer):
         assert (await server.post(prompt=[5] * 64, max_tokens=0)).status_code == 200
 
 
-async def test_an_echo_without_logprobs_is_only_text(tokenizer):
+async def test_echo_without_logprobs_has_only_text(tokenizer):
     async with serving(tokenizer) as server:
         for prompt, text in (
             ("Hi<end>", "Hi<end>"),
@@ -293,10 +294,8 @@ async def test_an_echo_without_logprobs_is_only_text(tokenizer):
         ("<s> it", [0, 0, 3]),
     ],
 )
-async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
-    tmp_path, given, begins
-):
-    write_sentencepiece_like(tmp_path)  # puts <s> and a space before every text
+async def test_tokenizer_prefix_has_no_characters_in_an_echo(tmp_path, given, begins):
+    write_sentencepiece_style(tmp_path)  # puts <s> and a space before every text
     tokenizer = Tokenizer(tmp_path)
     script = scripted({"prompt_logprobs": [None] * len(tokenizer.encode(given))}, end())
     async with serving(
@@ -310,9 +309,9 @@ async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
 
 async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
     a, b, z = tokenizer.encode("abz")
-    found = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0], 2)]
+    actual = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0], 2)]
     async with serving(
-        tokenizer, scripted({"prompt_logprobs": found, "token_ids": [a]}, end())
+        tokenizer, scripted({"prompt_logprobs": actual, "token_ids": [a]}, end())
     ) as server:
         (choice,) = (await server.post(prompt_logprobs=2)).json()["choices"]
         assert choice["prompt_logprobs"] == [
@@ -328,10 +327,10 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}]
+    "request_fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}]
 )
-async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(
-    tokenizer, asked
+async def test_logprobs_of_a_long_prompt_are_bounded_and_delay_no_other_request(
+    tokenizer, request_fields
 ):
     threads = set[int]()
 
@@ -344,33 +343,37 @@ async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(
     top = TokenLogprobs(-2.0, list(range(20)), [-3.0] * 20)
     script = scripted({"prompt_logprobs": [None, *[top] * 499]}, end())
     async with serving_4k(copy, script) as server:
-        response = await server.post(prompt=[5] * 500, max_tokens=0, **asked)
+        response = await server.post(prompt=[5] * 500, max_tokens=0, **request_fields)
         assert response.status_code == 200
         assert threads and get_ident() not in threads
         for long in (
             {"prompt": [[5] * 4000] * 2, "n": 8},
             {"prompt": [5] * 2000, "stream": True},
         ):
-            error = (await server.post(**long, max_tokens=0, **asked)).json()["error"]
-            assert error["param"] in asked and error["code"] == "invalid_request"
+            error = (await server.post(**long, max_tokens=0, **request_fields)).json()[
+                "error"
+            ]
+            assert (
+                error["param"] in request_fields and error["code"] == "invalid_request"
+            )
 
 
-async def test_logprobs_of_an_answer_that_is_told_whole_are_bounded(
+async def test_logprobs_of_an_answer_without_a_stream_are_bounded(
     tokenizer, monkeypatch
 ):
     monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
-    asked = {"prompt": "a", "logprobs": 2, "n": 2}
-    async with serving_4k(tokenizer, text_script(tokenizer, "ab")) as server:
-        error = (await server.post(**asked, max_tokens=101)).json()["error"]
+    request = {"prompt": "a", "logprobs": 2, "n": 2}
+    async with serving_4k(tokenizer, saying(tokenizer, "ab")) as server:
+        error = (await server.post(**request, max_tokens=101)).json()["error"]
         assert error["param"] == "logprobs" and "`max_tokens`" in error["message"]
         for fits in (
             {"max_tokens": 100, "n": 1},
             {"max_tokens": 101, "n": 1, "stream": True},
         ):
-            assert (await server.post(**{**asked, **fits})).status_code == 200
+            assert (await server.post(**{**request, **fits})).status_code == 200
 
 
-def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
+def test_echo_of_a_long_prompt_is_made_on_another_thread(tokenizer):
     for size in (500, 5000):
         add = AddRequest(
             request_id="a",
@@ -378,15 +381,15 @@ def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
             sampling=SamplingParams(),
             max_tokens=1,
         )
-        asked = validate(
+        request = validate(
             CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True}
         )
-        prompt = PromptGeneration(asked, add, None, tokenizer, ModelOptions())
-        assert prompt.takes_long == (size == 5000)
-        assert len(prompt.tell()[1]) == size and not prompt.takes_long
+        prompt = PromptGeneration(request, add, None, tokenizer, ModelOptions())
+        assert prompt.is_slow_to_report == (size == 5000)
+        assert len(prompt.prompt_report()[1]) == size and not prompt.is_slow_to_report
 
 
-async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):
+async def test_engine_that_scores_too_few_tokens_is_an_error(tokenizer):
     async with serving(
         tokenizer, scripted({"prompt_logprobs": [None]}, end())
     ) as server:
@@ -401,7 +404,7 @@ async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):
 
 
 async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """Choice k answers with the prompt's last token + 1 + k, as often as it may."""
+    """Choice k repeats the prompt's last token + 1 + k up to its limit."""
     deltas = [
         {"choice": choice, "token_ids": [request.token_ids[-1] + 1 + choice]}
         for _ in range(request.max_tokens)

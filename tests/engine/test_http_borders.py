@@ -11,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from tests.engine.test_http_answers import ask
 from tests.engine.test_resume import _frames, _joined
-from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.engine.test_tokenizer import write_sentencepiece_style
 from tests.rigs.http_server import READY, USAGE, end, scripted, serving
 
 _READY = replace(READY, vocab_size=4096)
@@ -23,10 +23,10 @@ _GLOBE = "🌍"
 def made(
     request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Any
 ) -> Tokenizer:
-    """A byte-level vocabulary, and one of words with a token for each byte."""
+    """Tokenizers with a byte-level vocabulary, and with words and byte tokens."""
     if request.param == "bytes":
         return tokenizer
-    write_sentencepiece_like(tmp_path)
+    write_sentencepiece_style(tmp_path)
     return Tokenizer(tmp_path)
 
 
@@ -35,7 +35,7 @@ def ids(made: Tokenizer, text: str) -> list[int]:
 
 
 def saying_ids(token_ids: list[int], num_choices: int = 1) -> Any:
-    """A script that draws these tokens in each choice."""
+    """Return a script that draws these tokens in each choice."""
     choices = range(num_choices)
     tokens = [{"choice": at, "token_ids": [i]} for i in token_ids for at in choices]
     return scripted(*tokens, *(end(at) for at in choices))
@@ -43,7 +43,7 @@ def saying_ids(token_ids: list[int], num_choices: int = 1) -> Any:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 @pytest.mark.parametrize("echo", [False, True])
-async def test_a_character_that_the_output_completes_is_in_its_text(made, num, echo):
+async def test_character_completed_by_the_output_belongs_to_its_text(made, num, echo):
     all_ids = ids(made, f"Hello world {_GLOBE}")
     prompt, output = (
         all_ids[: num - 4],
@@ -57,8 +57,8 @@ async def test_a_character_that_the_output_completes_is_in_its_text(made, num, e
 
 @pytest.mark.parametrize("text", ["", "A", _GLOBE])
 @pytest.mark.parametrize("echo", [False, True])
-async def test_a_character_that_no_output_completes_is_of_the_prompt(made, text, echo):
-    """Its U+FFFD is in an echo, and never at the beginning of a generated text."""
+async def test_incomplete_character_belongs_to_the_prompt(made, text, echo):
+    """U+FFFD is in the echo, and never at the beginning of the generated text."""
     prompt = ids(made, f"Hi {_GLOBE}")[:-2]
     output = ids(made, f"a{text}")[len(ids(made, "a")) :]
     async with serving(made, saying_ids(output), ready=_READY) as server:
@@ -67,7 +67,7 @@ async def test_a_character_that_no_output_completes_is_of_the_prompt(made, text,
     assert choice["text"] == (made.decode([*prompt, *output]) if echo else text)
 
 
-async def test_a_prompt_that_ends_with_a_complete_character_keeps_it(made):
+async def test_prompt_keeps_its_last_complete_character(made):
     for prompt in ("Hi \ufffd", "Hi é", f"Hi {_GLOBE}"):
         output = ids(made, "aA")[len(ids(made, "a")) :]
         async with serving(made, saying_ids(output), ready=_READY) as server:
@@ -78,7 +78,7 @@ async def test_a_prompt_that_ends_with_a_complete_character_keeps_it(made):
                 assert echoed["choices"][0]["text"] == f"{prompt}A"
 
 
-async def test_stop_strings_and_offsets_are_of_the_joined_text(made):
+async def test_stop_strings_and_offsets_refer_to_the_joined_text(made):
     all_ids = ids(made, f"ab{_GLOBE}cd")
     at = len(all_ids) - 4
     prompt, output = all_ids[:at], all_ids[at:]
@@ -93,14 +93,14 @@ async def test_stop_strings_and_offsets_are_of_the_joined_text(made):
     assert choice["logprobs"]["text_offset"][-5:] == [2, 2, 2, 2, 3]
 
 
-async def test_a_continued_stream_has_the_same_text(made):
+async def test_resumed_stream_has_the_same_text(made):
     all_ids = ids(made, f"ab {_GLOBE} cd")
     at = len(all_ids) - 5
     output = all_ids[at:]
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        known = len(request.known[0].token_ids) if request.known else 0
-        for token_id in output[known:]:
+        sent = len(request.known[0].token_ids) if request.known else 0
+        for token_id in output[sent:]:
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
             await asyncio.sleep(0)
         yield TokenDelta(

@@ -1,4 +1,4 @@
-"""What chat templates receive as the content of a message: a text, a null, or nothing."""
+"""Chat templates receive a message's content as a text, a null, or not at all."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import pytest
 
 from tests.rigs.http_server import serving_4k, with_template
 
-# Writes what it was given, in the way in which templates of released models ask for it.
+# Writes the content as templates of released models read it.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- if 'content' not in m %}absent{% elif m.content is none %}null
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}
 {%- if m.tool_calls %} calls{% endif %};{% endfor %}{# tools #}"""
-# DeepSeek R1 and V3 write a turn's calls only where its content is none.
+# DeepSeek R1 and V3 write a turn's calls only if its content is none.
 DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
 {%- for call in m['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}
 {%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""
@@ -25,16 +25,16 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
 async def prompts(
     tokenizer: Any, template: str, path: str, body: dict[str, Any]
 ) -> list[str]:
-    """The prompt's text as the endpoint and /tokenize make it."""
+    """Return the prompt's text, which the endpoint and /tokenize must make alike."""
     shaped = with_template(tokenizer, template)
     async with serving_4k(shaped) as server:
         response = await server.http.post(path, json={"model": "m", **body})
         assert response.status_code == 200, response.text
-        found = [tokenizer.decode_all(server.engine.added[0].token_ids)]
+        actual = [tokenizer.decode_all(server.engine.added[0].token_ids)]
         if "messages" in body:
             response = await server.http.post("/tokenize", json=body)
-            found.append(tokenizer.decode_all(response.json()["tokens"]))
-    return found
+            actual.append(tokenizer.decode_all(response.json()["tokens"]))
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -52,33 +52,34 @@ async def test_templates_receive_the_content_that_the_client_sent(
 ):
     turn = {"role": "assistant", "tool_calls": CALLS, **content}
     body = {"messages": [USER, turn, RESULT]}
-    found = await prompts(tokenizer, TEMPLATE, "/v1/chat/completions", body)
-    assert found == [f"user:Hi;assistant:{expected} calls;tool:2;"] * 2
+    actual = await prompts(tokenizer, TEMPLATE, "/v1/chat/completions", body)
+    assert actual == [f"user:Hi;assistant:{expected} calls;tool:2;"] * 2
 
 
 @pytest.mark.parametrize(
     ("content", "expected"), [({"content": None}, "null"), ({}, "absent")]
 )
-async def test_a_turn_of_thoughts_alone_has_no_content(tokenizer, content, expected):
+async def test_turn_with_only_reasoning_has_no_content(tokenizer, content, expected):
     turn = {"role": "assistant", "reasoning_content": "hm", **content}
-    found = await prompts(
+    actual = await prompts(
         tokenizer, TEMPLATE, "/v1/chat/completions", {"messages": [USER, turn]}
     )
-    assert found == [f"user:Hi;assistant:{expected};"] * 2
+    assert actual == [f"user:Hi;assistant:{expected};"] * 2
 
 
-async def test_templates_that_recognise_calls_by_a_null_content_write_them(tokenizer):
+async def test_templates_that_test_for_null_content_write_calls(tokenizer):
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
     body = {"messages": [USER, turn, RESULT]}
-    found = await prompts(tokenizer, DEEPSEEK, "/v1/chat/completions", body)
-    assert found == ["user:Hi;<call>addtool:2;"] * 2
+    actual = await prompts(tokenizer, DEEPSEEK, "/v1/chat/completions", body)
+    assert actual == ["user:Hi;<call>addtool:2;"] * 2
 
 
-# How templates of released models write a content: GLM-4.5's look at its type first, others add it
-# to a text, and some write the whole message as JSON.
+# How templates of released models write a content: GLM-4.5's look at its type first,
+# others add it to a text, and some write the whole message as JSON.
 WRITERS = {
-    "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not mapping %}"
-    "{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif %}{% endmacro %}"
+    "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not "
+    "mapping %}{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif "
+    "%}{% endmacro %}"
     "{{ text(m.content) }}": "",
     "{{ '<' + m.content + '>' }}": "<>",
     "{{ m.content.split('</think>')[-1] | trim }}": "",
@@ -90,8 +91,8 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, writer):
-    """Not the text "None", which a template that does not look for nulls would write."""
+async def test_template_writes_null_content_as_empty_text(tokenizer, writer):
+    """Without a test for nulls, a template would write the text "None"."""
     template = (
         "{% set m = messages[-1] %}{% if m.tool_calls %}{# tools #}{% endif %}>"
         + writer
@@ -100,8 +101,8 @@ async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, write
         template = template.replace("[m]", "[{'content': m.content, 'role': m.role}]")
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
     body = {"messages": [USER, turn]}
-    found = await prompts(tokenizer, template, "/v1/chat/completions", body)
-    assert found == [f">{WRITERS[writer]}"] * 2
+    actual = await prompts(tokenizer, template, "/v1/chat/completions", body)
+    assert actual == [f">{WRITERS[writer]}"] * 2
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, write
 async def test_calls_of_the_responses_api_have_a_null_content(
     tokenizer, items, expected
 ):
-    """As the chat API writes a message that is calls alone."""
+    """The chat API writes a message that has only calls in this way."""
     call = {
         "type": "function_call",
         "call_id": "call_1",
@@ -134,11 +135,11 @@ async def test_calls_of_the_responses_api_have_a_null_content(
     }
     output = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
     body = {"input": [USER, *items, call, output]}
-    found = await prompts(tokenizer, TEMPLATE, "/v1/responses", body)
-    assert found == [f"user:Hi;assistant:{expected};tool:2;"]
+    actual = await prompts(tokenizer, TEMPLATE, "/v1/responses", body)
+    assert actual == [f"user:Hi;assistant:{expected};tool:2;"]
 
 
-async def test_encrypted_reasoning_alone_is_refused(tokenizer):
+async def test_turn_with_only_encrypted_reasoning_is_refused(tokenizer):
     async with serving_4k(tokenizer) as server:
         body = {"prompt": None, "input": [{"type": "reasoning", "summary": []}]}
         response = await server.post("/v1/responses", **body)
@@ -146,7 +147,7 @@ async def test_encrypted_reasoning_alone_is_refused(tokenizer):
         assert response.json()["error"]["param"] == "input"
 
 
-async def test_a_user_needs_content(tokenizer):
+async def test_user_needs_content(tokenizer):
     async with serving_4k(tokenizer) as server:
         for content in ({"content": None}, {}):
             response = await server.chat(messages=[{"role": "user", **content}])
@@ -154,9 +155,9 @@ async def test_a_user_needs_content(tokenizer):
             assert response.json()["error"]["param"] == "messages[0].content"
 
 
-async def test_a_turn_without_content_can_be_continued(tokenizer):
+async def test_turn_without_content_can_be_continued(tokenizer):
     turn = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     body = {"messages": [USER, turn], "continue_final_message": True}
     plain = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    found = await prompts(tokenizer, plain, "/v1/chat/completions", body)
-    assert found == ["user:Hi;assistant:"] * 2
+    actual = await prompts(tokenizer, plain, "/v1/chat/completions", body)
+    assert actual == ["user:Hi;assistant:"] * 2

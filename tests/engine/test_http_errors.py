@@ -1,4 +1,4 @@
-"""How failures and clients that leave end a request, and the KV that it leased."""
+"""Failures and disconnected clients end a request and release the KV that it leased."""
 
 import asyncio
 import socket
@@ -33,7 +33,7 @@ from tests.rigs.scripted_engine import hang
 
 
 class Retaining(ServerHooks):
-    """Every prompt's KV is kept; answers tell of it, with so many bytes."""
+    """Retain every prompt's KV; answers refer to it with `size` bytes."""
 
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
@@ -65,7 +65,7 @@ def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_before_the_first_token_is_an_http_error(tokenizer, stream):
+async def test_failure_before_the_first_token_is_an_http_error(tokenizer, stream):
     async with serving(tokenizer, failing_after(0)) as server:
         response = await server.post(stream=stream)
         assert response.status_code == 502
@@ -73,11 +73,11 @@ async def test_a_failure_before_the_first_token_is_an_http_error(tokenizer, stre
         assert (error["phase"], error["retryable"]) == ("transfer", True)
 
 
-async def test_a_later_failure_ends_the_stream_without_done(tokenizer):
+async def test_later_failure_ends_the_stream_without_done(tokenizer):
     async with serving(tokenizer, failing_after(2)) as server:
-        found = events(await server.post(stream=True))
-        assert [name for name, _ in found] == ["message", "message", "error"]
-        assert found[-1][1]["error"]["code"] == "transfer_failed"
+        actual = events(await server.post(stream=True))
+        assert [name for name, _ in actual] == ["message", "message", "error"]
+        assert actual[-1][1]["error"]["code"] == "transfer_failed"
         whole = await server.post()
         assert whole.status_code == 502
         ended = {"endpoint": "completions", "outcome": "error"}
@@ -100,7 +100,7 @@ async def test_one_failing_prompt_ends_the_others(tokenizer):
         assert sorted(server.engine.aborted) == [ids[(1,)], ids[(3,)]]
 
 
-async def test_a_dead_engine_is_503_everywhere(tokenizer):
+async def test_dead_engine_is_503_everywhere(tokenizer):
     async with serving(tokenizer) as server:
         assert (await server.http.get("/health")).status_code == 200
         server.engine.emit(EngineFailed("out of memory"))
@@ -113,13 +113,13 @@ async def test_a_dead_engine_is_503_everywhere(tokenizer):
             assert "out of memory" in response.text
 
 
-# -- clients that leave ------------------------------------------------------------------------
+# -- clients that disconnect ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "stage", ["whole, before a token", "stream, before a token", "stream, after one"]
 )
-async def test_a_client_that_leaves_aborts_its_sequences(tokenizer, stage):
+async def test_client_disconnect_aborts_its_sequences(tokenizer, stage):
     started, ended = asyncio.Event(), asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -152,27 +152,29 @@ async def test_a_client_that_leaves_aborts_its_sequences(tokenizer, stage):
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, leaves):
-    """The KV of a call's first prompts is leased while its last one is still computed."""
+async def test_kv_retained_for_an_answer_that_never_comes_is_released(
+    tokenizer, leaves
+):
+    """The KV of a call's first prompts is leased while the last prompt is computed."""
 
-    told = asyncio.Event()
+    reported = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [1]:
             yield TokenDelta(
                 request_id=request.request_id, finish_reason="length", usage=KVUsage()
             )
-            told.set()
+            reported.set()
         elif leaves:
             await asyncio.Event().wait()
         else:
-            await told.wait()
+            await reported.wait()
             error = ErrorInfo("overloaded", "full")
             yield TokenDelta(request_id=request.request_id, error=error)
 
     async with serving(tokenizer, script, Retaining(None)) as server:
         pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
-        await told.wait()
+        await reported.wait()
         if leaves:
             pending.cancel()
         else:
@@ -182,7 +184,7 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, le
             await asyncio.sleep(0)
 
 
-async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(
+async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
     tokenizer, monkeypatch
 ):
     def fails(*_: Any) -> None:
@@ -201,13 +203,13 @@ async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(
         assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
-# -- answers that say where leased KV is --------------------------------------------------------
+# -- answers that refer to leased KV --------------------------------------------------------
 
 
 class Refusing(ServerHooks):
-    """For each refused request the engine is told of one lease."""
+    """For each refused request the engine receives one lease to release."""
 
-    def refused(self, kv_transfer_params: object) -> list[AbortRequest]:
+    def release_messages(self, kv_transfer_params: object) -> list[AbortRequest]:
         return [AbortRequest("a lease")]
 
 
@@ -218,7 +220,7 @@ async def _is_let_go(server: Server) -> bool:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1 << 20])
-async def test_kv_is_kept_for_a_client_that_has_its_answer(tokenizer, num_bytes):
+async def test_kv_stays_retained_for_a_client_that_has_its_answer(tokenizer, num_bytes):
     async with serving(tokenizer, scripted(end()), Retaining(num_bytes)) as server:
         for headers in ({}, {"Connection": "close"}):
             answer = await server.post(headers=headers, max_tokens=1)
@@ -228,13 +230,13 @@ async def test_kv_is_kept_for_a_client_that_has_its_answer(tokenizer, num_bytes)
         assert server.engine.aborted == []
 
 
-async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer):
+async def test_kv_to_which_no_answer_refers_is_released(tokenizer):
     async with serving(tokenizer, scripted(end()), Retaining(None)) as server:
         assert (await server.post(max_tokens=1)).status_code == 200
         assert await _is_let_go(server)
 
 
-async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
+async def test_kv_is_released_when_the_client_disconnects_within_a_long_answer(
     tokenizer,
 ):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
@@ -246,11 +248,11 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
-async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
+async def test_kv_is_released_when_the_client_disconnected_just_before_the_answer(
     tokenizer, turns
 ):
-    """In one of these turns of the event loop the connection has ended, which nobody has been told
-    yet, and what is sent is lost without a word."""
+    """In one of these turns of the event loop the connection has ended, but the server
+    does not know it yet, and sent bytes are lost without an error."""
     made: list[socket.socket] = []
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -266,10 +268,10 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(tokenizer, lent):
+async def test_refused_request_leaves_a_lease_that_its_sender_releases(tokenizer, lent):
     async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
-        told: list[EngineInput] = []
-        server.engine.tell = told.append  # type: ignore[method-assign]
+        reported: list[EngineInput] = []
+        server.engine.send = reported.append  # type: ignore[method-assign]
         answer = await server.post(kv_transfer_params={"sender_releases": lent})
         assert answer.status_code == 503
-        assert told == ([] if lent else [AbortRequest("a lease")])
+        assert reported == ([] if lent else [AbortRequest("a lease")])

@@ -1,4 +1,4 @@
-"""Request fields beside the prompt: honoured, ignored or refused, at each endpoint."""
+"""Each endpoint honours, ignores or refuses each request field other than the prompt."""
 
 import asyncio
 import gc
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
-from tests.rigs.http_server import Server, serving_4k, text_script, with_template
+from tests.rigs.http_server import Server, saying, serving_4k, with_template
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",
@@ -21,7 +21,7 @@ COMPLETIONS, CHAT, RESPONSES = (
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
-# Shows a history, and the variables that a chat request can set.
+# Writes the history and the variables that a chat request can set.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 {{ m.reasoning_content }}{{ m.thinking }};{% endfor %}\
 {{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
@@ -36,15 +36,15 @@ def prompt(text: str) -> Any:
 
 def grammar(**members: Any) -> Any:
     def holds(tokenizer: Tokenizer, add: AddRequest) -> bool:
-        found = add.sampling.grammar
-        return found is not None and all(
-            getattr(found, n) == v for n, v in members.items()
+        actual = add.sampling.grammar
+        return actual is not None and all(
+            getattr(actual, n) == v for n, v in members.items()
         )
 
     return holds
 
 
-# Endpoints, fields, and their outcome: IGNORED, a check of the AddRequest, or the refusal.
+# Endpoints, fields and outcomes: IGNORED, a check of the AddRequest, or a refusal.
 TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL, {"metadata": {"run": "7"}}, IGNORED),
     (ALL, {"store": True}, IGNORED),
@@ -89,7 +89,7 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
      IGNORED),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
        prompt("user:Hi|;assistant:Yo|hmhm;,,,")) for name in ("reasoning_content", "reasoning")),
-    # As litellm sends back what Claude Code has, by its providers; and OpenAI's own client.
+    # History as litellm sends it for Claude Code, by provider, and OpenAI's own client.
     *(((CHAT,), {"messages": [HISTORY[0], {"role": "assistant", **told}]},
        prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, told in (
         ("Yo", {"content": "Yo", "thinking_blocks": [{**THOUGHT, "signature": ""}]}),
@@ -102,15 +102,15 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
 ]  # fmt: skip
 
 
-async def _ask(
+async def _post(
     server: Server, path: str, fields: dict[str, Any]
 ) -> tuple[int, str, AddRequest | None]:
-    own = {
+    local_name = {
         COMPLETIONS: {},
         CHAT: {"messages": HISTORY[:1]},
         RESPONSES: {"input": "Hi"},
     }[path]
-    body: dict[str, Any] = {"seed": 7, **own, **fields}
+    body: dict[str, Any] = {"seed": 7, **local_name, **fields}
     before = len(server.engine.added)
     if path == RESPONSES:
         answer = await server.http.post(path, json=body)
@@ -126,13 +126,13 @@ async def _ask(
 @pytest.mark.parametrize("path", ALL)
 async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
     knowing = with_template(tokenizer, TEMPLATE)
-    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
-        _, _, plain = await _ask(server, path, {})
+    async with serving_4k(knowing, saying(knowing, "ok")) as server:
+        _, _, plain = await _post(server, path, {})
         assert plain is not None
         for paths, fields, outcome in TABLE:
             if path not in paths:
                 continue
-            status, text, add = await _ask(server, path, fields)
+            status, text, add = await _post(server, path, fields)
             if isinstance(outcome, str) and outcome != IGNORED:
                 assert (status, add) == (400, None) and outcome in text, fields
                 continue
@@ -157,7 +157,7 @@ NUM_ITEMS = 123_457  # no other list has as many
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_an_answer_does_not_depend_on_is_not_held_while_it_is_generated(
+async def test_inputs_are_freed_while_an_answer_is_generated(
     tokenizer, path, field, stream
 ):
     is_generating, may_end = asyncio.Event(), asyncio.Event()
@@ -166,7 +166,7 @@ async def test_what_an_answer_does_not_depend_on_is_not_held_while_it_is_generat
         yield TokenDelta(request_id=request.request_id, token_ids=[65])
         is_generating.set()
         await may_end.wait()
-        async for delta in text_script(tokenizer, "b")(request):
+        async for delta in saying(tokenizer, "b")(request):
             yield delta
 
     text = {COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}

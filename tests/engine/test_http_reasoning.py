@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: apart from the answer, beside tools, grammars, stop strings and choices."""
+"""Reasoning over HTTP, together with tools, grammars, stop strings and choices."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from tests.engine.test_http_tools import CALL, TOOL, call_of, said
 from tests.rigs.http_server import (
     chunks,
     end,
+    saying,
     scripted,
     serving_4k,
-    text_script,
     with_template,
 )
 
@@ -21,7 +21,7 @@ OPEN = (
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "asked", "expected", "num_reasoning"),
+    ("template", "text", "request_fields", "expected", "num_reasoning"),
     [
         (TAGS, "<think>\nI <b>.\n</think>\n\nYo", {}, ("I <b>.", "Yo"), 17),
         (TAGS, "Yo", {}, (None, "Yo"), 0),
@@ -37,21 +37,21 @@ OPEN = (
         ("no tags", "<think>I</think>Yo", {}, (None, "<think>I</think>Yo"), 0),
     ],
 )  # fmt: skip
-async def test_reasoning_is_told_apart(
-    tokenizer, template, text, asked, expected, num_reasoning
+async def test_reasoning_is_separated_from_the_answer(
+    tokenizer, template, text, request_fields, expected, num_reasoning
 ):
-    if "continue_final_message" in asked:
+    if "continue_final_message" in request_fields:
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        knowing, saying(knowing, text, finish_reason="stop")
     ) as server:
-        answer = (await server.chat(logprobs=False, **asked)).json()
+        answer = (await server.chat(logprobs=False, **request_fields)).json()
         assert said(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
         streamed = chunks(await server.chat(
-            stream=True, stream_options={"include_usage": True}, **asked))  # fmt: skip
+            stream=True, stream_options={"include_usage": True}, **request_fields))  # fmt: skip
         deltas = [
             chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]
         ]
@@ -61,12 +61,12 @@ async def test_reasoning_is_told_apart(
         assert streamed[-1]["usage"]["completion_tokens_details"] == details
 
 
-async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
-    """A call that is only thought of is none, nor is one demanded while the model still thinks."""
+async def test_calls_are_read_only_after_the_reasoning(tokenizer):
+    """A call within the reasoning is no call, and none is required during the reasoning."""
     knowing = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        knowing, saying(knowing, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
@@ -74,12 +74,12 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
         async with serving_4k(
-            knowing, text_script(knowing, text, finish_reason="stop")
+            knowing, saying(knowing, text, finish_reason="stop")
         ) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
             assert said(answer["choices"][0])[0] == "I"
-            found = answer["choices"][0]["message"].get("tool_calls", [])
-            functions = [call["function"] for call in found]
+            actual = answer["choices"][0]["message"].get("tool_calls", [])
+            functions = [call["function"] for call in actual]
             assert [(one["name"], one["arguments"]) for one in functions] == calls
 
 
@@ -99,12 +99,12 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
         (f"I {CALL}", "length", (f"I {CALL}", "length"), [], 2 + len(CALL)),
     ],
 )
-async def test_a_call_ends_reasoning_that_is_never_closed(
+async def test_call_ends_reasoning_that_is_never_closed(
     tokenizer, text, reason, expected, arguments, num_reasoning
 ):
     knowing = with_template(tokenizer, OPEN)
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason=reason)
+        knowing, saying(knowing, text, finish_reason=reason)
     ) as server:
         answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
         (choice,) = answer["choices"]
@@ -128,17 +128,17 @@ async def test_a_call_ends_reasoning_that_is_never_closed(
         assert streamed[-1]["choices"][0]["finish_reason"] == expected[1]
 
 
-async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer):
-    asked = {"structured_outputs": {"regex": "a+"}}
+async def test_grammar_applies_after_the_reasoning(tokenizer):
+    request = {"structured_outputs": {"regex": "a+"}}
     for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
         knowing = with_template(tokenizer, template)
-        async with serving_4k(knowing, text_script(knowing, "x")) as server:
-            await server.chat(**asked)
+        async with serving_4k(knowing, saying(knowing, "x")) as server:
+            await server.chat(**request)
             (add,) = server.engine.added
             assert add.sampling.grammar == Grammar("regex", "a+", reasoning=begins)  # type: ignore[arg-type]
 
 
-async def test_each_choice_thinks_for_itself(tokenizer):
+async def test_each_choice_has_its_own_reasoning(tokenizer):
     knowing = with_template(tokenizer, OPEN)
     ids = [knowing.encode(text) for text in ("I</think>a", "We</think>b")]
     script = scripted(

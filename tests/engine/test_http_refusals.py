@@ -1,4 +1,4 @@
-"""Requests refused over HTTP: the status, the field at fault, and words that say why."""
+"""Refusals over HTTP have a status, the field at fault, and the reason."""
 
 import asyncio
 import re
@@ -82,16 +82,18 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
             [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
     ],
 )  # fmt: skip
-async def test_bad_input_is_a_clear_refusal(
+async def test_bad_input_is_refused_clearly(
     tokenizer, path, fields, status, param, message
 ):
-    own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
+    local_name = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
     is_grammar = (
         path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
     )
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
     async with serving(tokenizer, ready=ready) as server:
-        response = await server.http.post(path, json={"model": "m", **own, **fields})
+        response = await server.http.post(
+            path, json={"model": "m", **local_name, **fields}
+        )
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (status, param)
         assert re.search(message, error["message"])
@@ -106,9 +108,7 @@ async def test_bad_input_is_a_clear_refusal(
     ("path", "field"),
     [(CHAT, "messages"), (RESPONSES, "input"), ("/tokenize", "messages")],
 )
-async def test_what_a_template_refuses_is_called_as_the_client_did(
-    tokenizer, path, field
-):
+async def test_template_refusal_names_the_clients_field(tokenizer, path, field):
     strict = with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     async with serving(strict) as server:
         response = await server.http.post(path, json={"model": "m", field: HI})
@@ -132,7 +132,7 @@ async def test_prompts_times_choices_and_tokens_are_bounded(
 ):
     monkeypatch.setattr(
         http_limits, "MAX_REQUEST_TOKENS", 0
-    )  # so what 8 sequences may have
+    )  # the limit of 8 sequences
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:
         response = await server.post(**fields)
@@ -147,7 +147,7 @@ async def test_prompts_times_choices_and_tokens_are_bounded(
             assert server.engine.added == []
 
 
-def test_schemas_of_tools_have_a_limit_together():
+def test_schemas_of_all_tools_share_a_limit():
     long = {"type": "object", "description": "x" * 3000}
     tools = [tool(long, f"f{i}") for i in range(50)]
     body = {"model": "m", "messages": HI, "tools": tools}
@@ -160,7 +160,9 @@ def test_schemas_of_tools_have_a_limit_together():
 # -- bodies and connections --------------------------------------------------------------------
 
 
-async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer, monkeypatch):
+async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
+    tokenizer, monkeypatch
+):
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
     async with serving(tokenizer) as server:
         assert (await server.post(kv_transfer_params=added)).status_code == 200
@@ -172,27 +174,29 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer, monkeypatch
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
         monkeypatch.setattr("engine.http.middleware.MAX_MARKS", 100)
-        for values, status in ((41, 200), (42, 413)):  # which hold up all streams
+        for values, status in ((41, 200), (42, 413)):  # they delay all streams
             many = {**added, "values": [[]] * values}
             assert (await server.post(kv_transfer_params=many)).status_code == status
 
 
-async def test_a_server_full_of_bodies_takes_kv_back_and_operators_orders(tokenizer):
-    """Either makes room there."""
+async def test_server_full_of_bodies_still_accepts_releases_and_operator_orders(
+    tokenizer,
+):
+    """Both free memory there."""
     async with serving(tokenizer, hang, max_held_bytes=1) as server:
-        asked = asyncio.create_task(server.post())
+        request = asyncio.create_task(server.post())
         await until(lambda: bool(server.engine.added))
         posts = [
             ("/release_kv", {}),
             ("/migrate", {"requests": 1}),
             (TEXT, {"prompt": "ab"}),
         ]
-        told = [
+        reported = [
             (await server.http.post(path, json=members)).status_code
             for path, members in posts
         ]
-        asked.cancel()
-        assert told == [200, 200, 429]
+        request.cancel()
+        assert reported == [200, 200, 429]
 
 
 @pytest.mark.parametrize(
@@ -204,10 +208,8 @@ async def test_a_server_full_of_bodies_takes_kv_back_and_operators_orders(tokeni
         ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
     ],
 )
-async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
-    tokenizer, path, members
-):
-    """Some depths can be read but not shown in a message."""
+async def test_body_of_any_depth_is_a_client_error(tokenizer, path, members):
+    """Some depths can be parsed but not printed in a message."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
     async with serving(tokenizer) as server:
@@ -249,7 +251,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
     "path",
     ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"],
 )
-async def test_a_head_is_answered_as_a_get_is_without_its_body(tokenizer, path):
+async def test_head_is_answered_like_get_without_a_body(tokenizer, path):
     async with serving(tokenizer) as server:
         whole, head = await server.http.get(path), await server.http.head(path)
         assert (head.status_code, head.content) == (
@@ -263,7 +265,7 @@ async def test_a_head_is_answered_as_a_get_is_without_its_body(tokenizer, path):
         assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]
 
 
-async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer):
+async def test_longest_prompt_and_answer_that_fit_are_served(tokenizer):
     async with serving(tokenizer) as server:
         body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
         assert body["usage"]["completion_tokens"] == 1

@@ -9,15 +9,9 @@ from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
 from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import (
-    Server,
-    events,
-    serving_4k,
-    text_script,
-    with_template,
-)
+from tests.rigs.http_server import Server, events, saying, serving_4k, with_template
 
-# It shows a conversation as the template gets it.
+# Writes a conversation as the template receives it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|{{ m.tool_calls | tojson if m.tool_calls }};\
 {% endfor %}\
@@ -50,57 +44,60 @@ def _shown(item: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "kinds"), PIECES)
-async def test_the_client_reads_the_same_items_whole_and_streamed(
+async def test_client_reads_the_same_items_with_and_without_a_stream(
     tokenizer, text, kinds
 ):
     knowing = with_template(tokenizer, SHOWS)
-    asked: Any = {
+    request: Any = {
         "model": "m",
         "input": "1 + 1?",
         "tools": [FLAT],
         "reasoning": {"effort": "low"},
     }
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        knowing, saying(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**asked)
-            async with client.responses.stream(**asked) as stream:
-                told = [event async for event in stream]
+            whole = await client.responses.create(**request)
+            async with client.responses.stream(**request) as stream:
+                reported = [event async for event in stream]
                 final = await stream.get_final_response()
-        found = knowing.decode(server.engine.added[0].token_ids)
-    assert found.endswith("1,low") and whole.reasoning.effort == "low"
+        actual = knowing.decode(server.engine.added[0].token_ids)
+    assert actual.endswith("1,low") and whole.reasoning.effort == "low"
     assert tuple(item.type for item in whole.output) == kinds
     shown = [_shown(item) for item in whole.output]
     assert shown == [_shown(item) for item in final.output]
-    said = (
+    output = (
         text.replace(CALL, 'add({"a": 1})')
         .replace("<think>", "")
         .replace("</think>\n", "")
     )
-    assert "".join(shown) == said.replace("</think>", "")
+    assert "".join(shown) == output.replace("</think>", "")
     assert len({item.id for item in final.output}) == len(kinds)
-    assert [event.type for event in told].count("response.output_item.done") == len(
+    assert [event.type for event in reported].count("response.output_item.done") == len(
         kinds
     )
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    assert told[0].type == "response.created" and told[-1].type == "response.completed"
+    assert [event.sequence_number for event in reported] == list(range(len(reported)))
+    assert (
+        reported[0].type == "response.created"
+        and reported[-1].type == "response.completed"
+    )
     details = whole.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
 
 
-async def test_a_stream_that_fails_ends_in_what_each_client_looks_for(tokenizer):
-    """An error, which OpenAI's client raises, and a response that has failed."""
+async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokenizer):
+    """The stream ends with an error, which OpenAI's client raises, and a failed response."""
     script = failing_after(2)
-    asked: Any = {"model": "m", "input": "1 + 1?", "stream": True}
+    request: Any = {"model": "m", "input": "1 + 1?", "stream": True}
     async with serving_4k(tokenizer, script) as server, client_of(server) as client:
         with pytest.raises(openai.APIError, match="it broke"):
-            _ = [event async for event in await client.responses.create(**asked)]
-        *told, error, failed = events(
-            await server.http.post("/v1/responses", json=asked)
+            _ = [event async for event in await client.responses.create(**request)]
+        *reported, error, failed = events(
+            await server.http.post("/v1/responses", json=request)
         )
     assert [name for name, _ in (error, failed)] == ["error", "response.failed"]
-    numbers = [event["sequence_number"] for _, event in (*told, error, failed)]
+    numbers = [event["sequence_number"] for _, event in (*reported, error, failed)]
     assert numbers == list(range(len(numbers)))
     raised = ResponseErrorEvent.model_validate(error[1], strict=True)
     assert (raised.code, raised.message) == (
@@ -108,24 +105,28 @@ async def test_a_stream_that_fails_ends_in_what_each_client_looks_for(tokenizer)
         error[1]["error"]["message"],
     )
     whole = ResponseFailedEvent.model_validate(failed[1]).response
-    assert (whole.id, whole.status) == (told[0][1]["response"]["id"], "failed")
+    assert (whole.id, whole.status) == (reported[0][1]["response"]["id"], "failed")
     assert whole.error is not None and whole.error.message == raised.message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [(f"So: {CALL}", "So:"), (f"{CALL}Hm.", "Hm."), (f"So: {CALL}Hm.", "So:\n\nHm.")],
 )
-async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, said):
-    """No turn of its own stands between a call and its output: templates refuse that."""
+async def test_conversation_with_calls_can_be_sent_back_unchanged(
+    tokenizer, text, output
+):
+    """No other turn may come between a call and its output: templates refuse that."""
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        knowing, saying(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
-            asked: list[Any] = [{"role": "user", "content": "1 + 1?"}]
-            first = await client.responses.create(model="m", input=asked, tools=[FLAT])  # type: ignore[list-item]
+            request: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+            first = await client.responses.create(
+                model="m", input=request, tools=[FLAT]
+            )  # type: ignore[list-item]
             (call,) = (item for item in first.output if item.type == "function_call")
             result = {
                 "type": "function_call_output",
@@ -133,16 +134,16 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
                 "output": "2",
             }
             items = [item.model_dump(exclude_none=True) for item in first.output]
-            await client.responses.create(model="m", input=[*asked, *items, result])  # type: ignore[list-item]
-        found = knowing.decode(server.engine.added[-1].token_ids)
+            await client.responses.create(model="m", input=[*request, *items, result])  # type: ignore[list-item]
+        actual = knowing.decode(server.engine.added[-1].token_ids)
     function = {"name": "add", "arguments": {"a": 1}}
-    told = {"id": call.call_id, "type": "function", "function": function}
-    turn = f"assistant:{said}|I add.||{json.dumps([told])};"
-    assert found == f"user:1 + 1?|||;{turn}tool:2||{call.call_id}|;,"
+    reported = {"id": call.call_id, "type": "function", "function": function}
+    turn = f"assistant:{output}|I add.||{json.dumps([reported])};"
+    assert actual == f"user:1 + 1?|||;{turn}tool:2||{call.call_id}|;,"
 
 
 @pytest.mark.parametrize(
-    ("asked", "grammar"),
+    ("request_fields", "grammar"),
     [
         ({"tool_choice": {"type": "function", "name": "add"}}, "json_schema"),
         ({"tool_choice": "required"}, "calls"),
@@ -150,10 +151,10 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
         ({"tool_choice": "none"}, None),
     ],
 )
-async def test_a_call_can_be_demanded(tokenizer, asked, grammar):
-    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
-        body = {"model": "m", "input": "Hi", "tools": [FLAT], **asked}
+async def test_tool_call_can_be_required(tokenizer, request_fields, grammar):
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        body = {"model": "m", "input": "Hi", "tools": [FLAT], **request_fields}
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         (add,) = server.engine.added
-        found = add.sampling.grammar
-        assert (found and found.kind) == grammar
+        actual = add.sampling.grammar
+        assert (actual and actual.kind) == grammar

@@ -1,4 +1,4 @@
-"""Stop strings and end tokens within calls and JSON: whether the end says that all is there."""
+"""Stop strings and end tokens within calls and JSON decide the finish reason."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import CALL, NAMED, TOOL
-from tests.rigs.http_server import Server, chunks, serving_4k, text_script
+from tests.rigs.http_server import Server, chunks, saying, serving_4k
 
 REQUIRED = '[{"name": "add", "parameters": {"a": 12}}]'
 TWO = '[{"name": "add", "parameters": {"a": 12}}, {"name": "add", "parameters": {"a": 345}}]'
@@ -16,9 +16,11 @@ ONE: dict[str, Any] = {"tools": [TOOL], "tool_choice": NAMED}
 AUTO: dict[str, Any] = {"tools": [TOOL]}
 
 
-async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list[str]]:
-    """Finish reason, stop reason, content and arguments, which a stream must tell as well."""
-    (choice,) = (await server.chat(max_tokens=200, **asked)).json()["choices"]
+async def both(
+    server: Server, **request: Any
+) -> tuple[str, Any, str | None, list[str]]:
+    """Return the finish reason, stop reason, content and arguments, which a stream must equal."""
+    (choice,) = (await server.chat(max_tokens=200, **request)).json()["choices"]
     message = choice["message"]
     arguments = [
         call["function"]["arguments"] for call in message.get("tool_calls", [])
@@ -26,7 +28,7 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
     content = message["content"]
     streamed: dict[int, str] = {}
     text = ""
-    events = chunks(await server.chat(max_tokens=200, stream=True, **asked))
+    events = chunks(await server.chat(max_tokens=200, stream=True, **request))
     for delta in (event["choices"][0]["delta"] for event in events):
         text += delta.get("content") or ""
         for call in delta.get("tool_calls", []):
@@ -42,14 +44,14 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
 
 
 @pytest.mark.parametrize(
-    ("says", "asked", "stop", "finish_reason", "arguments"),
+    ("says", "request_fields", "stop", "finish_reason", "arguments"),
     [
         (REQUIRED, FORCED, "2}", "stop", ['{"a": 1']),
         ('{"a": 12}', ONE, "2}", "stop", ['{"a": 1']),
         ('{"a": 12}', ONE, "}", "stop", ['{"a": 12']),
         (CALL, AUTO, "1}", "stop", ['{"a": ']),
         (TWO, FORCED, "345", "stop", ['{"a": 12}', '{"a": ']),
-        # What is cut off is no part of a call.
+        # Text that is cut off belongs to no call.
         (REQUIRED, FORCED, "]", "tool_calls", ['{"a": 12}']),
         (CALL + " so.", AUTO, "so", "tool_calls", ['{"a": 1}']),
         (CALL, AUTO, "</tool_call>", "tool_calls", ['{"a": 1}']),
@@ -57,50 +59,52 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
         ('{"a": 12}', ONE, "none such", "tool_calls", ['{"a": 12}']),
     ],
 )
-async def test_calls_that_a_stop_string_cuts_end_with_stop(
-    tokenizer, says, asked, stop, finish_reason, arguments
+async def test_calls_cut_by_a_stop_string_end_with_stop(
+    tokenizer, says, request_fields, stop, finish_reason, arguments
 ):
     async with serving_4k(
-        tokenizer, text_script(tokenizer, says, finish_reason="stop")
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
     ) as server:
-        found = await both(server, stop=stop, **asked)
+        actual = await both(server, stop=stop, **request_fields)
     stop_reason = None if stop == "none such" else stop
-    assert (found[0], found[1], found[3]) == (finish_reason, stop_reason, arguments)
+    assert (actual[0], actual[1], actual[3]) == (finish_reason, stop_reason, arguments)
 
 
-async def test_a_second_call_that_a_client_does_not_take_ends_no_answer(tokenizer):
-    asked = {**AUTO, "parallel_tool_calls": False, "stop": "99"}
+async def test_second_call_of_a_client_without_parallel_calls_does_not_end_the_answer(
+    tokenizer,
+):
+    request = {**AUTO, "parallel_tool_calls": False, "stop": "99"}
     says = CALL + CALL.replace("1", "99")
     async with serving_4k(
-        tokenizer, text_script(tokenizer, says, finish_reason="stop")
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
     ) as server:
-        assert await both(server, **asked) == ("tool_calls", "99", None, ['{"a": 1}'])
+        assert await both(server, **request) == ("tool_calls", "99", None, ['{"a": 1}'])
 
 
 @pytest.mark.parametrize("at", ["limit", "end token", "stop token"])
-async def test_calls_that_end_too_early_for_another_reason_end_with_it(tokenizer, at):
+async def test_calls_cut_for_another_reason_end_with_that_reason(tokenizer, at):
     reason = "length" if at == "limit" else "stop"
-    script = text_script(tokenizer, CALL[:-15], finish_reason=reason)
-    asked = dict(AUTO)
+    script = saying(tokenizer, CALL[:-15], finish_reason=reason)
+    request = dict(AUTO)
     if at == "stop token":
-        asked["stop_token_ids"] = tokenizer.encode(CALL[-16])
+        request["stop_token_ids"] = tokenizer.encode(CALL[-16])
     async with serving_4k(tokenizer, script) as server:
-        found = await both(server, **asked)
-        assert found[0] == reason and found[3][0].startswith('{"a":')
+        actual = await both(server, **request)
+        assert actual[0] == reason and actual[3][0].startswith('{"a":')
         body = {"model": "m", "input": "Hi", "tools": [FLAT]}
         answer = (await server.http.post("/v1/responses", json=body)).json()
         (item,) = answer["output"]
         assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
-async def test_json_that_a_stop_string_cuts_ends_with_stop(tokenizer):
-    """As at OpenAI: stop strings are looked for in all of the text, JSON or not."""
+async def test_json_cut_by_a_stop_string_ends_with_stop(tokenizer):
+    """As at OpenAI, stop strings apply to all text, JSON or not."""
     says = json.dumps({"a": "one two"})
     form = {"type": "json_object"}
     async with serving_4k(
-        tokenizer, text_script(tokenizer, says, finish_reason="stop")
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
     ) as server:
-        found = await both(server, response_format=form, stop=["two"])
-        assert found == ("stop", "two", '{"a": "one ', [])
-        found = await both(server, response_format=form, stop=["three"])
-        assert found == ("stop", None, says, [])
+        actual = await both(server, response_format=form, stop=["two"])
+        assert actual == ("stop", "two", '{"a": "one ', [])
+        actual = await both(server, response_format=form, stop=["three"])
+        assert actual == ("stop", None, says, [])

@@ -1,4 +1,4 @@
-"""Which texts are tokenized, and where."""
+"""Texts are tokenized on threads, in bounded amounts."""
 
 import asyncio
 import threading
@@ -17,16 +17,16 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
-from tests.rigs.http_server import CONTEXT, READY, serving, text_script
+from tests.rigs.http_server import CONTEXT, READY, saying, serving
 
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
-# -- what streams do not wait for ---------------------------------------------------------------
+# -- work off the event loop ---------------------------------------------------------------
 
 
 class _Watched(Tokenizer):
-    """Remembers which threads rendered and tokenized."""
+    """Records which threads rendered and tokenized."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -53,7 +53,7 @@ _CALLING = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "aside"),
+    ("request_fields", "aside"),
     [
         ({"messages": [_HI]}, [False, False]),
         ({"messages": [{"role": "user", "content": _LONG}]}, [True, True]),
@@ -68,16 +68,18 @@ _CALLING = {
         ({"messages": [_HI], "bad_words": ["x"]}, [False] * 4),
     ],
 )
-async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, aside):
-    """Whatever makes them long."""
+async def test_long_texts_are_rendered_and_tokenized_on_other_threads(
+    tokenizer, request_fields, aside
+):
+    """Any part of a request may make it long."""
     watched = _Watched(tokenizer)
-    async with serving(watched, text_script(tokenizer, "x"), ready=_ROOMY) as server:
-        assert (await server.chat(**asked)).status_code == 200
+    async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
+        assert (await server.chat(**request_fields)).status_code == 200
         assert [thread != threading.get_ident() for thread in watched.threads] == aside
 
 
 @pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
-async def test_large_bodies_are_checked_aside(
+async def test_large_bodies_are_checked_on_other_threads(
     tokenizer, monkeypatch, num_messages, aside
 ):
     threads: list[int] = []
@@ -91,7 +93,7 @@ async def test_large_bodies_are_checked_aside(
         return guided_decodings(parsed)
 
     def prepare(
-        hooks: ServerHooks, asked: object, adds: list[AddRequest], ready: object
+        hooks: ServerHooks, request: object, adds: list[AddRequest], ready: object
     ) -> Any:
         threads.append(
             threading.get_ident()
@@ -104,20 +106,21 @@ async def test_large_bodies_are_checked_aside(
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(
-        tokenizer, text_script(tokenizer, "x"), ready=_ROOMY, max_body=10**6
+        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6
     ) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
         assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
 
 
-# -- what no context holds ----------------------------------------------------------------------
+# -- texts beyond the context ----------------------------------------------------------------------
 
-# Each byte of a text is a token of its own here, but for those of <end>. Texts that are no longer
-# than this are tokenized, and much longer ones where they are only to be counted.
-_MOST_CHARS = INLINE_CHARS
+# Each byte of a text is a token of its own here, but for those of <end>. Texts that are
+# no longer than this are tokenized, and much longer ones where they are only to be
+# counted.
+_MAX_CHARS = INLINE_CHARS
 
 
-def _told(size: int) -> dict[str, Any]:
+def _message(size: int) -> dict[str, Any]:
     return {"role": "user", "content": "x" * size}
 
 
@@ -125,15 +128,15 @@ def _told(size: int) -> dict[str, Any]:
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": "x" * (LONG_CHARS + 1)}, "prompt"),
-        ("/tokenize", {"messages": [_told(LONG_CHARS)]}, "messages"),
-        ("/v1/completions", {"prompt": ["a", "x" * (_MOST_CHARS + 1)]}, "prompt"),
-        ("/v1/chat/completions", {"messages": [_told(_MOST_CHARS)]}, "messages"),
-        ("/v1/responses", {"input": "x" * _MOST_CHARS}, "input"),
+        ("/tokenize", {"messages": [_message(LONG_CHARS)]}, "messages"),
+        ("/v1/completions", {"prompt": ["a", "x" * (_MAX_CHARS + 1)]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [_message(_MAX_CHARS)]}, "messages"),
+        ("/v1/responses", {"input": "x" * _MAX_CHARS}, "input"),
         ("/v1/chat/completions", {"messages": [_HI], "tools": [_TOOL]}, "messages"),
     ],
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
-async def test_a_text_that_no_context_holds_is_refused_untokenized(
+async def test_text_beyond_the_context_is_refused_untokenized(
     tokenizer, path, body, param
 ):
     watched = _Watched(tokenizer)
@@ -149,36 +152,35 @@ async def test_a_text_that_no_context_holds_is_refused_untokenized(
 
 
 async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
-    """Also where they turn out to be longer, and to count them whatever they turn out to be: a
-    client may want to know by how much."""
+    """/tokenize also counts texts beyond the context, so that a client learns by how much."""
     texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
     async with serving(tokenizer) as server:
-        refused = (await server.post(prompt="x" * _MOST_CHARS)).json()["error"][
+        refused = (await server.post(prompt="x" * _MAX_CHARS)).json()["error"][
             "message"
         ]
-        assert f"too long: it has {_MOST_CHARS}. " in refused
+        assert f"too long: it has {_MAX_CHARS}. " in refused
         for text, count in texts.items():
             for body in ({"prompt": text}, {"prompt": text, "return_token_strs": True}):
-                found = (await server.http.post("/tokenize", json=body)).json()
-                assert found["count"] == len(found["tokens"]) == count
+                actual = (await server.http.post("/tokenize", json=body)).json()
+                assert actual["count"] == len(actual["tokens"]) == count
             back = await server.http.post(
-                "/detokenize", json={"tokens": found["tokens"]}
+                "/detokenize", json={"tokens": actual["tokens"]}
             )
             assert back.json() == {"prompt": text}
 
 
-async def test_what_a_chat_template_leaves_out_takes_no_room(tokenizer, monkeypatch):
+async def test_text_left_out_by_a_template_does_not_count(tokenizer, monkeypatch):
     short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     monkeypatch.setattr(tokenizer, "chat_template", short)
 
-    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
-        answer = await server.chat(messages=[_told(5 * _MOST_CHARS)])
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+        answer = await server.chat(messages=[_message(5 * _MAX_CHARS)])
         assert answer.status_code == 200
         assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)])
-async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at_once):
+async def test_very_long_texts_are_tokenized_one_at_a_time(tokenizer, size, at_once):
     begun: list[int] = []
     go_on = threading.Event()
 
@@ -191,9 +193,7 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at
     try:
         while len(begun) < at_once:
             await asyncio.sleep(0.001)
-        for _ in range(
-            3
-        ):  # others pass, behind whatever threads were asked before them
+        for _ in range(3):  # shorter texts overtake the long one
             await texts.run(LONG_CHARS, lambda: None)
         assert len(begun) == at_once
     finally:
@@ -203,10 +203,10 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
+async def test_chat_that_renders_very_long_waits_for_its_turn(
     tokenizer, monkeypatch, path
 ):
-    """Only its template knows how long."""
+    """Only rendering the template shows its length."""
     monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []
     plain = TextEncoder.run
@@ -218,7 +218,7 @@ async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
     monkeypatch.setattr(TextEncoder, "run", watched)
     text = "x" * (2 * INLINE_CHARS)
 
-    async with serving(tokenizer, text_script(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         assert (await server.http.post(path, json=body)).status_code == 200
         assert len(f"user:{text};") in sizes

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from engine.text.tool_formats import call_beginnings
-from engine.text.tool_messages import with_tools
+from engine.text.tool_messages import add_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls
-from tests.rigs.http_server import chunks, serving_4k, text_script, with_template
+from tests.rigs.http_server import chunks, saying, serving_4k, with_template
 
 TOOL = {
     "type": "function",
@@ -53,16 +53,18 @@ def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
         ('{"a": 1}', {"tool_choice": NAMED}, None),
     ],
 )
-async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
-    script = text_script(tokenizer, text, finish_reason="stop")
+async def test_call_is_the_same_with_and_without_a_stream(
+    tokenizer, text, fields, content
+):
+    script = saying(tokenizer, text, finish_reason="stop")
 
     async with serving_4k(tokenizer, script) as server:
-        asked = {"tools": [TOOL], **fields}
-        (choice,) = (await server.chat(**asked)).json()["choices"]
+        request = {"tools": [TOOL], **fields}
+        (choice,) = (await server.chat(**request)).json()["choices"]
         assert call_of(choice) == ("add", '{"a": 1}')
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == content
-        streamed = chunks(await server.chat(stream=True, **asked))
+        streamed = chunks(await server.chat(stream=True, **request))
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
         assert "".join(delta.get("content") or "" for delta in deltas) == (
             content or ""
@@ -76,26 +78,26 @@ async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
         assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
-    """Under "auto" nothing keeps the model from writing two."""
-    script = text_script(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
-    asked = {"tools": [TOOL], "parallel_tool_calls": False}
+async def test_client_without_parallel_calls_gets_at_most_one_call(tokenizer):
+    """Under "auto" no grammar keeps the model from writing two calls."""
+    script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
+    request = {"tools": [TOOL], "parallel_tool_calls": False}
     async with serving_4k(tokenizer, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert len(choice["message"]["tool_calls"]) == 2
-        (choice,) = (await server.chat(**asked)).json()["choices"]
+        (choice,) = (await server.chat(**request)).json()["choices"]
         assert call_of(choice) == ("add", '{"a": 1}')
         assert choice["message"]["content"] == "Both: done"
-        streamed = chunks(await server.chat(stream=True, **asked))
+        streamed = chunks(await server.chat(stream=True, **request))
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
         calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
         assert {call["index"] for call in calls} == {0}
         assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
 
 
-async def test_an_answer_without_calls_is_as_ever(tokenizer):
+async def test_answer_without_calls_is_unchanged(tokenizer):
     async with serving_4k(
-        tokenizer, text_script(tokenizer, "a < b", finish_reason="stop")
+        tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
     ) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert choice["message"]["content"] == "a < b"
@@ -108,14 +110,14 @@ async def test_an_answer_without_calls_is_as_ever(tokenizer):
         assert choice["message"]["content"] == "a < b"
 
 
-async def test_what_the_engine_is_told(tokenizer):
+async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
     email = {"pattern": {"type": "string", "pattern": r"^(?!\.)[a-z]+@[a-z]+$"}}
     odd = {
         "name": "f",
         "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
     }
-    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
-        # No grammar can enforce the odd one; it need not be called.
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        # No grammar can enforce the odd schema; the tool is optional.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
         await server.post(structured_outputs={"regex": "a+"})
@@ -125,19 +127,19 @@ async def test_what_the_engine_is_told(tokenizer):
             named is not None
             and json.loads(named.text) == TOOL["function"]["parameters"]
         )
-        # A format is of what the model says: it may call a tool instead, or must.
-        asked: dict[str, Any] = {
+        # A response format applies to text: the model may or must call a tool instead.
+        request: dict[str, Any] = {
             "tools": [TOOL],
             "response_format": {"type": "json_object"},
         }
         for choice in ("auto", "none", NAMED):
-            assert (await server.chat(tool_choice=choice, **asked)).status_code == 200
+            assert (await server.chat(tool_choice=choice, **request)).status_code == 200
         either, answer, call = (add.sampling.grammar for add in server.engine.added[3:])
         assert either == Grammar("json_object", calls=("<tool_call>",))
         assert answer == Grammar("json_object") and call == named
 
 
-def test_what_only_a_call_begins_with(tokenizer):
+def test_call_beginnings_of_each_format(tokenizer):
     tools = Tools((TOOL,), "auto")
     knowing = with_template(tokenizer, "{{ tools }} [TOOL_CALLS]")
     knowing.special_ids = {ord("[")}
@@ -155,13 +157,13 @@ def test_what_only_a_call_begins_with(tokenizer):
 
 
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
-def test_another_template_gets_a_system_message(tokenizer, mode):
+def test_template_without_tools_gets_a_system_message(tokenizer, mode):
     tools = Tools((TOOL,), mode, "add" if mode == "named" else None)
-    messages, offered = with_tools([USER], tools, tokenizer)
+    messages, offered = add_tools([USER], tools, tokenizer)
     assert offered is None and [m["role"] for m in messages] == ["system", "user"]
     assert '"name": "add"' in messages[0]["content"]
     system = {"role": "system", "content": "Be kind."}
-    joined, _ = with_tools([system, USER], tools, tokenizer)
+    joined, _ = add_tools([system, USER], tools, tokenizer)
     assert [m["role"] for m in joined] == ["system", "user"]
     assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
 
@@ -170,8 +172,8 @@ def test_another_template_gets_a_system_message(tokenizer, mode):
 @pytest.mark.parametrize(
     "source", ["{{ messages }}", "{{ messages }} {{ tool_calls }}"]
 )
-def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option):
-    """DeepSeek's own templates know earlier calls, and no tools."""
+def test_system_message_describes_the_format_that_is_parsed(tokenizer, source, option):
+    """DeepSeek's templates know earlier calls, but no tools."""
     knowing = with_template(tokenizer, source)
     turn = {
         "role": "assistant",
@@ -179,8 +181,10 @@ def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option
         "tool_calls": [{"function": {"name": "add"}}],
     }
     tools = Tools((TOOL,), "auto")
-    (told, plain), _ = with_tools([turn], tools, knowing, option)
-    (shape,) = (line for line in told["content"].splitlines() if "<its name>" in line)
+    (reported, plain), _ = add_tools([turn], tools, knowing, option)
+    (shape,) = (
+        line for line in reported["content"].splitlines() if "<its name>" in line
+    )
     call = shape.replace("<an object of its parameters>", '{"a": 1}')
     call = call.replace("<its name>,", '"add",').replace("<its name>", "add")
     parser = create_tool_parser(tools, option, knowing.chat_template)
@@ -194,8 +198,8 @@ def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option
     assert ("tool_calls" in plain) == is_native
 
 
-def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
-    """As DeepSeek's does, whose calls have texts."""
+def test_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
+    """DeepSeek's template adds a call's arguments to a text."""
     turn = {
         "role": "assistant",
         "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}],
@@ -208,27 +212,27 @@ def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(token
         assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
 
 
-async def test_the_template_s_own_way_to_call_is_read(tokenizer):
-    """Here Mistral's; a call that is demanded has its own way, and the ids that templates take."""
+async def test_calls_are_read_in_the_templates_format(tokenizer):
+    """Mistral's format. A required call has its own format, and the ids that templates take."""
     knowing = with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
     text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
-    for say, asked in (
+    for say, request in (
         (text, {}),
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
     ):
         async with serving_4k(
-            knowing, text_script(knowing, say, finish_reason="stop")
+            knowing, saying(knowing, say, finish_reason="stop")
         ) as server:
-            (choice,) = (await server.chat(tools=[TOOL], **asked)).json()["choices"]
+            (choice,) = (await server.chat(tools=[TOOL], **request)).json()["choices"]
             (call,) = choice["message"]["tool_calls"]
             assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
             assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
-def test_earlier_calls_are_told_to_another_template_as_they_were_written(tokenizer):
+def test_template_without_tools_gets_earlier_calls_as_text(tokenizer):
     function = {"name": "add", "arguments": {"a": 1}}
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    (plain,), _ = with_tools([turn], Tools(), tokenizer)
+    (plain,), _ = add_tools([turn], Tools(), tokenizer)
     assert plain == {"role": "assistant", "content": CALL}
     parser = create_tool_parser(Tools((TOOL,), "auto"), "auto", tokenizer.chat_template)
     assert parser is not None and parser.feed(plain["content"]).calls[0].name == "add"

@@ -1,4 +1,4 @@
-"""What a key is charged for once its answer has ended: the tokens that the answer took."""
+"""A key is charged for the tokens of its answer once the answer has ended."""
 
 import json
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def limited(tmp_path: Path, *decode: Any, **options: Any) -> Rig:
-    """A proxy for which the key has a limit of tokens."""
+    """A proxy whose key has a token limit."""
     file = tmp_path / "keys"
     file.write_text(
         json.dumps({"name": "one", "key": KEY, "tokens_per_minute": PER_MINUTE})
@@ -101,7 +101,7 @@ async def status_of(rig: Rig, path: str, **body: Any) -> int:
     return (await rig.client.post(path, json=body, headers=HEADERS)).status_code
 
 
-async def test_an_error_costs_no_tokens(tmp_path):
+async def test_error_costs_no_tokens(tmp_path):
     async with limited(tmp_path, Fake(fails(400, "invalid_request"))) as rig:
         statuses = [
             await status_of(rig, CHAT, **PROMPT, max_tokens=PER_MINUTE)
@@ -117,13 +117,13 @@ async def test_an_error_costs_no_tokens(tmp_path):
         ("/detokenize", {"tokens": [1] * MUCH}, {"prompt": "ab"}),
     ],
 )
-async def test_tokenizing_is_charged_as_prompts_are(path, body, answer, tmp_path):
+async def test_tokenizing_is_charged_like_prompts(path, body, answer, tmp_path):
     async with limited(tmp_path, Fake(answers(200, answer))) as rig:
         assert [await status_of(rig, path, **body) for _ in range(2)] == [200, 429]
         assert await status_of(rig, CHAT, **PROMPT) == 429
 
 
-async def test_a_client_that_leaves_is_charged_for_what_it_got(tmp_path):
+async def test_disconnected_client_is_charged_for_its_tokens(tmp_path):
     waits = Waits(sends=EVENT * MUCH)
     async with limited(tmp_path, Fake(waits)) as rig:
         async with rig.client.stream(
@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(tmp_path):
         assert await status_of(rig, CHAT, **PROMPT) == 429
 
 
-async def test_frames_name_tokens_of_which_events_say_nothing(tokenizer, tmp_path):
+async def test_frames_contain_tokens_that_no_event_shows(tokenizer, tmp_path):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for _ in range(3):  # each of them is one event
             yield TokenDelta(request_id=request.request_id, token_ids=[65] * PER_MINUTE)
@@ -161,7 +161,7 @@ async def test_frames_name_tokens_of_which_events_say_nothing(tokenizer, tmp_pat
         max_size=60,
     )
 )
-def test_over_time_a_key_takes_no_more_tokens_than_it_may(requests):
+def test_key_never_exceeds_its_token_limit_over_time(requests):
     now = [5.0]
     key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0

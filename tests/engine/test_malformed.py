@@ -1,4 +1,4 @@
-"""The table against the proxy, a prefill and a decode server, and all three chained."""
+"""The table of malformed requests against proxy, prefill and decode server, and a chain."""
 
 import asyncio
 import contextlib
@@ -19,24 +19,24 @@ from tests.proxy.fakes import KV_PARAMS, Rig
 from tests.rigs.http_server import Running, serving
 from tests.rigs.offers import offer
 
-TIMEOUT_S = 0.5  # of clients that owe something
+TIMEOUT_S = 0.5  # for clients that send too little
 AT_ONCE = 32
 SECRET = b"secret"
 
 
-# The prompts that each of the servers behind a port was asked for.
+# The prompts that each of the servers behind a port received.
 Prompts = Callable[[], list[list[str]]]
 
 
 async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
-    """An answer's status, once it is all there and says what answers must. Empty at the end."""
+    """Read an answer and return its status; empty at the end of the connection."""
     try:
-        told = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+        reported = (await reader.readuntil(b"\r\n\r\n"))[:-4]
     except asyncio.IncompleteReadError as error:
         return repr(error.partial) if error.partial else ""
     except ConnectionError:
         return ""
-    first, *rest = told.split(b"\r\n")
+    first, *rest = reported.split(b"\r\n")
     headers = dict(line.lower().split(b": ", 1) for line in rest)
     status = first.split()[1].decode()
     if status == "100":
@@ -55,27 +55,27 @@ async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
 
 
 async def answers_to(row: Row, port: int, tag: bytes) -> str:
-    """As in the table: what comes, and whether the connection is of use afterwards."""
+    """Return the outcome in the table's form: answers, and whether the connection is usable."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    found: list[str] = []
+    actual: list[str] = []
     try:
         writer.write(row.raw.replace(b"@@@@", tag))
         expected = row.expected.rstrip("!").split()
         for want in expected:
-            found.append(await read_answer(reader, not want.endswith("-")))
+            actual.append(await read_answer(reader, not want.endswith("-")))
         if not row.expected.endswith("!"):
             writer.write(HEALTH)
         while status := await read_answer(reader, True):
             if status == "200" and not row.expected.endswith("!"):
-                return " ".join(found)
-            found.append(status)
-        return " ".join(filter(None, found)) + "!"
+                return " ".join(actual)
+            actual.append(status)
+        return " ".join(filter(None, actual)) + "!"
     finally:
         writer.close()
 
 
 async def failures(port: int, prompts: Prompts) -> list[str]:
-    """The rows that are not as the table says, and what they were instead."""
+    """Return the rows with another outcome than the table's, and that outcome."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def answers(row: Row, tag: str) -> str:
@@ -92,28 +92,29 @@ async def failures(port: int, prompts: Prompts) -> list[str]:
                 return repr(error)
 
     tags = [f"~{at:03}" for at in range(len(ROWS))]
-    found = await asyncio.gather(*map(answers, ROWS, tags))
-    asked = prompts()
+    actual = await asyncio.gather(*map(answers, ROWS, tags))
+    request = prompts()
     wrong = [
         text
-        for texts in asked
+        for texts in request
         for text in texts
         if not any(tag in text for tag in tags)
     ]
-    for row, tag, told in zip(ROWS, tags, found, strict=True):
-        times = {sum(tag in text for text in texts) for texts in asked}
-        if not re.fullmatch(row.expected, told) or not times <= (
-            {0, 1} if row.asked == MAYBE else {row.asked}
+    for row, tag, reported in zip(ROWS, tags, actual, strict=True):
+        times = {sum(tag in text for text in texts) for texts in request}
+        if not re.fullmatch(row.expected, reported) or not times <= (
+            {0, 1} if row.num_completions == MAYBE else {row.num_completions}
         ):
             wrong.append(
-                f"{row.name}: {told} {times}, expected {row.expected} {row.asked}"
+                f"{row.name}: {reported} {times}, expected {row.expected} "
+                f"{row.num_completions}"
             )
     return wrong
 
 
 @dataclass
 class Recorder:
-    """A server that reads strictly, with another parser than ours, and keeps what it is asked."""
+    """A strict server with another parser, which records the requests that it receives."""
 
     answer: Any
     bodies: list[bytes] = field(default_factory=list)
@@ -136,13 +137,13 @@ class Recorder:
                     case h11.EndOfMessage():
                         if head.target == b"/v1/completions":
                             self.bodies.append(bytes(body))
-                        told = json.dumps(
+                        reported = json.dumps(
                             self.answer if head.method == b"POST" else {}
                         ).encode()
-                        headers = [("content-length", str(len(told)))]
+                        headers = [("content-length", str(len(reported)))]
                         for event in (
                             h11.Response(status_code=200, headers=headers),
-                            h11.Data(data=told),
+                            h11.Data(data=reported),
                             h11.EndOfMessage(),
                         ):
                             writer.write(connection.send(event) or b"")
@@ -159,7 +160,7 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def proxying(prefill: object, decode: object) -> AsyncIterator[int]:
-    """The port of a proxy in front of these, once both are ready."""
+    """Start a proxy in front of these servers; return its port once both are ready."""
     limits = {
         "client_timeout_s": TIMEOUT_S,
         "max_body_bytes": 20_000,
@@ -199,7 +200,7 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
 async def served(
     tokenizer: Tokenizer, *roles: str
 ) -> AsyncIterator[tuple[int, Prompts]]:
-    """Servers of these roles; of several, a proxy in front of them."""
+    """Start servers of these roles, with a proxy in front of several."""
     hooks = EitherLeg(SECRET, "recompute")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -224,11 +225,11 @@ async def served(
     [(), ("prefill",), ("decode",), ("prefill", "decode")],
     ids=lambda roles: "-".join(roles) or "proxy",
 )
-async def test_no_request_is_read_in_two_ways(roles, tokenizer):
+async def test_proxy_and_servers_parse_each_request_alike(roles, tokenizer):
     async with served(tokenizer, *roles) if roles else recorded() as (port, prompts):
         wrong = await failures(port, prompts)
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_rows_have_names_of_their_own():
+def test_row_names_are_unique():
     assert len({row.name for row in ROWS}) == len(ROWS) >= 140

@@ -1,5 +1,6 @@
-"""What counts in a server's queue: true lengths of requests that are tokenized and still wanted.
-The HTTP application under a real uvicorn, in front of a scripted engine."""
+"""What counts in a server's queue: true lengths of requests that are tokenized and
+still wanted. The HTTP application under a real uvicorn, in front of a scripted
+engine."""
 
 import asyncio
 import json
@@ -65,19 +66,19 @@ async def until_in_progress(server: Server, count: int) -> None:
 # -- prompts that begin alike ------------------------------------------------------------------
 
 
-async def test_what_prompts_have_in_common_counts_once(tokenizer):
+async def test_common_prefixes_count_once(tokenizer):
     gate = Gate()
     async with serving_4k(tokenizer, gate, max_queued_tokens=4000) as server:
-        asked = []
+        requested = []
         for number in range(12):
             ids = prompt_ids(number)
-            asked.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
+            requested.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
             await until_added(server, number + 1)  # none is refused
         assert (
             await queue_tokens(server) == 1560 + 11 * 88
         )  # 1,472 tokens are whole spans
         gate.open.set()
-        assert {(await one).status_code for one in asked} == {200}
+        assert {(await one).status_code for one in requested} == {200}
         assert await queue_tokens(server) == 0
         gate.open.clear()
         late = asyncio.create_task(server.post(prompt=prompt_ids(99), max_tokens=1))
@@ -105,7 +106,7 @@ def request(ids: list[int], **members: Any) -> AddRequest:
     return AddRequest(token_ids=ids, **members)
 
 
-def test_another_prompt_pays_when_the_one_that_paid_is_aborted():
+def test_prefix_is_charged_to_another_prompt_after_an_abort():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
     first, second, third = (
@@ -128,7 +129,7 @@ def test_prompts_with_logprobs_count_in_full():
     assert queue.num_tokens == 2 * 1560
 
 
-def test_an_urgent_prompt_does_not_count_on_a_less_urgent_one():
+def test_urgent_prompt_does_not_rely_on_the_prefix_of_a_less_urgent_one():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
     queue.enter([request(prompt_ids(1))])
@@ -136,8 +137,8 @@ def test_an_urgent_prompt_does_not_count_on_a_less_urgent_one():
     assert queue._tokens == {0: 88, -1: 1560}
 
 
-def test_the_rate_is_of_tokens_that_were_computed():
-    """The cache did not have what was expected; the queue does not look slow for that."""
+def test_rate_counts_only_computed_tokens():
+    """The cache lacked an expected prefix, and the queue's rate must not drop for that."""
     now_s = 0.0
     queue = Admission(
         QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6), lambda: now_s
@@ -152,7 +153,7 @@ def test_the_rate_is_of_tokens_that_were_computed():
 
 
 @given(st.data())
-def test_each_span_is_paid_for_once_whatever_comes_and_goes(data):
+def test_each_span_is_charged_once_in_any_order_of_events(data):
     counted = 0
 
     def on_change(prompt: WaitingPrompt, change: int) -> None:
@@ -181,12 +182,12 @@ def test_each_span_is_paid_for_once_whatever_comes_and_goes(data):
         assert len(prefixes) == len(keys | prefixes._computed.keys())
 
 
-def test_a_prompt_of_any_length_has_few_marks():
+def test_prompt_of_any_length_has_few_prefix_marks():
     assert [len(marks_of(range(n))) for n in (63, 64, 4096, 131_072)] == [0, 1, 64, 224]
     assert sum(mark.num_tokens for mark in marks_of(range(1 << 20))) == 1 << 20
 
 
-def test_prompts_of_different_salts_have_no_mark_in_common():
+def test_prompts_with_different_salts_share_no_prefix_marks():
     keys = [
         {mark.key for mark in marks_of(range(256), salt)} for salt in (b"", b"a", b"b")
     ]
@@ -194,7 +195,7 @@ def test_prompts_of_different_salts_have_no_mark_in_common():
     assert not (keys[0] & keys[1] or keys[0] & keys[2] or keys[1] & keys[2])
 
 
-async def test_logprobs_of_a_prompt_do_not_end_its_wait(tokenizer):
+async def test_prompt_logprobs_do_not_end_the_wait(tokenizer):
     go_on = asyncio.Event()
 
     async def script(added: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -209,20 +210,20 @@ async def test_logprobs_of_a_prompt_do_not_end_its_wait(tokenizer):
         )
 
     async with serving(tokenizer, script) as server:
-        asked = asyncio.create_task(server.post(prompt_logprobs=1, max_tokens=1))
+        requested = asyncio.create_task(server.post(prompt_logprobs=1, max_tokens=1))
         await until_added(server, 1)
         await asyncio.sleep(0)
         assert await queue_tokens(server) == 64
         go_on.set()
-        await asked
+        await requested
         assert await queue_tokens(server) == 0
 
 
-# -- requests that are not tokenized yet, or not wanted any more -------------------------------
+# -- requests that are not tokenized yet, or whose client disconnected -------------------------------
 
 
 class Blocked(Tokenizer):
-    """Tokenizes texts of 3,000 characters and more when it is let."""
+    """Tokenizes texts of at least 3,000 characters only when the test allows it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -241,23 +242,23 @@ class Blocked(Tokenizer):
             await asyncio.sleep(0.002)
 
 
-async def test_a_request_counts_from_when_it_is_tokenized(tokenizer):
+async def test_request_enters_the_queue_once_tokenized(tokenizer):
     blocked = Blocked(tokenizer)
     async with serving_4k(blocked, max_queued_tokens=100) as server:
-        too_long = asyncio.create_task(server.post(prompt="x" * 5000))
+        context_length_error = asyncio.create_task(server.post(prompt="x" * 5000))
         await blocked.until_begun()
         assert await queue_tokens(server) == 0
         for _ in range(3):
             assert (await server.post()).status_code == 200
         blocked.go_on.set()
-        assert (await too_long).status_code == 400
+        assert (await context_length_error).status_code == 400
         assert (await server.post()).status_code == 200
 
 
 async def send_and_leave(
     server: Server, path: str, body: dict[str, Any]
 ) -> socket.socket:
-    """A client that has sent a request and reads nothing; close it to leave."""
+    """Send a request and read nothing; closing the socket disconnects the client."""
     data = json.dumps({"model": "m", **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     client = socket.create_connection((server.host, server.port))
@@ -269,7 +270,7 @@ async def send_and_leave(
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 )
-async def test_a_client_that_has_gone_ends_the_work_for_it(tokenizer, path):
+async def test_client_disconnect_ends_its_work(tokenizer, path):
     text = "x" * 3000
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": [text, text]},
@@ -291,11 +292,11 @@ async def test_a_client_that_has_gone_ends_the_work_for_it(tokenizer, path):
         assert not server.engine.added and await queue_tokens(server) == 0
 
 
-async def test_kv_that_was_offered_to_a_client_that_has_gone_is_released(tokenizer):
+async def test_offered_kv_is_released_when_the_client_disconnects(tokenizer):
     class Hooks(ServerHooks):
         released: ClassVar[list[object]] = []
 
-        def refused(self, kv_transfer_params: object) -> list[EngineInput]:
+        def release_messages(self, kv_transfer_params: object) -> list[EngineInput]:
             self.released.append(kv_transfer_params)
             return []
 
@@ -310,8 +311,8 @@ async def test_kv_that_was_offered_to_a_client_that_has_gone_is_released(tokeniz
         assert Hooks.released == [{"remote_engine_id": "p"}]
 
 
-async def test_a_client_that_has_gone_leaves_the_line_for_a_thread(tokenizer):
-    """Very long texts are worked on one at a time."""
+async def test_client_disconnect_frees_its_place_for_a_thread(tokenizer):
+    """Very long texts are tokenized one at a time."""
     blocked = Blocked(tokenizer)
     ready = replace(READY, max_model_len=1 << 17, num_blocks=1 << 13)
     text = "x" * (1 << 20) + "x"
@@ -373,7 +374,7 @@ async def test_a_client_that_has_gone_leaves_the_line_for_a_thread(tokenizer):
         ),
     ],
 )
-async def test_what_no_context_holds_is_refused_before_it_is_rendered(
+async def test_prompt_beyond_the_context_is_refused_before_rendering(
     tokenizer, monkeypatch, path, body, field
 ):
     monkeypatch.setattr(prompt_bounds, "MIN_CHARS_LIMIT", 10_000)
@@ -394,7 +395,7 @@ async def test_what_no_context_holds_is_refused_before_it_is_rendered(
 
 
 def endless(number: int) -> dict[str, Any]:
-    """A schema whose trial takes as long as it may."""
+    """A schema whose trial takes all of the allowed time."""
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
 
 
@@ -403,24 +404,24 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
 ):
     async with serving(tokenizer, hang, max_queued_tokens=200) as server:
         good = {"structured_outputs": {"regex": "[a-z]*"}}
-        asked = [asyncio.create_task(server.post(**good)) for _ in range(3)]
+        requested = [asyncio.create_task(server.post(**good)) for _ in range(3)]
         await until_added(server, 3)
         assert await queue_tokens(server) == 0
         refused = await server.post(**good)
         assert (
             refused.status_code == 429 and refused.json()["error"]["phase"] == "grammar"
         )
-        asked.append(asyncio.create_task(server.post()))
+        requested.append(asyncio.create_task(server.post()))
         await until_added(server, 4)
         assert await queue_tokens(server) == 64
         first, second = (added.request_id for added in server.engine.added[:2])
-        server.engine.emit(Outputs([], compiled=[first]))
+        server.engine.say(Outputs([], compiled=[first]))
         assert await queue_tokens(server) == 128
         error = ErrorInfo("grammar_failed", "too complex")
-        server.engine.emit(Outputs([TokenDelta(request_id=second, error=error)]))
-        for one in asked:
+        server.engine.say(Outputs([TokenDelta(request_id=second, error=error)]))
+        for one in requested:
             one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requested, return_exceptions=True)
         await until_in_progress(server, 0)
         assert await queue_tokens(server) == 0
         last = asyncio.create_task(server.post(**good))
@@ -429,7 +430,7 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
         await until_in_progress(server, 0)
 
 
-async def test_requests_that_wait_for_a_trial_hold_up_no_request_without_a_schema(
+async def test_waiting_trials_do_not_delay_requests_without_a_schema(
     tokenizer, monkeypatch
 ):
     monkeypatch.setattr(grammar_check, "MAX_WAITING_TRIALS", 3)

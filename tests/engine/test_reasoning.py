@@ -1,4 +1,4 @@
-"""Reasoning before an answer, however its text is cut into pieces."""
+"""Reasoning before an answer is separated in any pieces of the text."""
 
 from typing import Any
 
@@ -30,15 +30,13 @@ CASES: list[tuple[Any, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
-def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(
-    begins, text, reasoning, content
-):
+def test_reasoning_is_separated_in_any_pieces(begins, text, reasoning, content):
     cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]
     cuts += [[text[:at], *text[at:]] for at in range(len(text))]
     for pieces in cuts:
         parser = ReasoningParser(begins)
-        told = [*map(parser.feed, pieces), parser.finish()]
-        assert ["".join(parts) for parts in zip(*told, strict=True)] == [
+        reported = [*map(parser.feed, pieces), parser.finish()]
+        assert ["".join(parts) for parts in zip(*reported, strict=True)] == [
             reasoning,
             content,
         ], pieces
@@ -47,7 +45,7 @@ def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(
         )
 
 
-def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once():
+def test_reasoning_is_streamed_and_blanks_are_scanned_once():
     parser = ReasoningParser("open")
     assert [parser.feed(text) for text in ("I ", "add", " 1</", "b>")] == [
         ("I", ""), (" add", ""), (" 1", ""), ("</b>", "")]  # fmt: skip
@@ -106,41 +104,41 @@ def cuts_of(text: str) -> list[list[str]]:
 def read(
     form: str, pieces: list[str], *, mode: Any = "auto", is_cut: bool = False
 ) -> list[str]:
-    """Reasoning and answer."""
+    """Return the reasoning and the answer."""
     parser = ReasoningParser("perhaps", CallOpenings(Tools(TOOLS, mode, "add"), form))
-    told = [*map(parser.feed, pieces), parser.finish(is_cut=is_cut)]
-    return ["".join(parts) for parts in zip(*told, strict=True)]
+    reported = [*map(parser.feed, pieces), parser.finish(is_cut=is_cut)]
+    return ["".join(parts) for parts in zip(*reported, strict=True)]
 
 
 @pytest.mark.parametrize(("form", "call"), CALLS)
-def test_a_call_ends_reasoning_that_is_never_closed(form, call):
+def test_call_ends_reasoning_that_is_never_closed(form, call):
     for pieces in cuts_of(f"<think>\nI < add.\n{call}"):
         assert read(form, pieces) == ["I < add.", call], pieces
 
 
 @pytest.mark.parametrize(("form", "text"), NO_CALLS)
-def test_what_only_looks_like_a_call_is_reasoning(form, text):
+def test_text_that_only_looks_like_a_call_is_reasoning(form, text):
     for pieces in cuts_of(f"<think>\n{text}"):
         assert read(form, pieces) == [text, ""], pieces
 
 
 @pytest.mark.parametrize(("form", "call"), CALLS)
-def test_a_call_in_closed_reasoning_is_only_thought_of(form, call):
+def test_call_in_closed_reasoning_is_no_call(form, call):
     for pieces in cuts_of(f"<think>{call} or not?</think>\n\nYes {call}"):
         assert read(form, pieces) == [f"{call} or not?", f"Yes {call}"], pieces
 
 
-def test_reasoning_that_a_limit_ends_may_go_on_behind_a_call():
+def test_reasoning_cut_by_a_limit_includes_the_call():
     for pieces in cuts_of(f"<think>hm {HERMES} or"):
         assert read("hermes", pieces, is_cut=True) == [f"hm {HERMES} or", ""]
 
 
 @pytest.mark.parametrize("mode", ["none", "required", "named"])
-def test_a_call_ends_no_reasoning_where_it_is_not_for_the_model_to_call(mode):
+def test_call_ends_no_reasoning_where_the_model_may_not_call(mode):
     assert read("hermes", [f"<think>hm {HERMES}"], mode=mode) == [f"hm {HERMES}", ""]
 
 
-def test_text_is_held_back_from_a_call_on_and_each_character_is_read_once():
+def test_text_after_a_call_is_held_and_scanned_once():
     parser = ReasoningParser("open", CallOpenings(Tools(TOOLS, "auto")))
     assert parser.feed("I see <tool") == ("I see", "")
     assert parser.feed("box> ") == (" <toolbox>", "")

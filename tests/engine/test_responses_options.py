@@ -1,4 +1,4 @@
-"""/v1/responses: what shapes its tokens, and their log-probabilities, as OpenAI's client reads."""
+"""/v1/responses: sampling fields and log-probabilities, read by OpenAI's client."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,16 +18,16 @@ from tests.engine.test_http_responses import FLAT, SHOWS, client_of
 from tests.engine.test_http_tools import CALL
 from tests.rigs.http_server import (
     USAGE,
+    saying,
     serving_4k,
     serving_harmony,
-    text_script,
     with_template,
 )
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 LOGPROBS = "message.output_text.logprobs"
 
-# Fields that chats have too, and one value of each.
+# Fields that chats have, too, with one value each.
 SHARED: dict[str, Any] = {
     "top_k": 7,
     "min_p": 0.25,
@@ -49,12 +49,12 @@ SHARED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-async def test_a_field_does_what_it_does_in_a_chat(name, tokenizer):
+async def test_field_works_like_in_a_chat(name, tokenizer):
     knowing = with_template(
         tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking")
     )
     field = {name: SHARED[name]}
-    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
+    async with serving_4k(knowing, saying(knowing, "ok")) as server:
         plain = {"seed": 1, "model": "m", "input": "Hi"}
         bodies: list[tuple[str, dict[str, Any]]] = [
             (RESPONSES, plain),
@@ -67,9 +67,9 @@ async def test_a_field_does_what_it_does_in_a_chat(name, tokenizer):
         for path, body in bodies:
             answer = await server.http.post(path, json=body)
             assert answer.status_code == 200, answer.text
-        without, told, chat = (_without_id(add) for add in server.engine.added)
-        assert told == chat
-        assert told != without
+        without, reported, chat = (_without_id(add) for add in server.engine.added)
+        assert reported == chat
+        assert reported != without
 
 
 def _without_id(add: AddRequest) -> dict[str, Any]:
@@ -80,16 +80,16 @@ def _without_id(add: AddRequest) -> dict[str, Any]:
     }
 
 
-async def test_a_stop_string_ends_a_response(tokenizer):
-    async with serving_4k(tokenizer, text_script(tokenizer, "one two three")) as server:
+async def test_stop_string_ends_a_response(tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "one two three")) as server:
         body = {"model": "m", "input": "Hi", "stop": " two"}
-        told = Response.model_validate(
+        reported = Response.model_validate(
             (await server.http.post(RESPONSES, json=body)).json()
         )
-    assert (told.output_text, told.status) == ("one", "completed")
+    assert (reported.output_text, reported.status) == ("one", "completed")
 
 
-async def test_what_contradicts_is_named_by_the_fields_of_this_endpoint(tokenizer):
+async def test_contradictions_are_named_by_the_fields_of_this_endpoint(tokenizer):
     mistakes: list[tuple[dict[str, Any], str, str]] = [
         ({"top_logprobs": 3}, "top_logprobs", LOGPROBS),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "0 to 20"),
@@ -126,12 +126,12 @@ async def test_what_contradicts_is_named_by_the_fields_of_this_endpoint(tokenize
 
 
 async def test_json_objects_may_have_a_schema(tokenizer):
-    asked = {
+    request = {
         "input": "Hi",
         "text": {"format": {"type": "json_object", "schema": {"type": "null"}}},
     }
-    async with serving_4k(tokenizer, text_script(tokenizer, "null")) as server:
-        assert (await server.http.post(RESPONSES, json=asked)).status_code == 200
+    async with serving_4k(tokenizer, saying(tokenizer, "null")) as server:
+        assert (await server.http.post(RESPONSES, json=request)).status_code == 200
         grammar = server.engine.added[0].sampling.grammar
         assert grammar == Grammar("json_schema", '{"type": "null"}')
 
@@ -140,15 +140,15 @@ async def test_json_objects_may_have_a_schema(tokenizer):
 
 
 def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
-    """A script that says `text`; the n-th token's logprob is -n / 8, and the likeliest is "A"."""
+    """A script that writes `text`. Token n has the logprob -n / 8; "A" is the most likely."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         assert request.sampling.num_logprobs is not None
         for at, token_id in enumerate(tokenizer.encode(text)):
-            found = TokenLogprobs(-at / 8, tokenizer.encode("A"), [-at / 16])
+            actual = TokenLogprobs(-at / 8, tokenizer.encode("A"), [-at / 16])
             ids = [token_id]
             yield TokenDelta(
-                request_id=request.request_id, token_ids=ids, logprobs=[found]
+                request_id=request.request_id, token_ids=ids, logprobs=[actual]
             )
         yield TokenDelta(
             request_id=request.request_id, finish_reason="stop", usage=USAGE
@@ -157,8 +157,8 @@ def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
     return script
 
 
-# What the model writes, and the messages of the response.
-SAID = [
+# The model's text, and the messages of the response.
+OUTPUTS = [
     ("añb", ["añb"]),
     ("<think>I add.</think>So", ["So"]),
     (f"So:{CALL}Hm.", ["So:", "Hm."]),
@@ -168,26 +168,26 @@ SAID = [
 
 
 @pytest.mark.parametrize("num_top", [0, 1])
-@pytest.mark.parametrize(("text", "messages"), SAID)
+@pytest.mark.parametrize(("text", "messages"), OUTPUTS)
 async def test_each_message_has_the_log_probabilities_of_its_tokens(
     tokenizer, text, messages, num_top
 ):
     knowing = with_template(tokenizer, SHOWS)
-    asked: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
-    asked["top_logprobs"] = num_top
+    request: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
+    request["top_logprobs"] = num_top
     async with serving_4k(knowing, saying_with_logprobs(knowing, text)) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**asked)
-            async with client.responses.stream(**asked) as stream:
-                told = [event async for event in stream]
+            whole = await client.responses.create(**request)
+            async with client.responses.stream(**request) as stream:
+                reported = [event async for event in stream]
                 final = await stream.get_final_response()
     assert whole.top_logprobs == num_top
-    found = [_logprobs_of(item) for item in whole.output if item.type == "message"]
-    assert found == [
+    actual = [_logprobs_of(item) for item in whole.output if item.type == "message"]
+    assert actual == [
         _logprobs_of(item) for item in final.output if item.type == "message"
     ]
     ids = knowing.encode(text)
-    for message, logprobs in zip(messages, found, strict=True):
+    for message, logprobs in zip(messages, actual, strict=True):
         raw = b"".join(bytes(one["bytes"]) for one in logprobs)
         assert raw.decode() == message
         begin = text.encode().index(raw)  # a token is a byte here
@@ -198,25 +198,25 @@ async def test_each_message_has_the_log_probabilities_of_its_tokens(
             top = [{"token": "A", "logprob": -(begin + at) / 16, "bytes": [65]}]
             assert one["top_logprobs"] == top[:num_top]
             assert one["token"] == knowing.token_text(ids[begin + at]).text
-    deltas = [event for event in told if isinstance(event, ResponseTextDeltaEvent)]
+    deltas = [event for event in reported if isinstance(event, ResponseTextDeltaEvent)]
     assert "".join(event.delta for event in deltas) == "".join(messages)
     streamed = [one.logprob for event in deltas for one in event.logprobs]
-    ends = [event for event in told if isinstance(event, ResponseTextDoneEvent)]
+    ends = [event for event in reported if isinstance(event, ResponseTextDoneEvent)]
     assert (
         streamed
-        == [one["logprob"] for logprobs in found for one in logprobs][: len(streamed)]
+        == [one["logprob"] for logprobs in actual for one in logprobs][: len(streamed)]
     )
     assert [[one.logprob for one in event.logprobs] for event in ends] == [
-        [one["logprob"] for one in logprobs] for logprobs in found
+        [one["logprob"] for one in logprobs] for logprobs in actual
     ]
 
 
-async def test_in_harmony_neither_heads_nor_analysis_nor_calls_have_any(harmony):
+async def test_in_harmony_only_final_text_has_log_probabilities(harmony):
     text = f"{THINK}hm<|end|>{START}{FINAL}Ah<|end|>{START}{HARMONY_CALL}{{}}<|call|>"
-    asked: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
+    request: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
     async with serving_harmony(harmony, saying_with_logprobs(harmony, text)) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**asked)
+            whole = await client.responses.create(**request)
     assert [item.type for item in whole.output] == [
         "reasoning",
         "message",
@@ -231,9 +231,9 @@ def _logprobs_of(item: Any) -> list[dict[str, Any]]:
     return logprobs
 
 
-async def test_a_response_has_no_log_probabilities_that_nobody_asked_for(tokenizer):
-    async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
+async def test_response_has_log_probabilities_only_on_request(tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
         body = {"input": "Hi", "include": ["reasoning.encrypted_content"]}
-        told = (await server.http.post(RESPONSES, json=body)).json()
-        assert told["output"][0]["content"][0]["logprobs"] == []
+        reported = (await server.http.post(RESPONSES, json=body)).json()
+        assert reported["output"][0]["content"][0]["logprobs"] == []
         assert server.engine.added[0].sampling.num_logprobs is None

@@ -1,4 +1,4 @@
-"""A stream that is cut behind any of its frames goes on at another server, byte for byte."""
+"""A stream that is cut after any frame resumes at another server, byte for byte."""
 
 import asyncio
 import math
@@ -50,31 +50,32 @@ _INCLUDE = {"include": ["message.output_text.logprobs"]}
 
 
 def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
-    """Says a text in each choice, by turns, behind what is known of it. Of the prompt so many
-    tokens were cached."""
-    said = [tokenizer.encode(text) for text in texts]
+    """Return a script that writes a text in each choice in turn, after the known tokens.
+
+    `cached` tokens of the prompt come from the cache."""
+    output = [tokenizer.encode(text) for text in texts]
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         name, usage = request.request_id, KVUsage(recomputed=3, cached_tokens=cached)
         if request.num_prompt_logprobs is not None:
-            found = [None, *[TokenLogprobs(-1.5)] * (len(request.token_ids) - 1)]
-            yield TokenDelta(request_id=name, prompt_logprobs=found)
-        for at in range(max(map(len, said)) + 1):
-            for choice, ids in enumerate(said[: request.num_choices]):
-                known = request.known[choice] if request.known else None
-                if known and (known.has_ended or at < len(known.token_ids)):
+            actual = [None, *[TokenLogprobs(-1.5)] * (len(request.token_ids) - 1)]
+            yield TokenDelta(request_id=name, prompt_logprobs=actual)
+        for at in range(max(map(len, output)) + 1):
+            for choice, ids in enumerate(output[: request.num_choices]):
+                sent = request.known[choice] if request.known else None
+                if sent and (sent.has_ended or at < len(sent.token_ids)):
                     continue
                 logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
                 logprobs = (
                     [logprob] if request.sampling.num_logprobs is not None else None
                 )
                 if at < len(ids):
-                    told = {"token_ids": ids[at : at + 1], "logprobs": logprobs}
-                    told |= {"usage": usage} if at == 0 else {}
-                    yield TokenDelta(request_id=name, choice=choice, **told)
+                    reported = {"token_ids": ids[at : at + 1], "logprobs": logprobs}
+                    reported |= {"usage": usage} if at == 0 else {}
+                    yield TokenDelta(request_id=name, choice=choice, **reported)
                 elif at == len(ids):
-                    told = {"finish_reason": "length", "usage": usage}
-                    yield TokenDelta(request_id=name, choice=choice, **told)
+                    reported = {"finish_reason": "length", "usage": usage}
+                    yield TokenDelta(request_id=name, choice=choice, **reported)
                 if at:  # first tokens come together, as of one step
                     await asyncio.sleep(0)
 
@@ -84,36 +85,33 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
 Frames = list[tuple[bytes, bytes]]
 
 
-async def _ask(
+async def _post(
     server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> httpx.Response:
-    """As a proxy asks for a stream, or for the rest of one."""
-    kept = resume.FrameHistory()
+    """Request a stream, or the rest of one, like a proxy."""
+    retained = resume.Kept()
     for text in texts:
-        kept.add(text + b",")
-    more = {resume.MEMBER: msgspec.json.decode(kept.sign(SECRET))} if texts else {}
-    headers = {
-        "x-request-id": "r",
-        resume.HEADER: resume.frames_request(SECRET, b"r").decode(),
-    }
+        retained.add(text + b",")
+    more = {resume.MEMBER: msgspec.json.decode(retained.sign(SECRET))} if texts else {}
+    headers = {"x-request-id": "r", resume.HEADER: resume.asking(SECRET, b"r").decode()}
     whole = {"model": "m", "stream": True, **body, **more}
     return await server.http.post(path, json=whole, headers=headers)
 
 
-async def _frames(server: Server, *asked: Any) -> Frames:
-    answer = await _ask(server, *asked)
+async def _frames(server: Server, *request: Any) -> Frames:
+    answer = await _post(server, *request)
     assert answer.status_code == 200, answer.text
     frames = resume.Frames()
-    found = frames.feed(answer.content)
+    actual = frames.feed(answer.content)
     assert not frames.feed(b"") and answer.headers[resume.HEADER]
-    return found
+    return actual
 
 
 def _joined(frames: Frames) -> bytes:
     return b"".join(events for _, events in frames)
 
 
-# The endpoint, the request, and what is said in each choice.
+# The endpoint, the request, and the text of each choice.
 _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "characters of several tokens": (_CHAT, _HI, ["häß€𝄞!"]),
     "logprobs": (_CHAT, {**_HI, **_LOGPROBS}, ["añb"]),
@@ -194,12 +192,12 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", _STREAMS)
-async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer, harmony):
-    path, body, said = _STREAMS[name]
+async def test_stream_resumes_after_any_of_its_frames(name, tokenizer, harmony):
+    path, body, output = _STREAMS[name]
     body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 200, **body}
     knowing = harmony if "harmony" in name else with_template(tokenizer, SHOWS)
     serve = partial(serving_harmony, knowing)
-    scripts = _script(knowing, said), _script(knowing, said, 1)
+    scripts = _script(knowing, output), _script(knowing, output, 1)
     async with serve(scripts[0]) as first, serve(scripts[1]) as other:
         whole = await _frames(first, path, body)
         assert len(whole) >= 3
@@ -209,7 +207,7 @@ async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer, harmo
             texts = [text for text, _ in whole[:cut]]
             server = (
                 other if cut > 1 else first
-            )  # before a token nothing is known of the cache
+            )  # the cached tokens are unknown before the first token
             rest = await _frames(server, path, body, texts)
             assert _joined(whole[:cut] + rest) == _joined(whole), cut
             if len(rest) > 1 and cut % 4 == 1:  # and once more
@@ -218,12 +216,12 @@ async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer, harmo
 
 
 def _anonymous(stream: bytes) -> bytes:
-    """Without what is an answer's own."""
+    """Remove the parts that differ between answers."""
     ids = rb'(cmpl-|resp_|msg_|rs_|fc_|call_)[0-9a-f]{24,32}|"created(_at)?":\d+'
     return re.sub(ids, b"", stream)
 
 
-async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
+async def test_stream_resumes_only_with_the_same_request_and_model(tokenizer):
     body = {"prompt": "abc", "max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
     others = [
         {"prompt": "abd"},
@@ -239,32 +237,31 @@ async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
     ):
         texts = [text for text, _ in (await _frames(first, _COMPLETIONS, body))[:3]]
         for other in others:
-            answer = await _ask(second, _COMPLETIONS, {**body, **other}, texts)
+            answer = await _post(second, _COMPLETIONS, {**body, **other}, texts)
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "resume_refused"
-        beyond = await _ask(second, _COMPLETIONS, body, [texts[0], b"[[0,[99999999]]]"])
+        beyond = await _post(
+            second, _COMPLETIONS, body, [texts[0], b"[[0,[99999999]]]"]
+        )
         assert beyond.status_code == 503 and "beyond" in beyond.text
         assert await _frames(second, _COMPLETIONS, body, texts)
         assert len(second.engine.added) == 1
     dtype = replace(READY, geometry={"dtype": "bfloat16"})
     short = replace(READY, max_model_len=8)
-    for ready, wanted in ((dtype, "dtype"), (short, "context")):
+    for ready, requested_kinds in ((dtype, "dtype"), (short, "context")):
         async with serving(tokenizer, script, ready=ready) as other:
-            asked = {**body, "max_tokens": 5} if ready is short else body
-            answer = await _ask(other, _COMPLETIONS, asked, texts)
-            assert (answer.status_code, wanted in answer.text) == (503, True), (
-                answer.text
-            )
+            request = {**body, "max_tokens": 5} if ready is short else body
+            answer = await _post(other, _COMPLETIONS, request, texts)
+            assert (answer.status_code, requested_kinds in answer.text) == (
+                503,
+                True,
+            ), answer.text
 
 
-async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tokenizer):
+async def test_only_a_proxy_of_the_cluster_gets_frames_or_resumes_a_stream(tokenizer):
     body = {"prompt": "abc", "max_tokens": 3, "stream": True}
     async with serving(tokenizer, _script(tokenizer, ["hello"])) as server:
-        for value in (
-            "1",
-            resume.frames_request(b"another secret..", b"r").decode(),
-            "",
-        ):
+        for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
             headers = {"x-request-id": "r", resume.HEADER: value}
             answer = await server.post(headers=headers, **body)
             assert (
@@ -277,7 +274,7 @@ async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tok
             assert answer.json()["error"]["param"] == resume.MEMBER
 
 
-async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
+async def test_error_frame_reports_whether_a_stream_may_resume(tokenizer):
     ends = {"engine_died": b"!died", "overloaded": b"!busy", "internal_error": b"[]"}
     for code, text in ends.items():
 
@@ -290,13 +287,13 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "x"))
 
         async with serving(tokenizer, script) as server:
-            *_, (told, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
-            assert told == text and code.encode() in event
+            *_, (reported, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
+            assert reported == text and code.encode() in event
 
 
 @pytest.mark.parametrize("stop", [[], ["calls"]], ids=["", "that are not shown yet"])
-async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer, stop):
-    """Behind all of its tokens, however late they are read."""
+async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop):
+    """The reference follows all tokens, however late they are read."""
     first, *others = tokenizer.encode("Icall")
     assert len(others) > 1
 
@@ -311,11 +308,11 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer, stop):
         )
 
     async with serving(tokenizer, script) as server:
-        asked = {"prompt": "a", "stop": stop}
-        *_, last, (told, event) = await _frames(server, _COMPLETIONS, asked)
+        requested = {"prompt": "a", "stop": stop}
+        *_, last, (reported, event) = await _frames(server, _COMPLETIONS, requested)
         assert (
             msgspec.json.decode(last[0]) == [[0, others]]
-            and told == b'!moved {"a":[1]}'
+            and reported == b'!moved {"a":[1]}'
         )
         assert bool(last[1]) == (not stop) and b"no_server_available" in event
         assert not server.engine.aborted, "who goes on comes for it"
@@ -325,11 +322,11 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer, stop):
     "name", ["logprobs", "characters of several tokens", "choices"]
 )
 @pytest.mark.parametrize("num", [1, 4])
-async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name, num):
-    path, body, said = _STREAMS[name]
+async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name, num):
+    path, body, output = _STREAMS[name]
     body = {"max_tokens": 90, "stream": False, **body}
     knowing = with_template(tokenizer, SHOWS)
-    script = _script(knowing, said)
+    script = _script(knowing, output)
 
     async def moves(request: AddRequest) -> AsyncIterator[TokenDelta]:
         left, open_choices = (
@@ -341,36 +338,38 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
                 break
             yield delta
         for choice in open_choices:
-            told = {
+            reported = {
                 "choice": choice,
                 "kv_transfer_params": None if choice else {"a": [1]},
             }
-            yield TokenDelta(request_id=request.request_id, finish_reason=MOVED, **told)
+            yield TokenDelta(
+                request_id=request.request_id, finish_reason=MOVED, **reported
+            )
 
     async with (
         serving_4k(knowing, moves) as first,
         serving_4k(knowing, script) as other,
     ):
-        expected = await _ask(other, path, body)
-        *frames, (told, _) = await _frames(first, path, body)
-        assert told == b'!moved {"a":[1]}' and not _joined(frames)
-        found = await _ask(other, path, body, [text for text, _ in frames])
-        assert _anonymous(found.content) == _anonymous(expected.content)
+        expected = await _post(other, path, body)
+        *frames, (reported, _) = await _frames(first, path, body)
+        assert reported == b'!moved {"a":[1]}' and not _joined(frames)
+        actual = await _post(other, path, body, [text for text, _ in frames])
+        assert _anonymous(actual.content) == _anonymous(expected.content)
         assert (
-            found.headers["content-type"] == "application/json"
-            and found.status_code == 200
+            actual.headers["content-type"] == "application/json"
+            and actual.status_code == 200
         )
-        known = [one.token_ids for one in other.engine.added[-1].known]
-        assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
+        sent = [one.token_ids for one in other.engine.added[-1].known]
+        assert sum(map(len, sent)) >= num - 1 and resume.HEADER not in actual.headers
 
 
-@pytest.mark.parametrize(("is_movable", "size", "num_kept"), [
-    (False, 1, 0), (True, resume.MAX_HISTORY_BYTES, 2), (True, resume.MAX_HISTORY_BYTES * 99 // 200, 3)
+@pytest.mark.parametrize(("is_movable", "size", "num_retained"), [
+    (False, 1, 0), (True, resume.MAX_KEPT_BYTES, 2), (True, resume.MAX_KEPT_BYTES * 99 // 200, 3)
 ])  # fmt: skip
-def test_an_answer_keeps_its_tokens_only_while_it_could_move(
-    is_movable, size, num_kept
+def test_answer_keeps_its_frames_only_while_it_can_migrate(
+    is_movable, size, num_retained
 ):
-    """It may have been told to just before there are too many."""
+    """The order to migrate may come just before there are too many frames."""
     origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
     framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
     for num in (1, size, 1):
@@ -378,23 +377,27 @@ def test_an_answer_keeps_its_tokens_only_while_it_could_move(
         framing.hold()
         assert b" []\n" in framing.wrap(b""), "nothing else is kept of them"
     assert framing.may_move == (size == 1)
-    kept = resume.Frames().feed(framing.moved({}, b""))
-    assert [text.startswith(b"[[0,") for text, _ in kept].count(True) == num_kept
+    retained = resume.Frames().feed(framing.moved({}, b""))
+    assert [text.startswith(b"[[0,") for text, _ in retained].count(
+        True
+    ) == num_retained
 
 
-async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
-    """Those whose prompt is still computed, too: a server that ends listens until they have."""
+async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
+    """Requests whose prompt is computed migrate, too: the server listens until then."""
     async with serving(tokenizer, hang) as server:
         moves = {"prompt": "a"}
         stay = [
             {"prompt": "a", "echo": True, "logprobs": 1, "stream": False},
             {"prompt": ["a", "b"]},
         ]
-        asked = [
-            asyncio.create_task(_ask(server, _COMPLETIONS, body))
+        request = [
+            asyncio.create_task(_post(server, _COMPLETIONS, body))
             for body in (moves, *stay)
         ]
-        asked.append(asyncio.create_task(server.post(model="m", stream=True, **moves)))
+        request.append(
+            asyncio.create_task(server.post(model="m", stream=True, **moves))
+        )
         await until(
             lambda: len(server.engine.added) == 5 and bool(server.engine.movable)
         )
@@ -412,16 +415,16 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
         assert answer.json() == {"moving": 1}
         (name,) = server.engine.moving
         assert name == server.engine.added[0].request_id
-        for task in asked:
+        for task in request:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*request, return_exceptions=True)
         await until(lambda: not (server.engine.moving or server.engine._subscriptions))
 
 
-async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_there(
+async def test_request_tokenized_after_the_handover_ends_at_the_drained_server(
     tokenizer,
 ):
-    """Else it goes on elsewhere, and the server listens until its KV was fetched."""
+    """Otherwise it migrates, and the server listens until its KV was pulled."""
     leave = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -430,20 +433,23 @@ async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_ther
 
     async with serving(tokenizer, script) as server:
         engine = server.engine
-        ask = lambda: asyncio.create_task(_ask(server, _COMPLETIONS, {"prompt": "a"}))  # noqa: E731
-        asked = [ask()]
+
+        def send() -> asyncio.Task[Any]:
+            return asyncio.create_task(_post(server, _COMPLETIONS, {"prompt": "a"}))
+
+        requested = [send()]
         await until(lambda: bool(engine.movable))
         handing = asyncio.create_task(engine.hand_over(math.inf))
-        asked.append(ask())
+        requested.append(send())
         await until(lambda: len(engine.moving) == 2)
         engine.stats["baton_leases_held"] = 1.0
         leave.set()
-        assert all(b"!moved" in one.content for one in await asyncio.gather(*asked))
+        assert all(b"!moved" in one.content for one in await asyncio.gather(*requested))
         assert not handing.done()
         engine.stats.clear()
         await handing
         leave.clear()
-        late = ask()
+        late = send()
         await until(lambda: len(engine.added) == 3 and bool(engine.movable))
         assert not engine.moving
         leave.set()

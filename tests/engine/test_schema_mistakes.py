@@ -1,4 +1,4 @@
-"""What is wrong with a JSON schema or grammar is said in Baton's words: by path, value and fix."""
+"""Mistakes in schemas and grammars are reported in Baton's words: path, value and fix."""
 
 import json
 import random
@@ -40,7 +40,7 @@ LIBRARY = re.compile(
         {"oneOf": REFS, "allOf": [{"type": "object"}], "$defs": DEFS},
     ],
 )  # fmt: skip
-def test_one_of_is_the_same_however_it_is_written(schema):
+def test_one_of_is_the_same_in_any_spelling(schema):
     assert judge(BYTES, of(schema)).mistake is None
     assert matches(of(schema), '{"kind":"dog"}') and not matches(
         of(schema), '{"kind":"cow"}'
@@ -81,7 +81,7 @@ def test_one_of_is_enforced_where_options_exclude_each_other(options, is_enforce
         )
 
 
-def test_keywords_beside_one_of_may_leave_one_option():
+def test_sibling_keywords_of_one_of_may_leave_one_option():
     schema = {
         "type": "string",
         "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}],
@@ -101,7 +101,7 @@ def test_unknown_formats_are_annotations(name):
     assert matches(grammar, '{"a": "any text"}') and matches(grammar, '{"a": 1}')
 
 
-def test_known_formats_are_enforced():
+def test_supported_formats_are_enforced():
     for name in FORMATS:
         assert not matches(of({"type": "string", "format": name}), '"any text"'), name
 
@@ -123,13 +123,13 @@ def test_known_formats_are_enforced():
         ('{"type": "integer", "default": 1e400, "examples": [1e-400]}', "1", '"a"'),
     ],
 )  # fmt: skip
-def test_what_has_no_effect_is_not_refused(schema, right, wrong):
+def test_keywords_without_effect_are_not_refused(schema, right, wrong):
     assert judge(BYTES, of(schema)).mistake is None
     assert matches(of(schema), right) and not matches(of(schema), wrong)
 
 
 @pytest.mark.parametrize(
-    ("schema", "path", "said"),
+    ("schema", "path", "text"),
     [
         ({"properties": {"a": {"type": "objekt"}}}, "properties.a.type", '"objekt" (did you mean'),
         ({"properties": {"a": 3}}, "properties.a", "3; it must be an object or a boolean"),
@@ -158,9 +158,9 @@ def test_what_has_no_effect_is_not_refused(schema, right, wrong):
          "look-ahead"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named_by_its_path(schema, path, said):
+def test_mistake_is_named_by_its_path(schema, path, text):
     mistake = judge(BYTES, of(schema)).mistake
-    assert mistake is not None and mistake.startswith(f"`{path}`") and said in mistake
+    assert mistake is not None and mistake.startswith(f"`{path}`") and text in mistake
     assert not LIBRARY.search(mistake)
 
 
@@ -179,7 +179,7 @@ _KEYWORDS = (
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_words_of_the_library_reach_a_client(seed):
+def test_library_messages_never_reach_a_client(seed):
     """Random schemas, most of them wrong."""
     rng, num_mistakes = random.Random(seed), 0
     for _ in range(250):
@@ -200,7 +200,7 @@ def test_no_words_of_the_library_reach_a_client(seed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "output"),
     [
         ("regex", r"\bfoo", "word boundary"),
         ("regex", r"(a)\1", "backreference"),
@@ -226,7 +226,7 @@ def test_no_words_of_the_library_reach_a_client(seed):
         ("grammar", "root ::= gone", "`gone` is not defined"),
     ],
 )
-def test_mistakes_in_grammars_are_reworded(kind, text, said):
+def test_mistakes_in_grammars_are_reworded(kind, text, output):
     mistake = judge(LLTokenizer("byte"), Grammar(kind, text)).mistake
-    assert mistake is not None and said in mistake
+    assert mistake is not None and output in mistake
     assert not LIBRARY.search(mistake)

@@ -62,7 +62,7 @@ def _near(rng: random.Random, *bounds: Bound | None) -> list[Decimal]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_range_matches_exactly_the_numbers_within_it(seed):
+def test_range_matches_exactly_the_numbers_within_it(seed):
     rng = random.Random(seed)
     for _ in range(150):
         lower, upper = _bounds(rng)
@@ -106,14 +106,14 @@ def _as_the_library_reads(value: Any) -> Decimal:
 
 def test_multiples_are_exact_or_none():
     """0.07 * 100 is 7.000000000000001, which the library would refuse or take."""
-    kept = 0
+    retained = 0
     for coefficient in range(1, 400):
         for places in range(5):
             multiple = Decimal(f"{coefficient}E-{places}")
             if (value := library_multiple(multiple)) is not None:
                 assert _as_the_library_reads(value) == multiple
-                kept += 1
-    assert kept > 1800
+                retained += 1
+    assert retained > 1800
     for usual in (
         "0.01",
         "0.05",

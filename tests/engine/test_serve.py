@@ -111,7 +111,7 @@ async def _serve(
     engine: _EndingEngine,
 ) -> int:
     server.api.client = engine
-    server.api.take_model(tokenizer)
+    server.api.set_model(tokenizer)
     serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
     return await server._serve(port, serving)
@@ -198,7 +198,7 @@ class _Watched(_EndingEngine):
         super().__init__()
         self.silences = list(silences)
 
-    def look(self) -> bool:
+    def is_stalled(self) -> bool:
         is_silent = self.silences.pop(0) == "s"
         if not self.silences:
             self.emit(EngineFailed("it was looked at to the end"))

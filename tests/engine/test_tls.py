@@ -1,5 +1,6 @@
-"""HTTPS: a proxy before a server, both over TLS and with keys; what is refused; and what no answer
-may show."""
+"""HTTPS: a proxy before a server, both over TLS and with keys.
+
+The tests also check refusals, and that no answer shows secrets."""
 
 import asyncio
 import json
@@ -26,7 +27,7 @@ CLIENT, ROOT, SERVER = (
 
 
 def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
-    """A certificate for this machine's loopback, which vouches for itself, and its key."""
+    """A self-signed certificate for the loopback address, and its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     names = "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost"
     command = (
@@ -52,15 +53,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     return [made(folder, name) for name in ("server", "proxy")]
 
 
-async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
+async def test_keys_and_tls_work_from_client_to_server(tokenizer, pairs):
     of_server, of_proxy = pairs
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, role="decode", **tls(of_server), **keys) as server:
         url = str(server.http.base_url).rstrip("/")
         assert url.startswith("https:")
         options = {"api_key": (SecretStr(CLIENT),), "admin_key": (SecretStr(ROOT),)}
-        known = {"upstream_api_key": SecretStr(SERVER), "tls_ca": of_server[0]}
-        async with proxying(url, **tls(of_proxy), **options, **known) as proxy:
+        sent = {"upstream_api_key": SecretStr(SERVER), "tls_ca": of_server[0]}
+        async with proxying(url, **tls(of_proxy), **options, **sent) as proxy:
             verified = ssl.create_default_context(cafile=of_proxy[0])
             bearer = {"authorization": f"Bearer {CLIENT}"}
             front = proxy.url.replace("http:", "https:")
@@ -128,7 +129,7 @@ BAD: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({}, "it has API keys: set --upstream-api-key"),
         (
@@ -138,19 +139,19 @@ BAD: tuple[Any, ...] = (
         ({"tls_ca": None}, "certificate verify failed"),
     ],
 )
-async def test_a_proxy_that_its_server_does_not_trust_says_why(
-    options, told, tokenizer, pairs
+async def test_proxy_that_is_not_trusted_reports_why(
+    options, reported, tokenizer, pairs
 ):
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
         url = server.http.base_url
         options = {"tls_ca": pairs[0][0], "api_key": (SecretStr(CLIENT),), **options}
         async with proxying(url, **options) as proxy:
-            await until(lambda: told in proxy.app.fleet.servers[0].health.reason)
+            await until(lambda: reported in proxy.app.fleet.servers[0].health.reason)
             assert not proxy.is_ready(0)
 
 
-async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(tokenizer):
+async def test_proxy_without_keys_passes_the_clients_key_on(tokenizer):
     async with serving(
         tokenizer, role="decode", api_key=(SecretStr(CLIENT),)
     ) as server:
@@ -162,7 +163,9 @@ async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(token
                 assert answer.status_code == status
 
 
-async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, caplog):
+async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
+    tmp_path, caplog
+):
     cert, key = made(tmp_path, "old")
     ca = str(shutil.copy(cert, tmp_path / "ca"))
     certificate, verified = (
@@ -177,9 +180,9 @@ async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, 
 
     async def served() -> bytes:
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verified)
-        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        actual = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         writer.close()
-        return bytes(found)
+        return bytes(actual)
 
     def pem(file: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert(Path(file).read_text())
@@ -201,12 +204,12 @@ async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, 
     server.close()
 
 
-def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path):
+def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
     (cert, key), (other, _) = made(tmp_path, "one"), made(tmp_path, "two")
     locked = made(tmp_path, "locked", "-passout", "pass:secret")
     (tmp_path / "text").write_text("no certificate")
     text = str(tmp_path / "text")
-    for pair, told in (
+    for pair, reported in (
         ((cert, text), "give PEM files"),
         (
             (other, key),
@@ -216,11 +219,11 @@ def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path):
         ((cert, "/no/file"), "No such file"),
         (locked, "is encrypted; give one that is not"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             Certificate(AccessOptions(**tls(pair)))
-    for file, told in (
+    for file, reported in (
         (text, "--tls-ca .*text: .*give a PEM"),
         ("/no/file", "No such file"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             trusted(file)

@@ -64,7 +64,7 @@ def train(
 
 
 def write_byte_level(folder: Path) -> None:
-    """As Llama 3, Qwen and SmolLM2 have it: byte-level, no prefix, ChatML-like tokens."""
+    """A tokenizer like those of Llama 3, Qwen and SmolLM2: byte-level, no prefix, ChatML."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,15 +75,15 @@ def write_byte_level(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
         "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
-        "pad_token": "<|pad|>",  # known to this file only
+        "pad_token": "<|pad|>",  # only this file has it
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_sentencepiece_like(folder: Path) -> None:
-    """As Llama 2 has it: spaces are ▁, unknown characters are byte tokens, <s> is put in front."""
+def write_sentencepiece_style(folder: Path) -> None:
+    """A tokenizer like Llama 2's: spaces are ▁, with byte tokens and <s> in front."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -98,7 +98,8 @@ def write_sentencepiece_like(folder: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
     saved = json.loads(tokenizer.to_str())
-    # The trainer made the byte tokens special; in such models they are plain vocabulary.
+    # The trainer made the byte tokens special; in such models they are plain
+    # vocabulary.
     saved["added_tokens"] = [
         t for t in saved["added_tokens"] if t["content"] in special
     ]
@@ -115,7 +116,7 @@ def write_sentencepiece_like(folder: Path) -> None:
 
 MAKERS = {
     "byte-level": write_byte_level,
-    "sentencepiece-like": write_sentencepiece_like,
+    "sentencepiece-like": write_sentencepiece_style,
 }
 
 
@@ -152,7 +153,7 @@ def assert_equal_to_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *trained_models()])
-def test_it_equals_transformers(folders, name):
+def test_result_equals_transformers(folders, name):
     assert_equal_to_transformers({**folders, **trained_models()}[name])
 
 
@@ -172,17 +173,17 @@ def test_it_equals_transformers(folders, name):
         "\r\n",
     ],
 )
-def test_no_text_has_fewer_tokens_than_its_bound(folders, name, unit):
+def test_lower_bound_never_exceeds_the_token_count(folders, name, unit):
     tokenizer = Tokenizer(folders[name])
     text = unit * (100_000 // len(unit))
     count = len(tokenizer.encode(text))
     for limit in (0, count // 3, count - 1, count):
-        bound = tokenizer.at_least(text, limit)
+        bound = tokenizer.min_num_tokens(text, limit)
         assert (limit < bound <= count) if limit <= count // 3 else bound == 0
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_many_ids_are_decoded_like_few(folders, name):
+def test_many_ids_decode_the_same_as_few(folders, name):
     tokenizer = Tokenizer(folders[name])
     few = tokenizer.encode("Hello, wörld! ")
     text = tokenizer.decode_all(few * 3)
@@ -191,7 +192,7 @@ def test_many_ids_are_decoded_like_few(folders, name):
     assert tokenizer.decode_all(many).startswith(text)
 
 
-def test_the_byte_table_says_what_decode_says(folders):
+def test_byte_table_agrees_with_decode(folders):
     tokenizer = Tokenizer(folders["byte-level"])
     assert tokenizer.token_bytes is not None
     for token_id in range(tokenizer.vocab_size):
@@ -208,14 +209,14 @@ def test_the_byte_table_says_what_decode_says(folders):
         ("sentencepiece-like", "the cat</s>", " the cat</s>"),  # with its leading space
     ],
 )
-def test_a_token_is_shown_by_its_text(folders, kind, text, shown):
+def test_token_is_shown_by_its_text(folders, kind, text, shown):
     tokenizer = Tokenizer(folders[kind])
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(tokenizer.token_text(i).text for i in ids) == shown
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
-def test_a_part_of_a_character_is_shown_by_its_bytes(folders, kind):
+def test_part_of_a_character_is_shown_by_its_bytes(folders, kind):
     tokenizer = Tokenizer(folders[kind])
     shown = [
         tokenizer.token_text(i) for i in tokenizer.encode("€", add_special_tokens=False)
@@ -238,7 +239,9 @@ def test_a_part_of_a_character_is_shown_by_its_bytes(folders, kind):
         (None, None, None),
     ],
 )
-def test_eos_comes_from_the_most_specific_file(tmp_path, generation, config, expected):
+def test_eos_comes_from_the_file_with_the_highest_precedence(
+    tmp_path, generation, config, expected
+):
     write_byte_level(tmp_path)
     for name, content in (("generation_config", generation), ("config", config)):
         if content is not None:
@@ -269,8 +272,8 @@ def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
     assert vocabulary.eos_token == 5 or not expected
 
 
-def test_an_end_token_that_only_the_tokenizer_has_is_left_out(tmp_path):
-    """It is added behind the vocabulary, so the model has no logit for it."""
+def test_end_token_that_only_the_tokenizer_has_is_left_out(tmp_path):
+    """It is added after the vocabulary, so the model has no logit for it."""
     write_byte_level(tmp_path)
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
     saved["eos_token"] = "<|other end|>"
@@ -281,7 +284,7 @@ def test_an_end_token_that_only_the_tokenizer_has_is_left_out(tmp_path):
     assert (tokenizer.eos_ids, tokenizer.unknown_eos_ids) == ((), (added_id,))
 
 
-def test_another_chat_template_takes_the_place_of_the_models_own(tmp_path):
+def test_given_chat_template_replaces_the_models(tmp_path):
     write_byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("own")
     other = tmp_path / "other"
@@ -304,7 +307,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "told"),
+    ("name", "content", "error", "reported"),
     [
         ("tokenizer.json", None, TokenizerNotFound,
          r"found: tekken\.json, tokenizer\.model\); .*same vocabulary.*save_pretrained"),
@@ -326,7 +329,7 @@ _CONFIG = "tokenizer_config.json"
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
     ],
 )  # fmt: skip
-def test_what_is_missing_or_broken_is_named(tmp_path, name, content, error, told):
+def test_missing_or_broken_files_are_named(tmp_path, name, content, error, reported):
     write_byte_level(tmp_path)
     for vocabulary in ("tekken.json", "tokenizer.model"):
         (tmp_path / vocabulary).write_bytes(b"x")
@@ -338,7 +341,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path, name, content, error, told
         (tmp_path / name).write_text(text)
     if name == "chat_template.json":  # read where the tokenizer's own files have none
         (tmp_path / _CONFIG).unlink()
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reported):
         Tokenizer(tmp_path)
 
 
@@ -360,7 +363,7 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "reported"),
     [
         (
             "{{ messages[0].role }}",
@@ -370,11 +373,11 @@ def render(source: str, *messages: dict[str, Any]) -> str:
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
     ],
 )
-def test_a_template_refuses_in_words_for_the_client(tmp_path, template, told):
+def test_template_refusal_has_a_message_for_the_client(tmp_path, template, reported):
     write_byte_level(tmp_path)
     (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
     messages, tokenizer = [{"role": "user", "content": "Hi"}], Tokenizer(tmp_path)
-    with pytest.raises(InvalidRequest, match=told):
+    with pytest.raises(InvalidRequest, match=reported):
         tokenizer.render_chat(messages, continue_final_message=True)
 
 
@@ -398,9 +401,7 @@ _TOOL_USE = "additional_chat_templates/tool_use.jinja"
         (None, {"chat_template.json": '{"chat_template": "a processor\'s"}'}),
     ],
 )
-def test_of_several_templates_that_is_taken_which_transformers_takes(
-    tmp_path, listed, files
-):
+def test_template_choice_equals_transformers(tmp_path, listed, files):
     write_byte_level(tmp_path)
     config = json.loads((tmp_path / _CONFIG).read_text())
     (tmp_path / _CONFIG).write_text(json.dumps({**config, "chat_template": listed}))
@@ -414,18 +415,18 @@ def test_of_several_templates_that_is_taken_which_transformers_takes(
     )
     messages = [{"role": "user", "content": "Hi"}]
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
-        found = ours.render_chat(messages, tools=tools)
+        actual = ours.render_chat(messages, tools=tools)
         if listed is None:  # which its tokenizers alone do not read
-            assert found == "a processor's"
+            assert actual == "a processor's"
         else:
-            assert found == theirs.apply_chat_template(
+            assert actual == theirs.apply_chat_template(
                 messages, tools=tools, tokenize=False
             )
 
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])
 @pytest.mark.parametrize("strips", [False, True])
-def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
+def test_message_is_continued_as_transformers_does(tmp_path, content, strips):
     write_byte_level(tmp_path)
     path = tmp_path / "chat_template.jinja"
     shown = "m.content | trim" if strips else "m.content"
@@ -442,15 +443,15 @@ def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": content},
     ]
-    own = {"shout": True, "bos_token": "<b>"}  # goes before the model's
+    local_name = {"shout": True, "bos_token": "<b>"}  # goes before the model's
     for options in (
         {"continue_final_message": True, "add_generation_prompt": False},
         {"add_generation_prompt": False},
         {"add_generation_prompt": True},
     ):
-        found = ours.render_chat(messages, **options, variables=own)
-        assert found == theirs.apply_chat_template(
-            messages, tokenize=False, **options, **own
+        actual = ours.render_chat(messages, **options, variables=local_name)
+        assert actual == theirs.apply_chat_template(
+            messages, tokenize=False, **options, **local_name
         )
 
 
@@ -464,7 +465,7 @@ def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
         "{{ nothing.at.all }}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox_nor_crash_the_server(source):
+def test_template_cannot_leave_its_sandbox_nor_crash_the_server(source):
     with pytest.raises(InvalidRequest, match="chat template"):
         render(source, {"role": "user", "content": ""})
 

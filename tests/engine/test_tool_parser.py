@@ -1,4 +1,4 @@
-"""Tool calls in an answer, however its text is cut into pieces."""
+"""Tool calls are read the same in any pieces of an answer."""
 
 import random
 import re
@@ -28,11 +28,11 @@ def new(kind: str) -> ToolParser:
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    content, found = "", list[ToolCallPiece]()
+    content, actual = "", list[ToolCallPiece]()
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content
-        found += parsed.calls
-    calls = join_pieces(found)
+        actual += parsed.calls
+    calls = join_pieces(actual)
     assert [call.index for call in calls] == list(range(parser.num_calls))
     assert all(
         call.id and re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call.id)
@@ -100,13 +100,15 @@ CASES = [
      '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}', "",
      [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')]),
     ("deepseek_v3",
-     "So <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>look_up"
+     "So "
+     "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>look_up"
      "<｜tool▁sep｜>{}<｜tool▁call▁end｜> so", "So so", [("add", "{}"), ("look_up", "{}")]),
     ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", "a <｜tool▁calls▁begin｜> b", []),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}",
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}", []),
     ("qwen3_coder",
-     "So: <tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
+     "So: "
+     "<tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
      '</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n</parameter>\n<parameter=ok>True'
      "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function></tool_call>",
      "So:", [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
@@ -120,7 +122,8 @@ CASES = [
     ("qwen3_coder", "<tool_call> <function>", "<tool_call> <function>", []),
     ("qwen3_coder", "<function=a b> x", "<function=a b> x", []),
     ("glm45",
-     "So: <tool_call>look_up\n<arg_key>s</arg_key>\n<arg_value> 3\n</arg_value>\n<arg_key>a"
+     "So: <tool_call>look_up\n<arg_key>s</arg_key>\n<arg_value> "
+     "3\n</arg_value>\n<arg_key>a"
      '</arg_key>\n<arg_value>3</arg_value>\n<arg_key>deep</arg_key>\n<arg_value>'
      '{"x": ["</tool_call>"]}</arg_value>\n</tool_call>\n<tool_call>add</tool_call> done',
      "So: done",
@@ -186,7 +189,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
-def test_an_answer_is_read_the_same_however_it_is_cut(kind, text, content, calls):
+def test_answer_is_read_the_same_in_any_pieces(kind, text, content, calls):
     rng = random.Random(len(text))
     cuts = [[text], list(text)]
     cuts += [[text[:at], text[at:]] for at in range(len(text))]
@@ -203,7 +206,7 @@ def test_an_answer_is_read_the_same_however_it_is_cut(kind, text, content, calls
 @pytest.mark.parametrize(
     "nested", ['{"name": "add", "arguments": %s}', '{"name": %s}', "{%s: 1}"]
 )
-def test_brackets_nested_without_end_are_text_like_any_other(kind, nested):
+def test_deeply_nested_brackets_are_plain_text(kind, nested):
     deep = "[" * 20_000 + "]" * 20_000
     text = nested % deep
     begin = "<tool_call>" if kind == "hermes" else ""
@@ -227,8 +230,8 @@ def test_brackets_nested_without_end_are_text_like_any_other(kind, nested):
         ("llama3_json", '{"name": "add", "parameters": {"s": "', '"}}', 40_009),
     ],
 )  # fmt: skip
-def test_a_long_argument_in_single_characters_is_looked_at_once(kind, begin, end, size):
-    """In a second; looked at again with each character it would be half an hour."""
+def test_long_argument_in_single_characters_is_scanned_once(kind, begin, end, size):
+    """It takes a second. Scanning the text again for each character would take half an hour."""
     content, ((name, arguments),) = read(new(kind), [begin, *("x" * 40_000), end])
     assert (content, name, len(arguments)) == ("", "add", size)
 
@@ -246,8 +249,8 @@ def test_a_long_argument_in_single_characters_is_looked_at_once(kind, begin, end
         ("pythonic", "[add()]"),
     ],
 )
-def test_blanks_without_end_are_looked_at_once(kind, begin):
-    """As many as here would take two minutes if each were looked at again with the next."""
+def test_endless_blanks_are_scanned_once(kind, begin):
+    """Scanning the blanks again for each one would take two minutes."""
     parser = new(kind)
     parser.feed(begin)
     given = [parser.feed(" ") for _ in range(100_000)][1:]
@@ -257,7 +260,7 @@ def test_blanks_without_end_are_looked_at_once(kind, begin):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", ["<", "</ ", "<parameter=", "</function> "])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_value_of_many_tags_is_looked_at_once(piece, is_whole):
+def test_value_with_many_tags_is_scanned_once(piece, is_whole):
     text = piece * 6_000
     pieces = [text] if is_whole else [*text]
     content, ((_, arguments),) = read(
@@ -267,16 +270,16 @@ def test_a_value_of_many_tags_is_looked_at_once(piece, is_whole):
     assert content == "" and len(arguments) == len(text) + len('{"s": ""}')
 
 
-def test_arguments_come_as_they_are_written():
-    """The name first and alone, then pieces of the arguments, not all at the end."""
+def test_arguments_are_streamed_as_written():
+    """The name comes first and alone, then the arguments in pieces, not all at the end."""
     parser = new("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
     pieces = [
         parser.feed(text).calls
         for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")
     ]
-    told = [[piece.arguments for piece in some] for some in pieces]
-    assert told == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
+    reported = [[piece.arguments for piece in some] for some in pieces]
+    assert reported == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
 
 
 @pytest.mark.parametrize(
@@ -312,14 +315,14 @@ def test_arguments_come_as_they_are_written():
         ("hermes", "{{ tools }} <|python_tag|>", "hermes"),
     ],
 )
-def test_the_syntax_is_the_option_s_or_the_template_s(option, template, syntax):
+def test_syntax_comes_from_the_option_or_the_template(option, template, syntax):
     assert tool_syntax(option, ChatTemplate(template) if template else None) == syntax
 
 
 @pytest.mark.parametrize(
     "schema", [{"anyOf": 5}, {"oneOf": "x"}, {"type": 5}, {"anyOf": [5]}, 5]
 )
-def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema):
+def test_malformed_schema_does_not_restrict_a_parameter(schema):
     function = {"name": "add", "parameters": {"properties": {"a": schema}}}
     tools = Tools(({"type": "function", "function": function},), "auto")
     parser = create_tool_parser(tools, "qwen3_coder")

@@ -1,4 +1,4 @@
-"""Prompts that are cut to fit: truncate_prompt_tokens, and truncation: auto of /v1/responses."""
+"""Truncation of prompts: truncate_prompt_tokens, and truncation: auto of /v1/responses."""
 
 import string
 from pathlib import Path
@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from tests.engine.test_http_responses import FLAT
-from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.engine.test_tokenizer import write_sentencepiece_style
 from tests.rigs.http_server import (
     CONTEXT,
     READY,
     Server,
+    saying,
     serving,
-    text_script,
     with_template,
 )
 
@@ -27,7 +27,7 @@ ALPHABET = string.ascii_lowercase * 20  # of 520 tokens, one per character
 async def prompt_of(
     server: Server, path: str = "/v1/completions", **body: Any
 ) -> list[int]:
-    """The token ids that the engine is given."""
+    """Return the token ids that the engine receives."""
     answer = await server.http.post(path, json={"model": "m", **body})
     assert answer.status_code == 200, answer.text
     return server.engine.added[-1].token_ids
@@ -45,8 +45,8 @@ async def error_of(
 # -- truncate_prompt_tokens ----------------------------------------------------------------------
 
 
-async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
-    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
+async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
         ids = tokenizer.encode(ALPHABET)
         for prompt in (ALPHABET, ids):
             assert (
@@ -74,7 +74,7 @@ async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("limits", "kept"),
+    ("limits", "retained"),
     [
         ({"max_tokens": 10}, CONTEXT - 10),
         ({"max_tokens": 10, "max_completion_tokens": 9}, CONTEXT - 9),
@@ -82,17 +82,17 @@ async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
         ({}, CONTEXT - CONTEXT // 4),  # kept free for an answer of unknown length
     ],
 )
-async def test_minus_1_keeps_what_fits_the_context_beside_the_answer(
-    limits, kept, tokenizer
+async def test_minus_1_keeps_tokens_that_fit_the_context_with_the_answer(
+    limits, retained, tokenizer
 ):
-    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
-        found = await prompt_of(
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+        actual = await prompt_of(
             server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits
         )
-        assert found == tokenizer.encode(ALPHABET)[-kept:]
+        assert actual == tokenizer.encode(ALPHABET)[-retained:]
 
 
-async def test_an_answer_that_does_not_fit_is_refused_whatever_is_cut(tokenizer):
+async def test_answer_that_never_fits_is_refused(tokenizer):
     async with serving(tokenizer) as server:
         limits = {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}
         error = await error_of(server, prompt=ALPHABET, **limits)
@@ -105,23 +105,23 @@ async def test_an_answer_that_does_not_fit_is_refused_whatever_is_cut(tokenizer)
             assert error["param"] == "truncate_prompt_tokens"
 
 
-async def test_the_tokens_before_every_text_stay(tmp_path: Path) -> None:
-    write_sentencepiece_like(tmp_path)
+async def test_tokenizer_prefix_is_kept(tmp_path: Path) -> None:
+    write_sentencepiece_style(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ready = replace(READY, max_model_len=4096, vocab_size=4096)
-    async with serving(tokenizer, text_script(tokenizer, "x"), ready=ready) as server:
+    async with serving(tokenizer, saying(tokenizer, "x"), ready=ready) as server:
         before = tokenizer.encode("")
         whole = tokenizer.encode("Hi Hi Hi Hi")
         assert (
             before and whole[: len(before)] == before and len(whole) > len(before) + 2
         )
         limit = len(before) + 2
-        found = await prompt_of(
+        actual = await prompt_of(
             server, prompt="Hi Hi Hi Hi", truncate_prompt_tokens=limit
         )
-        assert found == [*before, *whole[-2:]]
-        found = await prompt_of(server, prompt=whole, truncate_prompt_tokens=limit)
-        assert found == whole[-limit:]  # token ids are the client's own
+        assert actual == [*before, *whole[-2:]]
+        actual = await prompt_of(server, prompt=whole, truncate_prompt_tokens=limit)
+        assert actual == whole[-limit:]  # the client sent these token ids
 
 
 class _Counting(Tokenizer):
@@ -136,21 +136,21 @@ class _Counting(Tokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-async def test_of_a_long_text_only_the_end_is_tokenized(tokenizer):
+async def test_only_the_end_of_a_long_text_is_tokenized(tokenizer):
     counting = _Counting(tokenizer)
     text = ALPHABET * 1000
-    async with serving(counting, text_script(tokenizer, "x"), max_body=10**6) as server:
+    async with serving(counting, saying(tokenizer, "x"), max_body=10**6) as server:
         counting.num_chars = 0
-        found = await prompt_of(server, prompt=text, truncate_prompt_tokens=7)
-        assert found == tokenizer.encode("tuvwxyz")
+        actual = await prompt_of(server, prompt=text, truncate_prompt_tokens=7)
+        assert actual == tokenizer.encode("tuvwxyz")
         messages = [{"role": "user", "content": text}]
         chat = {"messages": messages, "truncate_prompt_tokens": 5}
         assert await prompt_of(server, CHAT, **chat) == tokenizer.encode("wxyz;")
         assert counting.num_chars < len(text) / 10
 
 
-async def test_an_echo_is_of_what_the_model_has_read(tokenizer):
-    async with serving(tokenizer, text_script(tokenizer, "!")) as server:
+async def test_echo_has_the_truncated_prompt(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "!")) as server:
         body = {"prompt": ALPHABET, "truncate_prompt_tokens": 3, "echo": True}
         answer = await server.http.post("/v1/completions", json=body)
         assert answer.json()["choices"][0]["text"] == "xyz!"
@@ -201,7 +201,7 @@ LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
         ([said("system", "s"), *CONVERSATION], 31, "ss;u333333333;"),
         ([said("developer", "d"), *CONVERSATION, *LATER], 28,
          "sd;u333333333;a444444444;u555555555;"),
-        # No result of a call without its call, and no answer without its question if that fits.
+        # No result without its call, and no answer without its question if that fits.
         ([*CONVERSATION[:1], *called(1), *LATER[1:]], 40, "u555555555;"),
         ([*CONVERSATION[:1], *called(1)], 35, "u111111111;a<add>;tooooooooo;"),
         ([*CONVERSATION[:1], *called(1), *called(2)], 40, "a<add>;tooooooooo;"),
@@ -209,7 +209,7 @@ LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
         ("x" * 9, 50, "uxxxxxxxxx;"),
     ],
 )  # fmt: skip
-async def test_the_oldest_items_are_dropped_until_the_rest_fits(
+async def test_oldest_items_are_dropped_until_the_rest_fits(
     given, limit, prompt, tokenizer
 ):
     knowing = with_template(tokenizer, TEMPLATE + "{# tools #}")
@@ -219,20 +219,20 @@ async def test_the_oldest_items_are_dropped_until_the_rest_fits(
         "truncation": "auto",
         "tools": [FLAT],
     }
-    async with serving(knowing, text_script(knowing, "x")) as server:
+    async with serving(knowing, saying(knowing, "x")) as server:
         assert knowing.decode(await prompt_of(server, RESPONSES, **body)) == prompt
-        told = (await server.http.post(RESPONSES, json=body)).json()
-        assert told["truncation"] == "auto"
+        reported = (await server.http.post(RESPONSES, json=body)).json()
+        assert reported["truncation"] == "auto"
 
 
-async def test_a_template_may_refuse_what_begins_with_an_answer(tokenizer):
+async def test_start_refused_by_the_template_is_skipped(tokenizer):
     refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     knowing = with_template(tokenizer, refuses + TEMPLATE + "{# tools #}")
     items = [*CONVERSATION, *called(1), *called(2), *called(3)]
     body = {"input": items, "truncation": "auto"}
-    async with serving(knowing, text_script(knowing, "x"), ready=ROOMY) as server:
-        found = await prompt_of(server, RESPONSES, **body, truncate_prompt_tokens=65)
-        assert knowing.decode(found) == "u333333333;" + "a<add>;tooooooooo;" * 3
+    async with serving(knowing, saying(knowing, "x"), ready=ROOMY) as server:
+        actual = await prompt_of(server, RESPONSES, **body, truncate_prompt_tokens=65)
+        assert knowing.decode(actual) == "u333333333;" + "a<add>;tooooooooo;" * 3
         error = await error_of(server, RESPONSES, **body, truncate_prompt_tokens=64)
         assert "user first" in error["message"]
 
@@ -244,28 +244,28 @@ async def test_instructions_stay(tokenizer):
         "input": [*CONVERSATION, *LATER],
         "truncation": "auto",
     }
-    async with serving(knowing, text_script(knowing, "x")) as server:
-        found = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
-        assert knowing.decode(found) == "sBe kind;u555555555;"
+    async with serving(knowing, saying(knowing, "x")) as server:
+        actual = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
+        assert knowing.decode(actual) == "sBe kind;u555555555;"
 
 
-async def test_without_a_limit_there_is_space_for_an_answer(tokenizer):
+async def test_truncation_leaves_space_for_an_answer(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     body = {"input": [*CONVERSATION, *LATER], "truncation": "auto"}
-    async with serving(knowing, text_script(knowing, "x")) as server:
-        found = await prompt_of(server, RESPONSES, **body)
-        assert len(found) == 33 <= CONTEXT - CONTEXT // 4
-        # One that is the last fits the context, and is served as without truncation.
-        found = await prompt_of(
+    async with serving(knowing, saying(knowing, "x")) as server:
+        actual = await prompt_of(server, RESPONSES, **body)
+        assert len(actual) == 33 <= CONTEXT - CONTEXT // 4
+        # A last item that fits the context is served without truncation.
+        actual = await prompt_of(
             server, RESPONSES, input="x" * (CONTEXT - 4), truncation="auto"
         )
-        assert len(found) == CONTEXT - 2
+        assert len(actual) == CONTEXT - 2
 
 
-async def test_a_last_item_that_does_not_fit_is_refused(tokenizer):
+async def test_last_item_that_does_not_fit_is_refused(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     items = [*CONVERSATION, said("user", "x" * 100)]
-    async with serving(knowing, text_script(knowing, "x")) as server:
+    async with serving(knowing, saying(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
         error = await error_of(
@@ -276,10 +276,10 @@ async def test_a_last_item_that_does_not_fit_is_refused(tokenizer):
         assert error["param"] == "truncation"
 
 
-async def test_a_conversation_may_be_many_times_as_long_as_the_context(tokenizer):
+async def test_conversation_may_be_many_times_as_long_as_the_context(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     items = [said("user", f"{number:09}") for number in range(5000)]
     body = {"input": items, "truncation": "auto", "truncate_prompt_tokens": 44}
-    async with serving(knowing, text_script(knowing, "x"), max_body=10**6) as server:
-        found = knowing.decode(await prompt_of(server, RESPONSES, **body))
-        assert found == "".join(f"u{number:09};" for number in range(4996, 5000))
+    async with serving(knowing, saying(knowing, "x"), max_body=10**6) as server:
+        actual = knowing.decode(await prompt_of(server, RESPONSES, **body))
+        assert actual == "".join(f"u{number:09};" for number in range(4996, 5000))

@@ -1,4 +1,4 @@
-"""Which requests a prefill server keeps the KV of, and what its answer adds."""
+"""A prefill server retains the KV of some requests and refers to it in the answer."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from protocol.messages import (
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 
-_ASK = {
+_REQUEST = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
 }  # fmt: skip
@@ -31,14 +31,14 @@ def _prepare(**members: Any) -> list[bool]:
         "model": "m",
         "prompt": [[1, 2], [3]],
         "max_tokens": 1,
-        "kv_transfer_params": _ASK,
+        "kv_transfer_params": _REQUEST,
     }
     request = validate(CompletionRequest, {**body, **members})
     adds = _adds(2, 1, retain_kv=False)
     return [add.retain_kv for add in _LEGS.prepare(request, adds, _READY)]
 
 
-def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does():
+def test_only_do_remote_decode_retains_the_kv_of_every_prompt():
     assert _prepare() == [True, True]
     assert _prepare(kv_transfer_params=None, max_tokens=9) == [False, False]
 
@@ -47,11 +47,9 @@ def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does()
     ("is_reachable", "dcp", "fix"),
     [(False, 1, "--side-channel-host"), (True, 2, "--dcp")],
 )
-def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
-    is_reachable, dcp, fix
-):
+def test_prompt_is_refused_where_no_server_could_read_its_kv(is_reachable, dcp, fix):
     request = validate(
-        CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _ASK}
+        CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _REQUEST}
     )
     ready = msgspec.structs.replace(_READY, geometry={"dcp": dcp})
     with pytest.raises(KVParamsRejected, match=f"cannot read .*{fix}"):
@@ -59,14 +57,14 @@ def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
 
 
 @pytest.mark.parametrize("members", [{"max_tokens": 2}, {"stream": True}])
-def test_a_handover_of_more_than_one_token_is_refused(members):
+def test_handover_of_more_than_one_token_is_refused(members):
     with pytest.raises(InvalidRequest, match="max_tokens 1 and stream false"):
         _prepare(**members)
 
 
-def test_a_reference_beside_do_remote_decode_is_refused():
+def test_reference_together_with_do_remote_decode_is_refused():
     with pytest.raises(KVParamsRejected, match="remote_host"):
-        _prepare(kv_transfer_params={**_ASK, "remote_host": "10.0.0.1"})
+        _prepare(kv_transfer_params={**_REQUEST, "remote_host": "10.0.0.1"})
 
 
 def test_one_prompt_answers_with_an_object_and_several_with_a_list():
@@ -81,36 +79,36 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list():
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
 
 
-def _ask(name: object) -> dict[str, Any]:
-    return {"kv_transfer_params": {**_ASK, "transfer_id": name}}
+def _prepare_leg(name: object) -> dict[str, Any]:
+    return {"kv_transfer_params": {**_REQUEST, "transfer_id": name}}
 
 
-def test_requests_are_called_off_by_the_name_of_their_transfer():
+def test_requests_are_aborted_by_their_transfer_id():
     hooks = PrefillLeg()
     for name, adds in (("a", _adds(3)), ("b", _adds(3, 4, 5)), ("a", _adds(6, 6))):
-        hooks.admit(adds, _READY, **_ask(name))
+        hooks.admit(adds, _READY, **_prepare_leg(name))
     release = {"do_remote_decode": True, "transfer_id": "b"}
-    assert hooks.refused(release) == [AbortRequest(i) for i in "012"]
-    assert hooks.refused(release) == [], "once is enough"
-    assert hooks.refused({**release, "transfer_id": "a"}) == [
+    assert hooks.release_messages(release) == [AbortRequest(i) for i in "012"]
+    assert hooks.release_messages(release) == [], "once is enough"
+    assert hooks.release_messages({**release, "transfer_id": "a"}) == [
         AbortRequest(i) for i in "001"
     ]
 
 
 @pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])
-def test_what_is_no_name_of_a_transfer_names_none(name):
+def test_malformed_transfer_id_matches_no_transfer(name):
     hooks, is_named = PrefillLeg(), name != "ordinary"
-    hooks.admit(_adds(3, retain_kv=is_named), _READY, **_ask(name))
-    assert hooks.refused({"transfer_id": name}) == []
+    hooks.admit(_adds(3, retain_kv=is_named), _READY, **_prepare_leg(name))
+    assert hooks.release_messages({"transfer_id": name}) == []
 
 
-def test_the_oldest_transfers_are_forgotten_first(monkeypatch):
+def test_oldest_transfers_are_forgotten_first(monkeypatch):
     monkeypatch.setattr("engine.http.legs.prefill_leg.MAX_TRANSFERS", 2)
     hooks = PrefillLeg()
     for name in ("a", "b", "a", "a", "c"):
-        hooks.admit(_adds(3), _READY, **_ask(name))
-    told = [len(hooks.refused({"transfer_id": name})) for name in "bac"]
-    assert told == [0, 2, 1], "and of one name the latest"
+        hooks.admit(_adds(3), _READY, **_prepare_leg(name))
+    reported = [len(hooks.release_messages({"transfer_id": name})) for name in "bac"]
+    assert reported == [0, 2, 1], "and of one name the latest"
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)

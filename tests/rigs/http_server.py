@@ -133,7 +133,7 @@ async def serving(
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
     api = Api(engine, settings, hooks or ServerHooks(), SECRET)
-    api.take_model(tokenizer, fingerprint, config)
+    api.set_model(tokenizer, fingerprint, config)
     tls = api.access.certificate
     server = HttpServer(
         create_app(api),

@@ -101,7 +101,7 @@ class ScriptedEngine(EngineClient):
         """Handle a message as if the engine had sent it."""
         self._take(message)
 
-    def _send(self, message: EngineInput) -> None:
+    def _write(self, message: EngineInput) -> None:
         self.check_alive()
         if isinstance(message, AddRequest):
             self.added.append(message)

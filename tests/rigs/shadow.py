@@ -354,7 +354,7 @@ class MemoryTransport:
     def wake(self) -> None:
         pass
 
-    def tell(self, message: EngineOutput) -> None:
+    def send(self, message: EngineOutput) -> None:
         match message:
             case Outputs(deltas, compiled):
                 self.deltas += deltas

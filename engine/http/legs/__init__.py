@@ -1,1 +1,1 @@
-"""What HTTP adds for each leg of a disaggregated request. Every server takes either leg."""
+"""HTTP hooks for each leg of a disaggregated request. Every server takes either leg."""

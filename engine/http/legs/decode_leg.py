@@ -1,8 +1,9 @@
-"""The decode leg of a request: which references to remote KV are used.
+"""Decides for the decode leg of a request which references to remote KV are used.
 
-A reference is used only if the cluster secret signed it and it belongs to this very prompt. The
-engine finds out everything else about it (lease, peer, bytes). Its first tokens are used only if
-they were drawn as this request draws. Otherwise the KV is pulled and they are drawn here.
+A reference is used only if the cluster secret signed it and it belongs to this prompt.
+The engine finds out everything else about it (lease, peer, bytes). Its first tokens are
+used only if they were drawn as this request draws. Otherwise the KV is pulled and the
+first tokens are drawn here.
 """
 
 import time
@@ -12,21 +13,21 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
-from protocol import kv_offers, kv_params
+from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_offers import Offer
-from protocol.kv_params import KVTransferParams
+from protocol.kv_params import KVTransferParams, Offer
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 
 
 class DecodeLeg(ServerHooks):
-    """Verifies the references to KV that a request brings, or the offer to read it early.
+    """Verifies a request's references to KV, or its offer to read KV early.
 
     Args:
         secret: the cluster secret.
         policy: what to do with an unusable reference, `recompute` or `fail`.
-        uses_machine_secret: the secret comes from this machine's file, because none was given.
+        uses_machine_secret: whether the secret comes from this machine's file, because
+            the options have none.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class DecodeLeg(ServerHooks):
         params = request.kv_transfer_params
         if kv_params.is_absent(params):
             return adds
-        if offer := kv_offers.offer_of(params, self._secret, time.time()):
-            # The proxy that made the offer still has the prefill server's answer, if the offer is
-            # refused here.
+        if offer := kv_params.offer_of(params, self._secret, time.time()):
+            # If the offer is refused here, the proxy still has the prefill server's
+            # answer.
             return _with_offer(adds, offer)
         # A malformed reference is an error under any policy.
         references = kv_params.parse_list(params, len(adds))
@@ -74,7 +75,7 @@ class DecodeLeg(ServerHooks):
         except KVParamsRejected as error:
             message = error.message
             if self._uses_machine_secret and "BATON_CLUSTER_SECRET" in message:
-                message += "; this server was given none, and has its own machine's file instead"
+                message += "; this server has none and uses its own machine's file"
             if self._policy == "recompute":
                 return replace(add, kv_rejected=message, kv_unused=remote)
             raise KVParamsRejected(message, param=error.param) from None
@@ -83,14 +84,19 @@ class DecodeLeg(ServerHooks):
         sampling = replace(add.sampling, seed=int(reference.seed))
         return replace(add, remote=remote, sampling=sampling)
 
-    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Orders to release remote KV that will not be pulled, before its lease expires."""
-        references = kv_params.signed(kv_transfer_params, self._secret)
-        return [ReleaseRemote(kv_params.to_remote_prefill(one)) for one in references]
+    def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        """Return orders to release remote KV that will not be pulled.
+
+        Without them, the KV would be held until its lease expires.
+        """
+        return [
+            ReleaseRemote(kv_params.to_remote_prefill(reference))
+            for reference in kv_params.signed(kv_transfer_params, self._secret)
+        ]
 
 
 def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
-    """The requests of prompts that another server computes at the same time."""
+    """Return the requests, whose prompts another server computes at the same time."""
     if adds[0].num_prompt_logprobs is not None:
         _reject(
             "subscribe", "is of a request for logprobs of the prompt", "offer no KV"
@@ -107,15 +113,15 @@ def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
 def _check_belongs(
     reference: KVTransferParams, add: AddRequest, vocab_size: int
 ) -> None:
-    """Check that a reference is of this request's prompt and model.
+    """Check that a reference belongs to this request's prompt and model.
 
     Raises:
-        KVParamsRejected: the KV is of another prompt or model, or the reference lacks what only a
-            prefill computes of this prompt.
+        KVParamsRejected: the KV belongs to another prompt or model, or the reference
+            lacks the logprobs of this prompt.
     """
     num_tokens = reference.remote_num_tokens
     ids = add.token_ids
-    if len(add.known) == 1:  # of a stream that was moved here
+    if len(add.known) == 1:  # the stream has migrated to this server
         ids = [*ids, *add.known[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
         _reject(
@@ -156,7 +162,7 @@ def _check_vocabulary(reference: KVTransferParams, vocab_size: int) -> None:
 def _reject(
     field: str,
     problem: str,
-    fix: str = "the router must ask both servers for the same prompt",
+    fix: str = "the router must send both servers the same prompt",
 ) -> NoReturn:
     name = f"kv_transfer_params.{field}"
     raise KVParamsRejected(f"{name} {problem}: {fix}", param=name)

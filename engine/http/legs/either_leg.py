@@ -1,6 +1,6 @@
-"""The legs that a server takes: a request's `kv_transfer_params` decide which one it is.
+"""Chooses a request's leg by its `kv_transfer_params`, and runs the servers.
 
-Prefill and decode servers differ in their defaults only, so both run `serve` of this module.
+Prefill and decode servers differ only in their defaults, so both run `serve`.
 """
 
 import time
@@ -26,11 +26,11 @@ def serve(
     *,
     prog: str,
 ) -> int:
-    """Run a server until it is asked to end.
+    """Run a server until a signal or a drain ends it.
 
     Args:
         settings_class: the server's options and their defaults.
-        argv: the command line; None: that of the process.
+        argv: the command line; None: the command line of the process.
         prog: the command's name in `--help` and in errors.
 
     Returns:
@@ -50,13 +50,15 @@ def serve(
 
 
 class EitherLeg(ServerHooks):
-    """Takes either leg of a request, and verifies what its `kv_transfer_params` say.
+    """Takes either leg of a request, and verifies its `kv_transfer_params`.
 
     Args:
         secret: the cluster secret.
         policy: what to do with an unusable reference, `recompute` or `fail`.
-        uses_machine_secret: the secret comes from this machine's file, because none was given.
-        is_reachable: other servers have an address from which to read this server's KV.
+        uses_machine_secret: whether the secret comes from this machine's file, because
+            the options have none.
+        is_reachable: whether other servers have an address to read this server's KV
+            from.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class EitherLeg(ServerHooks):
         return self._with_hint(params, prepared)
 
     def _with_hint(self, params: object, adds: list[AddRequest]) -> list[AddRequest]:
-        """The requests with the proxy's hint: which engine may hold the KV of their prompts."""
+        """Add the proxy's hint to the requests: an engine that may have their KV."""
         try:
             hint = kv_offers.hint_of(params, self._secret, time.time())
         except KVParamsRejected as error:
@@ -105,10 +107,10 @@ class EitherLeg(ServerHooks):
     ) -> Callable[[], None]:
         return self._prefill.admit(adds, ready, kv_transfer_params)
 
-    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+    def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         return [
-            *self._prefill.refused(kv_transfer_params),
-            *self._decode.refused(kv_transfer_params),
+            *self._prefill.release_messages(kv_transfer_params),
+            *self._decode.release_messages(kv_transfer_params),
         ]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From JSON schemas to what the grammar library reads."""
+"""Turns JSON schemas into grammars of the grammar library."""
 
 import json
 import re
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": OPTIONS["whitespace_pattern"]
 }
-# What may have "%json" in it without being a schema, and a schema's beginning.
+# Tokens that may contain "%json" without being a schema, and a schema's beginning.
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*(?={)'
 )
 
 
 def schema_source(text: str) -> str:
-    """The grammar of a JSON schema. Raises GrammarError, which names a keyword by its path."""
+    """Return the grammar of a JSON schema.
+
+    Raises:
+        GrammarError: the schema cannot be enforced; names a keyword by its path.
+    """
     checked = CheckedSchema(text)
     if id(checked.document) in checked.exact:
         return LLMatcher.grammar_from_lark(exact_lark(checked))
@@ -35,7 +39,7 @@ def schema_source(text: str) -> str:
 
 
 def calls_source(text: str) -> str:
-    """The grammar of calls of tools, whose names and separators are written in one way only.
+    """Return the grammar of tool calls, with one spelling of names and separators.
 
     Args:
         text: a DemandedCalls as JSON.
@@ -84,13 +88,15 @@ def with_checked_schemas(lark: str) -> str:
         except ValueError:
             line = lark.count("\n", 0, token.start()) + 1
             raise GrammarError(
-                f"the schema after `%json` in line {line} is not JSON; send a JSON object there"
+                f"the schema after `%json` in line {line} is not JSON; send a JSON "
+                "object there"
             ) from None
         checked = CheckedSchema(lark[token.end() : end])
         if id(checked.document) in checked.exact:
             raise GrammarError(
-                "a schema after `%json` has numbers beyond 2**53 or of more than 17 digits, which "
-                "are not exact there; send it as `structured_outputs.json`"
+                "a schema after `%json` has numbers beyond 2**53 or of more than 17 "
+                "digits, which are not exact there; send it as "
+                "`structured_outputs.json`"
             )
         options = checked.document.get("x-guidance")
         written = library_json(checked, checked.document, _whitespace_options(options))
@@ -100,13 +106,13 @@ def with_checked_schemas(lark: str) -> str:
 
 
 def _whitespace_options(given: Any) -> dict[str, Any] | None:
-    """What a schema within a grammar may say of its whitespace."""
+    """Return the options for whitespace that a schema within a grammar may set."""
     if not isinstance(given, dict):
         return None
     texts = ("whitespace_pattern", "item_separator", "key_separator")
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: given[name] for name in texts if isinstance(given.get(name), str)
     }
     if isinstance(given.get("whitespace_flexible"), bool):
-        found["whitespace_flexible"] = given["whitespace_flexible"]
-    return found or None
+        options["whitespace_flexible"] = given["whitespace_flexible"]
+    return options or None

@@ -1,7 +1,7 @@
-"""Whether two JSON schemas are known to have no value in common, and which literals they admit.
+"""Decides whether two JSON schemas have no value in common, as far as is known.
 
-`oneOf` demands that a value matches exactly one option. A grammar cannot count matches, but where
-no value matches two options, `oneOf` and `anyOf` are the same.
+`oneOf` demands that a value matches exactly one option. A grammar cannot count matches,
+but where no value matches two options, `oneOf` and `anyOf` are the same.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from engine.text.schema.references import Schema
 
-_MAX_DEPTH: Final = 12  # of references and properties that are followed
-_MAX_STEPS: Final = (
-    50_000  # of comparisons, for all `oneOf` of a schema: a quarter of a second
-)
+_MAX_DEPTH: Final = 12  # references and properties that are followed
+# Comparisons for all `oneOf` of a schema: they take a quarter of a second.
+_MAX_STEPS: Final = 50_000
 
 
 class Disjointness:
@@ -29,21 +28,23 @@ class Disjointness:
         self._num_steps = 0
 
     def overlapping(self, schema: Schema) -> tuple[int, int] | None:
-        """The positions of two options of `oneOf` that one value may match both, as far as is
-        known; None where all exclude each other."""
+        """Return the positions of two options of `oneOf` that one value may both match.
+
+        Returns None where all options exclude each other.
+        """
         options = schema["oneOf"]
         if self._have_distinct_tags(options):
             return None
-        beside = {
+        siblings = {
             keyword: value for keyword, value in schema.items() if keyword != "oneOf"
         }
-        if "$ref" in beside:
-            beside["allOf"] = [*beside.get("allOf", ()), self._target(schema)]
-            del beside["$ref"]
+        if "$ref" in siblings:
+            siblings["allOf"] = [*siblings.get("allOf", ()), self._target(schema)]
+            del siblings["$ref"]
         possible = [
             (at, option)
             for at, option in enumerate(options)
-            if not self.are_disjoint(beside, option)
+            if not self.are_disjoint(siblings, option)
         ]
         for number, (at, option) in enumerate(possible):
             for before, other in possible[:number]:
@@ -52,8 +53,10 @@ class Disjointness:
         return None
 
     def _have_distinct_tags(self, options: list[Any]) -> bool:
-        """Whether all options are objects that require a property with literals of their own.
-        Comparing each with each would take long for hundreds."""
+        """Whether all options require a property with distinct literals.
+
+        To compare each option with each other takes long for hundreds of options.
+        """
         objects = [self._resolved(option) for option in options]
         if not all(
             isinstance(each, dict) and types_of(each) == {"object"} for each in objects
@@ -68,7 +71,7 @@ class Disjointness:
         )
 
     def _resolved(self, schema: Any) -> Any:
-        """What a schema's reference leads to."""
+        """Follow a schema's reference."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -91,7 +94,7 @@ class Disjointness:
         )
 
     def _parts_exclude(self, whole: Schema, other: Schema, depth: int) -> bool:
-        """Whether something that every value of `whole` matches has no value of `other`."""
+        """Whether a part that all values of `whole` match excludes all of `other`."""
         if "$ref" in whole and self.are_disjoint(self._target(whole), other, depth + 1):
             return True
         if any(
@@ -101,19 +104,25 @@ class Disjointness:
         alternatives = [
             whole[keyword] for keyword in ("anyOf", "oneOf") if keyword in whole
         ]
-        return any(
-            all(self.are_disjoint(option, other, depth + 1) for option in options)
-            for options in alternatives
-        ) or self._properties_exclude(whole, other, depth)
+        for options in alternatives:
+            if all(self.are_disjoint(option, other, depth + 1) for option in options):
+                return True
+        return self._properties_exclude(whole, other, depth)
 
     def _excludes_itself(self, one: Schema, other: Schema) -> bool:
         """Whether literals, types or bounds of the two schemas exclude each other."""
-        mine, theirs = literals_of(one), literals_of(other)
-        if mine is not None:
-            return not any(self._may_admit(other, theirs, value) for value in mine)
-        if theirs is not None:
-            return not any(self._may_admit(one, mine, value) for value in theirs)
-        types, other_types = types_of(one), types_of(other)
+        literals = literals_of(one)
+        other_literals = literals_of(other)
+        if literals is not None:
+            return not any(
+                self._may_admit(other, other_literals, value) for value in literals
+            )
+        if other_literals is not None:
+            return not any(
+                self._may_admit(one, None, value) for value in other_literals
+            )
+        types = types_of(one)
+        other_types = types_of(other)
         if not _have_common_type(types, other_types):
             return True
         numeric = {"integer", "number"}
@@ -130,7 +139,7 @@ class Disjointness:
         return admits(schema, value) is not False
 
     def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether a property that `one` requires cannot have a value that both match."""
+        """Whether no value of a property that `one` requires matches both schemas."""
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(
@@ -169,10 +178,10 @@ def _are_all_distinct(several: list[list[Any] | None]) -> bool:
             isinstance(value, dict | list) for value in literals
         ):
             return False
-        own = {(isinstance(value, bool), value) for value in literals}
-        if not seen.isdisjoint(own):
+        values = {(isinstance(value, bool), value) for value in literals}
+        if not seen.isdisjoint(values):
             return False
-        seen |= own
+        seen |= values
     return True
 
 
@@ -214,7 +223,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def admits(schema: Any, value: Any) -> bool | None:
-    """Whether `schema` matches a literal; None where keywords are not looked at here."""
+    """Whether `schema` matches a literal; None if other keywords decide that."""
     if isinstance(schema, bool):
         return schema
     kind = type_of(value)
@@ -236,11 +245,11 @@ def admits(schema: Any, value: Any) -> bool | None:
         schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
     ):
         return False
-    return None if _LOOKED_AT_ELSEWHERE[kind] & schema.keys() else True
+    return None if _OTHER_KEYWORDS[kind] & schema.keys() else True
 
 
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
-_LOOKED_AT_ELSEWHERE: Final[dict[str, set[str]]] = {
+_OTHER_KEYWORDS: Final[dict[str, set[str]]] = {
     "null": _COMBINING,
     "boolean": _COMBINING,
     "integer": _COMBINING,

@@ -1,4 +1,4 @@
-"""Writes a checked JSON schema for the grammar library: only what is understood and enforced."""
+"""Writes the enforced keywords of a checked JSON schema for the grammar library."""
 
 import json
 from decimal import Decimal
@@ -24,7 +24,7 @@ _DIALECTS: Final = {
 def library_json(
     checked: CheckedSchema, schema: Any, options: Schema | None = None
 ) -> str:
-    """The JSON text of a schema of `checked`, with the definitions that it refers to.
+    """Return the JSON text of a schema of `checked`, with its definitions.
 
     Args:
         options: how the library is to write JSON, for a schema within a grammar.
@@ -52,12 +52,12 @@ class _Copier:
         self._waiting: list[tuple[str, Any]] = []
 
     def definitions(self) -> Schema:
-        """All schemas that were referred to, by name."""
-        found: Schema = {}
+        """Return all schemas that were referred to, by name."""
+        definitions: Schema = {}
         while self._waiting:
             name, target = self._waiting.pop()
-            found[name] = self.copy(target)
-        return found
+            definitions[name] = self.copy(target)
+        return definitions
 
     def copy(self, schema: Any) -> Any:
         if isinstance(schema, bool):
@@ -71,7 +71,8 @@ class _Copier:
             ):
                 copied[keyword] = self._value(keyword, value)
         if "oneOf" in copied:
-            # Its options exclude each other, so that any of them is exactly one.
+            # The options exclude each other, so a match of any is a match of exactly
+            # one.
             options = {"anyOf": copied.pop("oneOf")}
             copied["allOf"] = [*copied.get("allOf", ()), options]
         return copied
@@ -96,7 +97,7 @@ class _Copier:
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with float for Decimal; no number changes where the library keeps it."""
+    """Return a JSON value with float for Decimal; the library keeps its numbers."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""Why a grammar or a JSON schema cannot be used, in the words of Baton's requests.
+"""Rewords the grammar library's errors for clients.
 
-The grammar library names its own options and code in its messages. Clients cannot use those, so
+The library names its own options and code in its messages, which clients cannot use. So
 each message is replaced by one of the table below.
 """
 
@@ -11,14 +11,15 @@ logger = logging.getLogger("baton.engine")
 
 
 class GrammarError(ValueError):
-    """A schema, regex, list of choices or grammar that cannot be used; says why in one line."""
+    """A schema, regex, choice or grammar cannot be used; the message has one line."""
 
 
 TOO_COMPLEX = "it is too complex to follow; send a simpler one"
 _MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct what excludes each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
-# Of the library's messages, the first that fits. Groups are parts of the client's own text.
+# The first pattern that matches a message decides. Groups are parts of the client's own
+# text.
 _REWORDED = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -28,11 +29,13 @@ _REWORDED = tuple(
         ),
         (
             r"lookarounds not supported yet; Word",
-            r"it has a word boundary such as \\b, which cannot be enforced; leave it out",
+            r"it has a word boundary such as \\b, which cannot be enforced; leave it "
+            "out",
         ),
         (
             r"lookarounds not supported yet",
-            "it has ^ or $ within an expression, which cannot be enforced; leave it out",
+            "it has ^ or $ within an expression, which cannot be enforced; leave it "
+            "out",
         ),
         (
             r"backreferences are not supported",
@@ -62,13 +65,13 @@ _REWORDED = tuple(
         ),
         (
             r"not disjoint",
-            "`patternProperties` has patterns that one name may match both, which cannot be "
-            "enforced; use patterns that exclude each other",
+            "`patternProperties` has patterns that one name may match both, which "
+            "cannot be enforced; use patterns that exclude each other",
         ),
         (
             r"min/maxProperties only supported",
-            "`minProperties` and `maxProperties` can only be enforced where every name in "
-            "`properties` is in `required`; leave them out",
+            "`minProperties` and `maxProperties` can only be enforced where every name "
+            "in `properties` is in `required`; leave them out",
         ),
         (r"nsatisfiable|Regex is empty", NO_VALUE),
         (
@@ -80,11 +83,12 @@ _REWORDED = tuple(
             "it has a range of characters in the wrong order; correct it",
         ),
         (
-            r"schema too large|stack level|circular|too many|too complex|too big|too deeply|limit",
+            r"schema too large|stack level|circular|too many|too complex|too big|"
+            r"too deeply|limit",
             TOO_COMPLEX,
         ),
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
-        # A mistake in the syntax, whose place is all that the library's message is kept for.
+        # Of a syntax error, only the position is kept.
         (r"at line (\d+)", r"it has a mistake of syntax in line \1; correct it"),
         (
             r"^(?:at )?(\d+)\((\d+)\):",
@@ -95,10 +99,10 @@ _REWORDED = tuple(
 
 
 def reworded(message: str) -> str:
-    """What a message of the grammar library means to a client: never the message itself."""
+    """Return the meaning of a library's message in words for clients."""
     for pattern, words in _REWORDED:
-        if found := pattern.search(message):
-            return found.expand(words)
+        if match := pattern.search(message):
+            return match.expand(words)
     logger.debug(
         "a grammar was refused for an unknown reason: %s",
         " ".join(message.split())[:500],
@@ -107,10 +111,10 @@ def reworded(message: str) -> str:
 
 
 def located(path: str, problem: str) -> str:
-    """A problem of the schema at a path, which is empty for the whole."""
+    """Return a problem with the path of its schema; empty: the whole schema."""
     return f"`{shortened(path)}`: {problem}" if path else problem
 
 
 def shortened(path: str) -> str:
-    """The end of a path, so that there is space for what is said of it."""
+    """Return the end of a path, so that the message stays short."""
     return path if len(path) <= _MAX_PATH_CHARS else f"...{path[-_MAX_PATH_CHARS:]}"

@@ -1,8 +1,9 @@
-"""Writes the grammar of a JSON schema whose numbers the grammar library would change.
+"""Writes the grammar of a JSON schema with numbers that the grammar library changes.
 
-The parts of the schema that lead to such numbers become rules of Lark's form, the numbers regular
-expressions (numbers.py), and all other parts stay schemas within the grammar. Whitespace stands in
-the tokens between values: the library fails where whitespace of two grammars may follow each other.
+The parts of the schema that lead to such numbers become rules of Lark's form, the
+numbers regular expressions (numbers.py), and all other parts stay schemas within the
+grammar. Whitespace stands in the tokens between values: the library fails where
+whitespace of two grammars may follow each other.
 """
 
 import json
@@ -34,8 +35,8 @@ _MAX_OPTIONS: Final = 256  # of several unions that are multiplied
 _NUMERIC: Final = ("integer", "number")
 _STRING_KEYWORDS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECT_KEYWORDS: Final = (
-    "properties", "required", "additionalProperties", "patternProperties", "minProperties",
-    "maxProperties",
+    "properties", "required", "additionalProperties", "patternProperties",
+    "minProperties", "maxProperties",
 )  # fmt: skip
 _ARRAY_KEYWORDS: Final = (
     "items",
@@ -47,10 +48,11 @@ _ARRAY_KEYWORDS: Final = (
 
 
 def exact_lark(checked: CheckedSchema) -> str:
-    """A grammar in Lark's form of a schema that has numbers which the library changes.
+    """Return a grammar in Lark's form of a schema that needs exact numbers.
 
     Raises:
-        GrammarError: a keyword cannot be combined with such numbers, or no value matches.
+        GrammarError: a keyword cannot be combined with such numbers, or no value
+            matches.
     """
     grammar = _ExactGrammar(checked)
     root = grammar.rule(checked.document, "")
@@ -60,7 +62,7 @@ def exact_lark(checked: CheckedSchema) -> str:
 
 
 def _tokens() -> list[str]:
-    """The tokens between values."""
+    """Return the definitions of the tokens between values."""
     blanks = f"{BLANKS}{{0,{MAX_BLANKS}}}"
     return [
         rf"OPEN_OBJECT: /\{{{blanks}/",
@@ -75,34 +77,32 @@ def _tokens() -> list[str]:
 
 
 def lark_string(text: str) -> str:
-    """A literal in Lark's form, which takes every character as JSON writes it but DEL."""
+    """Return a literal in Lark's form: JSON's spelling, but DEL is escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class _ExactGrammar(ContainerRules):
-    """The rules of one grammar. A rule's name is None where no value matches."""
+    """Collects the rules of one grammar. A rule is None where no value matches."""
 
     def __init__(self, checked: CheckedSchema) -> None:
         super().__init__()
         self._checked = checked
         self._names: dict[int, str | None] = {}
-        self._kept: list[Any] = []  # new schemas, whose id() must stay theirs
-        self._tokens: dict[str, str] = {}  # for numbers, by their expressions
-        self._leaves: dict[
-            str, str
-        ] = {}  # rules for schemas that the library keeps, by their text
-        self._problems: dict[
-            str, str
-        ] = {}  # by the text of a schema that the library keeps
+        # Keeps new schemas alive, so that no other object gets their id().
+        self._schemas: list[Any] = []
+        self._tokens: dict[str, str] = {}  # tokens for numbers, by their expressions
+        # Rules and problems of schemas that the library writes, by the schemas' text.
+        self._leaves: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
 
     def rule(self, schema: Any, path: str) -> str | None:
-        """The name of the rule for a schema."""
+        """Return the name of the rule for a schema; None where no value matches."""
         if schema is False:
             return None
         if id(schema) in self._names and schema is not True:
             return self._names[id(schema)]
         path = self._checked.path(schema) or path
-        self._kept.append(schema)
+        self._schemas.append(schema)
         name = self.new_name()
         if schema is not True:
             self._names[id(schema)] = name
@@ -112,15 +112,14 @@ class _ExactGrammar(ContainerRules):
             body = None
         if body is None:
             self._names[id(schema)] = None
-            self.lines.append(
-                rf"{name}: /[^\s\S]/"
-            )  # a schema within itself may refer to it
+            # A recursive schema may refer to the rule, so it matches nothing.
+            self.lines.append(rf"{name}: /[^\s\S]/")
             return None
         self.lines.append(f"{name}: {body}")
         return name
 
     def needs_exact(self, schema: Any) -> bool:
-        """Whether a schema has, here or below, numbers that the library changes."""
+        """Whether a schema or a part of it has numbers that the library changes."""
         if not isinstance(schema, dict):
             return False
         if id(schema) in self._checked.paths:
@@ -134,7 +133,7 @@ class _ExactGrammar(ContainerRules):
         return self._checked.draft
 
     def _leaf(self, schema: Any, path: str) -> str | None:
-        """The rule for a schema that the library itself keeps; None where no value matches."""
+        """Return a rule of the library's for a schema; None where no value matches."""
         text = library_json(self._checked, schema, OPTIONS)
         if text not in self._problems:
             self._problems[text] = library_problem(text)
@@ -159,7 +158,7 @@ class _ExactGrammar(ContainerRules):
         return self._types(base, path)
 
     def _union(self, base: Schema, unions: list[list[Any]], path: str) -> str | None:
-        """The options of all unions, each combined with the keywords beside them."""
+        """Combine the options of all unions with each other and with `base`."""
         combinations: list[list[Any]] = [[base] if base else []]
         for options in unions:
             combinations = [
@@ -168,71 +167,62 @@ class _ExactGrammar(ContainerRules):
             if len(combinations) > _MAX_OPTIONS:
                 fail(
                     below(path, "anyOf"),
-                    f"has more than {_MAX_OPTIONS} combinations of options beside numbers beyond "
-                    "2**53; use fewer",
+                    f"has more than {_MAX_OPTIONS} combinations of options together "
+                    "with numbers beyond 2**53; use fewer",
                 )
         rules: list[str | None] = []
         for parts in combinations:
             combined = parts[0] if len(parts) == 1 else {"allOf": parts}
             rules.append(self.rule(combined, path))
-        found = [rule for rule in rules if rule is not None]
-        return " | ".join(found) if found else None
+        return _alternatives(rules)
 
     def _literals(self, base: Schema, path: str) -> str | None:
-        """The values of `const` or `enum` that the keywords beside them admit."""
+        """Return the values of `const` or `enum` that the other keywords admit."""
         chosen = "const" if "const" in base else "enum"
-        beside = {key: value for key, value in base.items() if key != chosen}
+        other_keywords = {key: value for key, value in base.items() if key != chosen}
         values = []
         for value in literals_of(base) or ():
-            is_admitted = admits(beside, value)
+            is_admitted = admits(other_keywords, value)
             if is_admitted is None:
                 fail(
                     below(path, chosen),
-                    "has values that cannot be compared here with the keywords beside it; leave "
-                    "out those keywords",
+                    "has values that cannot be compared here with the other keywords "
+                    "of its schema; leave out those keywords",
                 )
             if is_admitted:
                 values.append(value)
-        kept = [
-            value
-            for value in values
-            if not (is_number(value) or literal_changes(value))
-        ]
-        parts: list[str | None] = [
-            self._literal(value)
-            for value in values
-            if is_number(value) or literal_changes(value)
-        ]
-        if kept:
-            parts.append(self._leaf({"enum": kept}, path))
-        found = [part for part in parts if part is not None]
-        return " | ".join(found) if found else None
+        parts: list[str | None] = []
+        library_values = []
+        for value in values:
+            if is_number(value) or literal_changes(value):
+                parts.append(self._literal(value))
+            else:
+                library_values.append(value)
+        if library_values:
+            parts.append(self._leaf({"enum": library_values}, path))
+        return _alternatives(parts)
 
     def _literal(self, value: Any) -> str:
-        """One JSON value, its numbers digit by digit."""
+        """Return one JSON value, with its numbers digit by digit."""
         if isinstance(value, dict):
-            pairs = [
-                f"{lark_string(json.dumps(name, ensure_ascii=False))} COLON {self._literal(each)}"
-                for name, each in value.items()
-            ]
-            return (
-                f"(OPEN_OBJECT {' COMMA '.join(pairs)} CLOSE_OBJECT)"
-                if pairs
-                else "EMPTY_OBJECT"
-            )
+            if not value:
+                return "EMPTY_OBJECT"
+            pairs = []
+            for name, each in value.items():
+                key = lark_string(json.dumps(name, ensure_ascii=False))
+                pairs.append(f"{key} COLON {self._literal(each)}")
+            return f"(OPEN_OBJECT {' COMMA '.join(pairs)} CLOSE_OBJECT)"
         if isinstance(value, list):
+            if not value:
+                return "EMPTY_ARRAY"
             items = [self._literal(each) for each in value]
-            return (
-                f"(OPEN_ARRAY {' COMMA '.join(items)} CLOSE_ARRAY)"
-                if items
-                else "EMPTY_ARRAY"
-            )
+            return f"(OPEN_ARRAY {' COMMA '.join(items)} CLOSE_ARRAY)"
         if value is None or isinstance(value, bool | str):
             return lark_string(json.dumps(value, ensure_ascii=False))
         return lark_string(str(value))
 
     def _types(self, base: Schema, path: str) -> str | None:
-        """The types that a schema allows, each with its own keywords."""
+        """Return rules for the types that a schema allows, each with its keywords."""
         given = base.get("type", [name for name in TYPES if name != "integer"])
         types = given if isinstance(given, list) else [given]
         rest: Schema = {"type": []}
@@ -240,24 +230,23 @@ class _ExactGrammar(ContainerRules):
         numeric = _some_of(base, (*BOUNDS, "multipleOf"))
         for name in types:
             keywords = _KEYWORDS_OF.get(name, ())
-            own = {"type": name, **_some_of(base, keywords)}
+            of_type = {"type": name, **_some_of(base, keywords)}
             if name in _NUMERIC and has_changing_numbers(numeric):
                 if name == "number" or "number" not in types:
                     parts.append(self._number(numeric, name == "integer", path))
-            elif name == "object" and self.needs_exact(own):
-                parts.append(self.object_rule(own, path))
-            elif name == "array" and self.needs_exact(own):
-                parts.append(self.array_rule(own, path))
+            elif name == "object" and self.needs_exact(of_type):
+                parts.append(self.object_rule(of_type, path))
+            elif name == "array" and self.needs_exact(of_type):
+                parts.append(self.array_rule(of_type, path))
             else:
                 rest["type"].append(name)
-                rest |= {key: value for key, value in own.items() if key != "type"}
+                rest |= {key: value for key, value in of_type.items() if key != "type"}
         if rest["type"]:
             parts.append(self._leaf(rest, path))
-        found = [part for part in parts if part is not None]
-        return " | ".join(found) if found else None
+        return _alternatives(parts)
 
     def _number(self, numeric: Schema, is_integer: bool, path: str) -> str | None:
-        """A token for a range of numbers."""
+        """Return the token for a range of numbers."""
         make = numbers.integer_pattern if is_integer else numbers.decimal_pattern
         lower = _stricter(numeric, "minimum", "exclusiveMinimum", is_lower=True)
         upper = _stricter(numeric, "maximum", "exclusiveMaximum", is_lower=False)
@@ -270,8 +259,8 @@ class _ExactGrammar(ContainerRules):
             if exponent is None:
                 fail(
                     below(path, "multipleOf"),
-                    f"is {numeric['multipleOf']}, which cannot be combined exactly with bounds "
-                    "beyond 2**53; use a power of 10 or smaller bounds",
+                    f"is {numeric['multipleOf']}, which cannot be combined exactly "
+                    "with bounds beyond 2**53; use a power of 10 or smaller bounds",
                 )
             if not numbers.has_multiple(numeric["multipleOf"], lower, upper):
                 return None
@@ -291,6 +280,12 @@ _KEYWORDS_OF: Final = {
 }
 
 
+def _alternatives(parts: list[str | None]) -> str | None:
+    """Return a rule for any of the parts that match some value."""
+    possible = [part for part in parts if part is not None]
+    return " | ".join(possible) if possible else None
+
+
 def _some_of(schema: Schema, keywords: tuple[str, ...]) -> Schema:
     return {keyword: schema[keyword] for keyword in keywords if keyword in schema}
 
@@ -298,11 +293,11 @@ def _some_of(schema: Schema, keywords: tuple[str, ...]) -> Schema:
 def _stricter(
     numeric: Schema, inclusive: str, exclusive: str, *, is_lower: bool
 ) -> numbers.Bound | None:
-    """The stricter one of an inclusive and an exclusive bound."""
-    given = numeric.get(inclusive)
-    barred = numeric.get(exclusive)
-    if barred is None:
-        return None if given is None else numbers.Bound(given)
-    if given is not None and (given > barred if is_lower else given < barred):
-        return numbers.Bound(given)
-    return numbers.Bound(barred, is_exclusive=True)
+    """Return the stricter one of an inclusive and an exclusive bound."""
+    inner = numeric.get(inclusive)
+    outer = numeric.get(exclusive)
+    if outer is None:
+        return None if inner is None else numbers.Bound(inner)
+    if inner is not None and (inner > outer if is_lower else inner < outer):
+        return numbers.Bound(inner)
+    return numbers.Bound(outer, is_exclusive=True)

@@ -1,4 +1,4 @@
-"""Rules of Lark's form for the objects and arrays of a JSON schema (exact.py)."""
+"""Writes rules of Lark's form for the objects and arrays of a schema (exact.py)."""
 
 import json
 from abc import ABC, abstractmethod
@@ -7,12 +7,13 @@ from typing import Any
 from engine.text.schema.keywords import below, fail
 from engine.text.schema.references import Schema
 
-# A name in the one way that it is written here, so that excluding a name excludes all of them.
+# A property's name in the only spelling that is allowed here. So to exclude a spelling
+# excludes the name.
 _ANY_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
 class ContainerRules(ABC):
-    """Collects the lines of a grammar."""
+    """Collects the lines of a grammar in `lines`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -20,12 +21,12 @@ class ContainerRules(ABC):
 
     @abstractmethod
     def rule(self, schema: Any, path: str) -> str | None:
-        """The name of the rule for a schema; None where no value matches."""
+        """Return the name of the rule for a schema; None where no value matches."""
 
     @property
     @abstractmethod
     def draft(self) -> int:
-        """Of JSON Schema."""
+        """The draft of JSON Schema: 4, 6, 7, 2019 or 2020."""
 
     def new_name(self) -> str:
         self._num_names += 1
@@ -37,12 +38,13 @@ class ContainerRules(ABC):
         return name
 
     def object_rule(self, schema: Schema, path: str) -> str | None:
-        """An object, its properties in the order of the schema."""
+        """Return a rule for an object, its properties in the order of the schema."""
         for keyword in ("patternProperties", "minProperties", "maxProperties"):
             if keyword in schema:
                 fail(
                     below(path, keyword),
-                    "cannot be enforced in an object that has numbers beyond 2**53; leave it out",
+                    "cannot be enforced in an object that has numbers beyond 2**53; "
+                    "leave it out",
                 )
         properties = schema.get("properties", {})
         required = set(schema.get("required", ()))
@@ -60,19 +62,24 @@ class ContainerRules(ABC):
         return self._object_of(pairs, more)
 
     def _additional_pair(self, taken: list[str], schema: Any, path: str) -> str | None:
-        """A name that the schema does not list, and its value."""
+        """Return a rule for a name that the schema does not list, and its value."""
         value = self.rule(schema, below(path, "additionalProperties"))
         if value is None:
             return None
         name = f"NAME_{len(self.lines)}"
-        excluded = " | ".join(_quoted(one) for one in dict.fromkeys(taken))
+        excluded = " | ".join(_quoted(each) for each in dict.fromkeys(taken))
         self.lines.append(
             f"{name}: {_ANY_NAME}" + (f" & ~({excluded})" if excluded else "")
         )
         return self._define(f"{name} COLON {value}")
 
     def _object_of(self, pairs: list[tuple[str, bool]], more: str | None) -> str | None:
-        """An object of these pairs, of which some are required, and any number of `more`."""
+        """Return a rule for an object of these pairs and any number of `more`.
+
+        Args:
+            pairs: rules for a name and its value, and whether the pair is required.
+            more: a rule for any other pair; None: there are no others.
+        """
         rest = self._define(f"(COMMA {more})*" if more else '""')
         first = None if more is None else self._define(f"{more} {rest}")
         can_be_empty = True
@@ -91,7 +98,7 @@ class ContainerRules(ABC):
         return self._define(" | ".join(bodies)) if bodies else None
 
     def array_rule(self, schema: Schema, path: str) -> str | None:
-        """An array, its first items by `prefixItems` and all others by `items`."""
+        """Return a rule for an array: `prefixItems` first, then `items`."""
         prefix, items = self._items_of(schema)
         minimum = schema.get("minItems", 0)
         maximum = schema.get("maxItems")
@@ -110,8 +117,10 @@ class ContainerRules(ABC):
         return self._array_of(begins, others, minimum, maximum)
 
     def _items_of(self, schema: Schema) -> tuple[list[Any], Any]:
-        """`prefixItems` and `items`, which drafts before 2020 call `items` and
-        `additionalItems`."""
+        """Return `prefixItems` and `items`.
+
+        Drafts before 2020 call them `items` and `additionalItems`.
+        """
         items = schema.get("items", True)
         if isinstance(items, list):
             return items, schema.get("additionalItems", True)
@@ -121,7 +130,7 @@ class ContainerRules(ABC):
     def _array_of(
         self, begins: list[str], others: str | None, minimum: int, maximum: int | None
     ) -> str | None:
-        """An array that begins with these items and has `others` behind them."""
+        """Return a rule for an array of these first items, with `others` after them."""
         bodies = ["EMPTY_ARRAY"] if minimum == 0 else []
         if maximum == 0:
             return self._define("EMPTY_ARRAY") if minimum == 0 else None
@@ -139,6 +148,6 @@ class ContainerRules(ABC):
 
 
 def _quoted(name: str) -> str:
-    """A property's name as a literal in Lark's form."""
+    """Return a property's name as a literal in Lark's form."""
     text = json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
     return text.replace("\x7f", r"\u007f")

@@ -1,8 +1,8 @@
-"""Checks a JSON schema keyword by keyword, so that whatever is wrong is named by its path.
+"""Checks a JSON schema keyword by keyword, and names each mistake by its path.
 
-The grammar library sees only what is understood here: unknown keywords, annotations and formats
-that are not enforced are left out, references are resolved, and `oneOf` whose options exclude each
-other is `anyOf`.
+The grammar library sees only what is understood here: unknown keywords, annotations and
+formats that are not enforced are left out, references are resolved, and `oneOf` whose
+options exclude each other is `anyOf`.
 """
 
 import json
@@ -20,50 +20,51 @@ from protocol.short_repr import short_repr
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 # The values of `format` that are enforced; all others are annotations.
 FORMATS: Final = (
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri",
+    "uuid",
 )  # fmt: skip
-MAX_COUNT: Final = (
-    2**31 - 1
-)  # of characters, items or properties: no answer has as many
+MAX_COUNT: Final = 2**31 - 1  # no answer has as many characters, items or properties
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
 )  # fmt: skip
 ENFORCED: Final = frozenset({
-    "$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format", "pattern", "multipleOf",
-    "required", "properties", "additionalProperties", "patternProperties", "items", "prefixItems",
-    "additionalItems", *BOUNDS, *COUNTS,
+    "$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format", "pattern",
+    "multipleOf", "required", "properties", "additionalProperties", "patternProperties",
+    "items", "prefixItems", "additionalItems", *BOUNDS, *COUNTS,
 })  # fmt: skip
 
 _DRAFTS: Final = {
-    "http://json-schema.org/draft-04/schema": 4, "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-04/schema": 4,
+    "http://json-schema.org/draft-06/schema": 6,
     "http://json-schema.org/draft-07/schema": 7,
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }  # fmt: skip
 _NEWEST: Final = 2020
-# Keywords that restrict values and cannot be enforced, and the draft that they came with.
+# Keywords that restrict values and cannot be enforced, and the draft that they came
+# with.
 _NOT_ENFORCED: Final = {
-    "not": 4, "dependencies": 4, "uniqueItems": 4, "contains": 6, "propertyNames": 6, "if": 7,
-    "then": 7, "else": 7, "dependentRequired": 2019, "dependentSchemas": 2019, "minContains": 2019,
-    "maxContains": 2019, "unevaluatedItems": 2019, "unevaluatedProperties": 2019,
-    "$recursiveRef": 2019, "$dynamicRef": 2020,
+    "not": 4, "dependencies": 4, "uniqueItems": 4, "contains": 6, "propertyNames": 6,
+    "if": 7, "then": 7, "else": 7, "dependentRequired": 2019, "dependentSchemas": 2019,
+    "minContains": 2019, "maxContains": 2019, "unevaluatedItems": 2019,
+    "unevaluatedProperties": 2019, "$recursiveRef": 2019, "$dynamicRef": 2020,
 }  # fmt: skip
 _ONLY_WITH: Final = {
     "then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"
 }  # fmt: skip
 _NO_RESTRICTION: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,), "not": (False,), "propertyNames": (True, {}),
-    "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}), "dependencies": ({},),
-    "dependentRequired": ({},), "dependentSchemas": ({},),
+    "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}),
+    "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},),
 }  # fmt: skip
 
 
 def load(text: str) -> Schema:
-    """A schema from its JSON text, with decimals as they are written.
+    """Return a schema from its JSON text, with decimals as they are written.
 
     Raises:
-        GrammarError: it is not the text of a JSON object.
+        GrammarError: the text is no JSON object.
     """
     try:
         document = json.loads(
@@ -91,12 +92,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def fail(path: str, problem: str) -> NoReturn:
-    """Raises GrammarError: the keyword at `path` and its problem."""
+    """Raise GrammarError for the keyword at `path` and its problem."""
     raise GrammarError(f"`{shortened(path)}` {problem}" if path else f"it {problem}")
 
 
 def below(path: str, key: str) -> str:
-    """The path of a keyword of the schema at `path`."""
+    """Return the path of a keyword of the schema at `path`."""
     return f"{path}.{key}" if path else key
 
 
@@ -107,24 +108,27 @@ class CheckedSchema:
         text: the schema as JSON text.
 
     Raises:
-        GrammarError: it has a mistake or a keyword that cannot be enforced; names its path.
+        GrammarError: it has a mistake or a keyword that cannot be enforced; names its
+            path.
 
     Attributes:
-        document: the schema itself, with integral counts as int and decimals as Decimal.
+        document: the schema itself, with integral counts as int and decimals as
+            Decimal.
         draft: of JSON Schema: 4, 6, 7, 2019 or 2020.
         paths: the path of each schema, by its id().
-        exact: the ids of the schemas that have, here or below, numbers that the library changes.
+        exact: the ids of the schemas that have, here or below, numbers that the library
+            changes.
     """
 
     def __init__(self, text: str) -> None:
         self.document = load(text)
         dialect = self.document.get("$schema")
-        known = dialect.rstrip("#") if isinstance(dialect, str) else ""
-        self.draft = _DRAFTS.get(known, _NEWEST)
+        dialect = dialect.rstrip("#") if isinstance(dialect, str) else ""
+        self.draft = _DRAFTS.get(dialect, _NEWEST)
         self.paths: dict[int, str] = {}
         self.exact: set[int] = set()
         self._references = References(self.document, "id" if self.draft == 4 else "$id")
-        self._targets: dict[int, Any] = {}  # of `$ref`, by the schema that has it
+        self._targets: dict[int, Any] = {}  # of `$ref`, by the id of its schema
         self._parents: dict[int, list[int]] = {}
         self._schemas: list[Schema] = []
         self._walk()
@@ -134,11 +138,11 @@ class CheckedSchema:
         self._check_one_of()
 
     def target(self, schema: Schema) -> Any:
-        """The schema that the `$ref` of `schema` leads to."""
+        """Return the schema to which the `$ref` of `schema` refers."""
         return self._targets[id(schema)]
 
     def path(self, schema: Any) -> str:
-        """The path of a schema of this document; that of a new one is empty."""
+        """Return the path of a schema of this document; "" for a new schema."""
         return self.paths.get(id(schema), "")
 
     def _walk(self) -> None:
@@ -161,35 +165,37 @@ class CheckedSchema:
             self._check_keywords(schema, path)
             if has_changing_numbers(schema):
                 self.exact.add(id(schema))
-            found = [
+            parts = [
                 (below(path, key), each, resource) for key, each in children(schema)
             ]
             if "$ref" in schema:
-                found.append(self._follow(schema, path, resource))
-            for _, each, _ in found:
+                parts.append(self._follow(schema, path, resource))
+            for _, each, _ in parts:
                 self._parents.setdefault(id(each), []).append(id(schema))
-            waiting += reversed(found)
+            waiting += reversed(parts)
 
     def _follow(
         self, schema: Schema, path: str, resource: Resource
     ) -> tuple[str, Any, Resource]:
-        """The schema that a `$ref` leads to, its path and its resource."""
+        """Return the path, the schema and the resource to which a `$ref` refers."""
         reference = schema["$ref"]
         where = below(path, "$ref")
         if not isinstance(reference, str):
             fail(where, f"is {short_repr(reference)}; it must be a string")
-        found = self._references.resolve(reference, resource)
-        if found is None:
+        resolved = self._references.resolve(reference, resource)
+        if resolved is None:
             fail(
                 where,
-                f"is {short_repr(reference)}, which is not present in this schema; refer to a "
-                'schema within it, such as "#/$defs/..."',
+                f"is {short_repr(reference)}, which is not present in this schema; "
+                "refer "
+                'to a schema within it, such as "#/$defs/..."',
             )
-        self._targets[id(schema)] = found[0]
-        return reference.removeprefix("#/").replace("/", ".") or "#", *found
+        self._targets[id(schema)] = resolved[0]
+        target_path = reference.removeprefix("#/").replace("/", ".") or "#"
+        return target_path, *resolved
 
     def _check_loops(self) -> None:
-        """Refuses references that lead back to themselves, which no value can match."""
+        """Refuse references that lead back to themselves, which no value can match."""
         ends: set[int] = set()
         for schema in self._schemas:
             followed: dict[int, None] = {}
@@ -210,15 +216,15 @@ class CheckedSchema:
             if keyword in _NOT_ENFORCED and self._restricts(keyword, schema):
                 fail(
                     below(path, keyword),
-                    f"is {short_repr(value)}, and `{keyword}` cannot be enforced; leave it out",
+                    f"is {short_repr(value)}, and `{keyword}` cannot be enforced; "
+                    "leave it out",
                 )
             if keyword in COUNTS:
                 count = _count(value, below(path, keyword))
                 schema[keyword] = count
                 if count == MAX_COUNT and keyword.startswith("max"):
-                    del schema[
-                        keyword
-                    ]  # always fulfilled, and the library would count up to it
+                    # Every value fulfils it, and the library would count up to it.
+                    del schema[keyword]
                 elif count == MAX_COUNT:
                     must_be = f"it must be below {MAX_COUNT}"
                     fail(below(path, keyword), f"is {short_repr(value)}; {must_be}")
@@ -249,7 +255,7 @@ class CheckedSchema:
         )
 
     def _spread_exact(self) -> None:
-        """Adds to `exact` all schemas that contain one of it, or refer to one."""
+        """Add to `exact` the schemas that contain or refer to one of its schemas."""
         waiting = list(self.exact)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):
@@ -258,7 +264,7 @@ class CheckedSchema:
                     waiting.append(parent)
 
     def _check_multiples(self) -> None:
-        """Refuses multiples whose least common multiple the library might compute wrongly."""
+        """Refuse multiples whose least common multiple the library might get wrong."""
         common = 1
         seen: set[tuple[int, int]] = set()
         is_combined = any("allOf" in schema for schema in self._schemas) or any(
@@ -277,28 +283,29 @@ class CheckedSchema:
             if common >= 2**32 and len(seen) > 1:
                 fail(
                     below(self.path(schema), "multipleOf"),
-                    f"is {schema['multipleOf']}, which cannot be combined exactly with the other "
-                    "multiples of this schema; use one `multipleOf`",
+                    f"is {schema['multipleOf']}, which cannot be combined exactly with "
+                    "the other multiples of this schema; use one `multipleOf`",
                 )
 
     def _check_one_of(self) -> None:
-        """Refuses `oneOf` whose options are not known to exclude each other."""
-        excluding = Disjointness(self.target)
+        """Refuse `oneOf` whose options are not known to exclude each other."""
+        disjointness = Disjointness(self.target)
         for schema in self._schemas:
             if "oneOf" not in schema:
                 continue
-            found = excluding.overlapping(schema)
-            if found is not None:
+            overlap = disjointness.overlapping(schema)
+            if overlap is not None:
                 fail(
                     below(self.path(schema), "oneOf"),
-                    f"has options {found[0]} and {found[1]} that one value may match both, and "
-                    "exactly one match cannot be enforced; use `anyOf`, or give the options a "
-                    "required property with a different `const` in each",
+                    f"has options {overlap[0]} and {overlap[1]} that one value may "
+                    "match both, and exactly one match cannot be enforced; use "
+                    "`anyOf`, or give the options a required property with a different "
+                    "`const` in each",
                 )
 
 
 def has_changing_numbers(schema: Schema) -> bool:
-    """Whether the library would change a number of this schema, apart from those below it."""
+    """Whether the library would change a number of this schema, not of its parts."""
     if any(
         not numbers.library_keeps(schema[name]) for name in BOUNDS if name in schema
     ):
@@ -321,7 +328,7 @@ def is_number(value: Any) -> bool:
 
 
 def _count(value: Any, path: str) -> int:
-    """A number of characters, items or properties, at most MAX_COUNT; 3.0 is 3."""
+    """Return a number of characters, items or properties, at most MAX_COUNT."""
     if not is_number(value) or value < 0:
         fail(path, f"is {short_repr(value)}; it must be an integer of at least 0")
     if value >= MAX_COUNT:
@@ -344,7 +351,7 @@ def _check_types(schema: Schema, path: str) -> None:
 
 
 def _normalise_bounds(schema: Schema, path: str) -> None:
-    """Turns the booleans that draft 4 has for exclusive bounds into numbers."""
+    """Turn the booleans that draft 4 has for exclusive bounds into numbers."""
     for exclusive, inclusive in (
         ("exclusiveMinimum", "minimum"),
         ("exclusiveMaximum", "maximum"),
@@ -359,8 +366,8 @@ def _normalise_bounds(schema: Schema, path: str) -> None:
     if multiple is not None and numbers.library_multiple(multiple) is None:
         fail(
             below(path, "multipleOf"),
-            f"is {short_repr(multiple)}, which cannot be enforced exactly; use a number of fewer "
-            "digits, below 4294967296",
+            f"is {short_repr(multiple)}, which cannot be enforced exactly; use a "
+            "number of fewer digits, below 4294967296",
         )
 
 
@@ -373,8 +380,8 @@ def _check_digits(value: Any, path: str) -> None:
         shown = str(value)[:20]
         fail(
             path,
-            f"has the number {shown}..., of {digits} digits; at most {numbers.MAX_DIGITS} are "
-            "enforced",
+            f"has the number {shown}..., of {digits} digits; at most "
+            f"{numbers.MAX_DIGITS} are enforced",
         )
 
 

@@ -1,4 +1,4 @@
-"""Which part of a JSON schema the grammar library refuses."""
+"""Finds the part of a JSON schema that the grammar library refuses."""
 
 import time
 from typing import Any, Final
@@ -10,20 +10,21 @@ from engine.text.schema.errors import located, reworded
 from engine.text.schema.keywords import CheckedSchema
 from engine.text.schema.references import children
 
-_MAX_CPU_S: Final = 0.05  # of a core; a path that is less deep will do
+# Seconds of a core. The search then ends with a path that is less deep.
+_MAX_CPU_S: Final = 0.05
 
 
 def library_problem(text: str) -> str:
-    """Why the library refuses a schema, in words for clients; empty where it does not."""
+    """Return why the library refuses a schema, in words for clients; else ""."""
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return reworded(message) if message else ""
 
 
 def located_problem(text: str, problem: str) -> str:
-    """A problem of a whole schema with the path of the deepest part that alone has it.
+    """Return a problem with the path of the deepest part that has it alone.
 
     Args:
-        text: the schema, which CheckedSchema takes.
+        text: the schema, which CheckedSchema accepts.
         problem: why the library refuses it, in words for clients.
     """
     checked = CheckedSchema(text)

@@ -1,4 +1,4 @@
-"""One JSON schema for several that a value must all match, where Baton writes the grammar."""
+"""Merges JSON schemas that a value must all match, where Baton writes the grammar."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,8 +10,8 @@ from engine.text.schema.references import Schema
 COMBINING: Final = ("$ref", "allOf", "anyOf", "oneOf")
 _MAX_DEPTH: Final = 50
 _NUMBERS_TOGETHER: Final = (
-    "cannot be combined exactly with numbers beyond 2**53 in the same schema; write one schema "
-    "without it"
+    "cannot be combined exactly with numbers beyond 2**53 in the same schema; write "
+    "one schema without it"
 )
 
 
@@ -22,7 +22,10 @@ class Unsatisfiable(Exception):
 def flatten(
     checked: CheckedSchema, schema: Schema, path: str, depth: int = 0
 ) -> tuple[Schema, list[list[Any]]]:
-    """A schema without combining keywords, and the lists of options of which one each must match.
+    """Resolve the combining keywords of a schema.
+
+    Returns a schema without them, and lists of options: a value must match the schema
+    and one option of each list.
 
     Raises:
         GrammarError: the schemas cannot be combined here.
@@ -50,7 +53,7 @@ def flatten(
 
 
 def _merge(one: Schema, other: Schema, path: str) -> Schema:
-    """The keywords of both."""
+    """Return a schema with the keywords of both schemas."""
     merged = dict(one)
     for keyword, value in other.items():
         if keyword not in merged or equal(merged[keyword], value):
@@ -76,7 +79,7 @@ def _merge_properties(one: Schema, other: Schema) -> Schema:
 
 
 def _common_types(one: Any, other: Any) -> list[str]:
-    """The types that both allow."""
+    """Return the types that both schemas allow."""
     types = set(one if isinstance(one, list) else [one])
     others = set(other if isinstance(other, list) else [other])
     common = types & others
@@ -90,7 +93,7 @@ def _common_types(one: Any, other: Any) -> list[str]:
 
 
 def _common_literals(one: list[Any], other: list[Any]) -> list[Any]:
-    """The values of `enum` that both allow."""
+    """Return the values of `enum` that both schemas allow."""
     common = [value for value in one if any(equal(value, each) for each in other)]
     if not common:
         raise Unsatisfiable

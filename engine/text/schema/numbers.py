@@ -1,8 +1,8 @@
-"""Exact regular expressions for the numbers of JSON schemas, as Python writes them in JSON.
+"""Writes exact regular expressions for ranges of numbers, as Python's JSON has them.
 
-The grammar library keeps numbers as float64 and int64. Integers beyond 2**53 and decimals of more
-than 17 digits change there, so Baton writes their ranges digit by digit. The expressions have no
-anchors and no groups with a meaning.
+The grammar library keeps numbers as float64 and int64. Integers beyond 2**53 and
+decimals of more than 17 digits change there, so Baton writes their ranges digit by
+digit. The expressions have no anchors and no groups with a meaning.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 Number = int | Decimal
 
-# The library's own ranges are right up to here: float64 holds every integer below it.
+# The library's ranges are exact below this: float64 holds every such integer.
 EXACT_BELOW = 2**53
-# Of one number, written without an exponent. The largest float64 has 309, the smallest 324.
+# Of one number, written without an exponent. The largest float64 has 309, the smallest
+# 324.
 MAX_DIGITS = 400
 
-_MAX_LIBRARY_COEFFICIENT = (
-    2**32
-)  # of a `multipleOf`, which the library keeps as uint32 * 10**-k
+# The library keeps a `multipleOf` as uint32 * 10**-k.
+_MAX_LIBRARY_COEFFICIENT = 2**32
 _ANY_FRACTION = r"(\.[0-9]+)?"
 _NOT_ZERO = "[0-9]*[1-9][0-9]*"
 
@@ -33,15 +33,17 @@ class Bound(NamedTuple):
 
 
 def num_digits(number: Number) -> int:
-    """How many digits `number` has when it is written without an exponent."""
+    """Return how many digits `number` has when it is written without an exponent."""
     _, digits, exponent = Decimal(number).as_tuple()
     assert isinstance(exponent, int)
     return max(len(digits) + exponent, 1) + max(-exponent, 0)
 
 
 def scaled(number: Number) -> tuple[int, int]:
-    """The coefficient and the exponent of ten of a number above 0; the coefficient does not end
-    with 0. Decimal.normalize would round to 28 digits."""
+    """Return the coefficient and the exponent of ten of a number above 0.
+
+    The coefficient does not end with 0. Decimal.normalize would round to 28 digits.
+    """
     _, digits, exponent = Decimal(number).as_tuple()
     assert isinstance(exponent, int)
     text = "".join(map(str, digits))
@@ -50,29 +52,30 @@ def scaled(number: Number) -> tuple[int, int]:
 
 
 def negated(bound: Bound) -> Bound:
-    """The bound on the other side of 0. Minus would round a Decimal to 28 digits."""
+    """Return the opposite bound. A minus sign would round a Decimal to 28 digits."""
     value = bound.value
     opposite = value.copy_negate() if isinstance(value, Decimal) else -value
     return Bound(opposite, bound.is_exclusive)
 
 
 def library_keeps(number: Number) -> bool:
-    """Whether the grammar library neither changes `number` nor its neighbours in a range."""
+    """Whether the library changes neither `number` nor its neighbours in a range."""
     if not -EXACT_BELOW < number < EXACT_BELOW:
         return False
     return isinstance(number, int) or Decimal(repr(float(number))) == number
 
 
 def library_multiple(multiple: Number) -> float | int | None:
-    """The number that the library reads as exactly `multiple`, which is above 0; None where there
-    is none.
+    """Return the number that the library reads as exactly `multiple`, which is above 0.
 
-    The library multiplies a float64 by 10 until it is an integer, so that the float64 next to 0.07
-    becomes 7000000000000001. Starting from the integer, this finds one that becomes 7.
+    Returns None where there is no such number. The library multiplies a float64 by 10
+    until it is an integer, so that the float64 next to 0.07 becomes 7000000000000001.
+    This function starts from the integer, and finds a float64 that becomes 7.
     """
     coefficient, exponent = scaled(multiple)
     if exponent > 0:
-        coefficient, exponent = coefficient * 10 ** min(exponent, 10), 0
+        coefficient *= 10 ** min(exponent, 10)
+        exponent = 0
     if coefficient >= _MAX_LIBRARY_COEFFICIENT or exponent < -300:
         return None
     if exponent == 0:
@@ -84,20 +87,20 @@ def library_multiple(multiple: Number) -> float | int | None:
 
 
 def _tenths(value: float) -> list[float]:
-    """The numbers that are not integers and are `value` when they are multiplied by 10."""
+    """Return the non-integers that give `value` when they are multiplied by 10."""
     near = value / 10
     around = (near, math.nextafter(near, 0), math.nextafter(near, math.inf))
-    return [one for one in around if one * 10 == value and one % 1]
+    return [number for number in around if number * 10 == value and number % 1]
 
 
 def power_of_ten(multiple: Number) -> int | None:
-    """k where `multiple` is 10**k, else None."""
+    """Return k where `multiple` is 10**k, else None."""
     coefficient, exponent = scaled(multiple)
     return exponent if coefficient == 1 else None
 
 
 def multiple_pattern(exponent: int) -> str:
-    """All multiples of 10**`exponent`, written without an exponent."""
+    """Return a pattern for all multiples of 10**`exponent`."""
     if exponent > 0:
         return rf"-?(0|[1-9][0-9]*0{{{exponent}}})(\.0+)?"
     if exponent == 0:
@@ -120,7 +123,7 @@ def has_multiple(multiple: Number, lower: Bound | None, upper: Bound | None) -> 
 
 
 def integer_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
-    """All integers between two bounds; None where there are none."""
+    """Return a pattern for the integers between two bounds; None without any."""
     minimum = None if lower is None else _first_integer(lower)
     maximum = None if upper is None else -_first_integer(negated(upper))
     if minimum is not None and maximum is not None and minimum > maximum:
@@ -136,16 +139,18 @@ def integer_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
 
 
 def decimal_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
-    """All numbers between two bounds, written without an exponent; None where there are none."""
+    """Return a pattern for the numbers between two bounds; None without any."""
     parts = []
-    zero, beyond_zero = Bound(0), Bound(0, is_exclusive=True)
+    zero = Bound(0)
+    above_zero = Bound(0, is_exclusive=True)
     if lower is None or lower.value < 0:
-        smallest = beyond_zero
+        smallest = above_zero
         if upper is not None and upper.value < 0:
             smallest = negated(upper)
         largest = None if lower is None else negated(lower)
         negative = list(_magnitudes(smallest, largest))
-        parts += [f"-{_either(negative)}"] if negative else []
+        if negative:
+            parts.append(f"-{_either(negative)}")
     if upper is None or upper.value >= 0:
         smallest = lower if lower is not None and lower.value >= 0 else zero
         parts += _magnitudes(smallest, upper)
@@ -153,7 +158,7 @@ def decimal_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
 
 
 def _first_integer(lower: Bound) -> int:
-    """The smallest integer that a lower bound allows."""
+    """Return the smallest integer that a lower bound allows."""
     first = math.ceil(lower.value)
     return first + 1 if lower.is_exclusive and first == lower.value else first
 
@@ -171,7 +176,7 @@ def _one_digit(first: int, last: int) -> str:
 
 
 def _natural_numbers(minimum: int, maximum: int | None) -> list[str]:
-    """The alternatives for the integers from `minimum` (at least 0) to `maximum`."""
+    """Return the alternatives for the integers from `minimum` (>= 0) to `maximum`."""
     low = str(minimum)
     if maximum is None:
         longer = f"[1-9][0-9]{{{len(low)},}}"
@@ -186,13 +191,15 @@ def _natural_numbers(minimum: int, maximum: int | None) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> Iterator[str]:
-    """Strings of digits from `low` to `high`, which are as long."""
+    """Yield patterns for the digit strings from `low` to `high`, of equal length."""
     if low == high:
         yield low
         return
     at = next(at for at in range(len(low)) if low[at] != high[at])
-    shared, rest = low[:at], len(low) - at - 1
-    first, last = int(low[at]), int(high[at])
+    shared = low[:at]
+    num_rest = len(low) - at - 1
+    first = int(low[at])
+    last = int(high[at])
     if low[at + 1 :].strip("0"):
         yield from _at_least(low[: at + 1], low[at + 1 :])
         first += 1
@@ -200,11 +207,11 @@ def _same_length(low: str, high: str) -> Iterator[str]:
         yield from _at_most(high[: at + 1], high[at + 1 :])
         last -= 1
     if first <= last:
-        yield shared + _one_digit(first, last) + _some_digits(rest)
+        yield shared + _one_digit(first, last) + _some_digits(num_rest)
 
 
 def _at_least(prefix: str, low: str) -> Iterator[str]:
-    """`prefix` and as many digits as `low` has, which are at least `low`."""
+    """Yield patterns for `prefix` and as many digits as `low` has, at least `low`."""
     for at, digit in enumerate(low):
         if not low[at:].strip("0"):
             yield prefix + low[:at] + _some_digits(len(low) - at)
@@ -216,7 +223,7 @@ def _at_least(prefix: str, low: str) -> Iterator[str]:
 
 
 def _at_most(prefix: str, high: str) -> Iterator[str]:
-    """`prefix` and as many digits as `high` has, which are at most `high`."""
+    """Yield patterns for `prefix` and as many digits as `high` has, at most `high`."""
     for at, digit in enumerate(high):
         if not high[at:].strip("9"):
             yield prefix + high[:at] + _some_digits(len(high) - at)
@@ -228,14 +235,13 @@ def _at_most(prefix: str, high: str) -> Iterator[str]:
 
 
 def _split(number: Number) -> tuple[int, str]:
-    """The integer part of a number of at least 0, and the digits of its fraction without the last
-    zeros."""
+    """Return the integer part of a number >= 0, and its fraction without last zeros."""
     whole, _, fraction = format(Decimal(number), "f").partition(".")
     return int(whole), fraction.rstrip("0")
 
 
 def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
-    """The alternatives for the numbers between two bounds that are at least 0."""
+    """Yield the alternatives for the numbers between two bounds that are >= 0."""
     whole, fraction = _split(lower.value)
     if upper is None:
         yield from _with_fractions(whole, _above("", fraction, lower), lower, None)
@@ -256,7 +262,7 @@ def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
 def _with_fractions(
     whole: int, fractions: Iterator[str], lower: Bound, upper: Bound | None
 ) -> Iterator[str]:
-    """An integer part with each of these fractions, and without one if it is in the range."""
+    """Yield an integer part with these fractions, and alone if it is in the range."""
     if parts := list(fractions):
         yield rf"{whole}\.{_either(parts)}"
     is_above = whole > lower.value or (whole == lower.value and not lower.is_exclusive)
@@ -269,8 +275,7 @@ def _with_fractions(
 
 
 def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
-    """The fractions that begin with `prefix` and go on with at least `low`, whose last digit is
-    not 0."""
+    """Yield the fractions of `prefix` and digits from `low` on; no zero ends `low`."""
     for at, digit in enumerate(low):
         if digit != "9":
             yield prefix + low[:at] + _one_digit(int(digit) + 1, 9) + "[0-9]*"
@@ -282,8 +287,7 @@ def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
 
 
 def _below(prefix: str, high: str, upper: Bound) -> Iterator[str]:
-    """The fractions that begin with `prefix` and go on with at most `high`, whose last digit is
-    not 0."""
+    """Yield the fractions of `prefix` and digits up to `high`; no zero ends `high`."""
     for at, digit in enumerate(high):
         if prefix + high[:at]:
             yield prefix + high[:at]
@@ -295,10 +299,12 @@ def _below(prefix: str, high: str, upper: Bound) -> Iterator[str]:
 
 
 def _between(lower: Bound, upper: Bound) -> Iterator[str]:
-    """The fractions of numbers between two bounds with the same integer part."""
-    low, high = _split(lower.value)[1], _split(upper.value)[1]
+    """Yield the fractions of numbers between two bounds with the same integer part."""
+    low = _split(lower.value)[1]
+    high = _split(upper.value)[1]
     length = max(len(low), len(high))
-    low, high = low.ljust(length, "0"), high.ljust(length, "0")
+    low = low.ljust(length, "0")
+    high = high.ljust(length, "0")
     at = next((at for at in range(length) if low[at] != high[at]), length)
     if low > high or (at == length and (lower.is_exclusive or upper.is_exclusive)):
         return
@@ -307,7 +313,9 @@ def _between(lower: Bound, upper: Bound) -> Iterator[str]:
         yield shortest + ("0*" if shortest else "0+")
     if at == length:
         return
-    shared, first, last = low[:at], int(low[at]), int(high[at])
+    shared = low[:at]
+    first = int(low[at])
+    last = int(high[at])
     yield from _above(low[: at + 1], low[at + 1 :].rstrip("0"), lower)
     if last - first > 1:
         yield shared + _one_digit(first + 1, last - 1) + "[0-9]*"

@@ -1,4 +1,4 @@
-"""Where the `$ref`s of a JSON schema lead."""
+"""Resolves the `$ref`s of a JSON schema."""
 
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
@@ -13,24 +13,24 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 class Resource(NamedTuple):
-    """A schema with an identifier of its own, within which `#/...` is resolved."""
+    """A schema with its own identifier, within which `#/...` is resolved."""
 
     base: str
     root: Any
 
 
 def children(schema: Schema) -> list[tuple[str, Any]]:
-    """The values that must be schemas, with their paths below `schema`."""
-    found: list[tuple[str, Any]] = []
+    """Return the parts that must be schemas, with their paths below `schema`."""
+    parts: list[tuple[str, Any]] = []
     for keyword, value in schema.items():
         if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
             if isinstance(value, list):
-                found += [(f"{keyword}[{at}]", each) for at, each in enumerate(value)]
+                parts += [(f"{keyword}[{at}]", each) for at, each in enumerate(value)]
         elif keyword in OF_SCHEMA:
-            found.append((keyword, value))
+            parts.append((keyword, value))
         elif keyword in OF_NAMED_SCHEMAS and isinstance(value, dict):
-            found += [(f"{keyword}.{name}", each) for name, each in value.items()]
-    return found
+            parts += [(f"{keyword}.{name}", each) for name, each in value.items()]
+    return parts
 
 
 class References:
@@ -49,7 +49,7 @@ class References:
         self._collect(document)
 
     def _collect(self, document: Schema) -> None:
-        """Remembers every `$id` and `$anchor`."""
+        """Store every `$id` and `$anchor`."""
         waiting: list[tuple[Any, Resource]] = [(document, self.root)]
         self._ids[urldefrag(self.root.base)[0]] = self.root
         while waiting:
@@ -68,24 +68,26 @@ class References:
             waiting += [(each, resource) for _, each in children(schema)]
 
     def resource_of(self, schema: Schema, parent: Resource) -> Resource:
-        """The resource that a schema below `parent` belongs to."""
-        own = schema.get(self._id_keyword)
-        if schema is parent.root or not isinstance(own, str) or own.startswith("#"):
+        """Return the resource to which a schema below `parent` belongs."""
+        name = schema.get(self._id_keyword)
+        if schema is parent.root or not isinstance(name, str) or name.startswith("#"):
             return parent
-        return Resource(urldefrag(urljoin(parent.base, own))[0], schema)
+        return Resource(urldefrag(urljoin(parent.base, name))[0], schema)
 
     def resolve(
         self, reference: str, resource: Resource
     ) -> tuple[Any, Resource] | None:
-        """The schema that a `$ref` within `resource` names, and its resource; None where the
-        document has no such schema."""
+        """Return the schema that a `$ref` within `resource` names, and its resource.
+
+        Returns None where the document has no such schema.
+        """
         uri, fragment = urldefrag(reference)
         if uri:
             absolute = urldefrag(urljoin(resource.base, uri))[0]
-            found = self._ids.get(absolute)
-            if found is None:
+            named = self._ids.get(absolute)
+            if named is None:
                 return None
-            resource = found
+            resource = named
         fragment = unquote(fragment)
         if not fragment:
             return resource.root, resource
@@ -96,7 +98,7 @@ class References:
 
 
 def _at_pointer(pointer: str, resource: Resource) -> tuple[Any, Resource] | None:
-    """What a JSON pointer such as `/$defs/a` names within a resource."""
+    """Resolve a JSON pointer such as `/$defs/a` within a resource."""
     value = resource.root
     for part in pointer[1:].split("/"):
         key = part.replace("~1", "/").replace("~0", "~")

@@ -120,7 +120,7 @@ class AnswerReader:
         return self.text[0]
 
     def read_content_through(self, *tags: str) -> Reader[None]:
-        """Read content through the last of `tags`, of which only the last is required."""
+        """Read content through `tags`, of which only the last is required."""
         while True:
             is_match = False
             for tag in tags:
@@ -166,7 +166,7 @@ class AnswerReader:
             self.text = yield
 
     def read_name(self, head: re.Pattern[str], end: str) -> Reader[str | None]:
-        """Return the name in the text through `end`; None where `head` does not match."""
+        """Return the name in the text through `end`; None if `head` does not match."""
         match = head.fullmatch((yield from self.read_through(end, MAX_HEAD)))
         return match and match["name"]
 

@@ -16,17 +16,19 @@ class ToolCallFormat(ABC):
 
     Attributes:
         name: the value of `--tool-call-parser` that selects the format.
-        template_pattern: a regular expression that matches chat templates of the format.
-        answer_starts: texts that only an answer with a call begins with; "{}" stands for
-            the name of a tool.
+        template_pattern: a regular expression that matches chat templates of the
+            format.
+        answer_starts: texts that only an answer with a call begins with; "{}" stands
+            for the name of a tool.
         openings: the beginning of a call through the name of its tool, "{}", with all
             blanks removed.
         start_tags: the tags with which the openings begin.
-        special_tags: tags that some vocabularies have as special tokens. The detokenizer
-            keeps them while the answer can have calls.
+        special_tags: tags that some vocabularies have as special tokens. The
+            detokenizer keeps them while the answer can have calls.
         requires_offered_name: whether a call looks like other text, so that only the
             name of an offered tool makes it a call.
-        has_short_ids: whether the next turn's template accepts only ids of 9 characters.
+        has_short_ids: whether the next turn's template accepts only ids of 9
+            characters.
         reads_at_end: whether `read` continues once more when the answer has ended.
     """
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from engine.text.tool_arguments import call_in
+from engine.text.tool_arguments import parse_call
 from engine.text.tool_calls.answer_reader import BLANKS, AnswerReader, Reader
 from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import Tools
@@ -116,13 +116,13 @@ class JsonCallFormat(ToolCallFormat):
         yield from self.scanner.read_until((0, 2), answer.held.append)
         text = "".join(answer.held[start:])
         head = _OBJECT_HEAD.fullmatch(text)
-        if head and answer.begin_call(call_in(head[1] + "}")[0]):
+        if head and answer.begin_call(parse_call(head[1] + "}")[0]):
             answer.add_arguments(text[-1])
             yield from self._stream_arguments()
             return True
         if self.scanner.depth:
             yield from self.scanner.read_until((0,), answer.held.append)
-        name, arguments = call_in("".join(answer.held[start:]))
+        name, arguments = parse_call("".join(answer.held[start:]))
         if answer.begin_call(name):
             answer.add_arguments(arguments)
             answer.end_call()

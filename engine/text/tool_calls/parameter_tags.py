@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
-from engine.text.tool_arguments import as_json, quoted
+from engine.text.tool_arguments import parameter_to_json, quoted
 from engine.text.tool_calls.answer_reader import MAX_HEAD, Reader
 from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import parameters_of
@@ -31,7 +31,8 @@ class Tags(NamedTuple):
             value do not belong to the value.
         value_end: what ends a value.
         ends: the tags that end a call.
-        after_call: texts, without blanks, that no value contains but that follow a call.
+        after_call: texts, without blanks, that no value contains but that follow a
+            call.
     """
 
     begin: tuple[str, ...]
@@ -122,7 +123,7 @@ class ParameterTagsFormat(ToolCallFormat):
             answer.held = []
             value = value.removeprefix(margin)
             value = value.removesuffix(margin if is_closed else "\n")
-            json_value = as_json(value, schemas.get(key))
+            json_value = parameter_to_json(value, schemas.get(key))
             answer.add_arguments(f"{before}{quoted(key)}: {json_value}")
         answer.add_arguments("}" if keys else "{}")
 

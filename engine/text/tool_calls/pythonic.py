@@ -5,7 +5,7 @@
 
 import re
 
-from engine.text.tool_arguments import json_of_python
+from engine.text.tool_arguments import python_arguments_to_json
 from engine.text.tool_calls.answer_reader import Reader
 from engine.text.tool_calls.format import NAME, ToolCallFormat
 from engine.text.tool_calls.json_calls import BracketScanner
@@ -33,7 +33,7 @@ class PythonicFormat(ToolCallFormat):
             start = len(answer.held)
             scanner.depth = 1
             yield from scanner.read_until((0,), answer.held.append)
-            arguments = json_of_python("".join(answer.held[start:]))
+            arguments = python_arguments_to_json("".join(answer.held[start:]))
             if arguments is None or not answer.begin_call(name):
                 break
             answer.add_arguments(arguments)

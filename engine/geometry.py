@@ -82,9 +82,7 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
     that reduces them."""
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(
-        stored[name]
-        for name, dtype in _STORED_DTYPES.items()
-        if dtype == config.dtype
+        stored[name] for name, dtype in _STORED_DTYPES.items() if dtype == config.dtype
     )
     copied = stored.total() - mapped
     fix = "use --no-pack-weights"
@@ -93,9 +91,7 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
         copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
     if copied > mapped:
         most_common = max(_STORED_DTYPES, key=lambda name: stored[name])
-        fix = (
-            f"use --dtype {_STORED_DTYPES[most_common]}, as which the files can be mapped"
-        )
+        fix = f"use --dtype {_STORED_DTYPES[most_common]}, as which the files can be mapped"
     # Experts are stacked, and packed weights are copied as well.
     if model.moe or (config.pack_weights and config.dtype == "float32"):
         embeddings = model.vocab_size * model.hidden_size

@@ -275,9 +275,7 @@ class Scheduler:
         num_idle = sum(
             self.allocator.state(block) is BlockState.CACHED for block in hits
         )
-        num_free = (
-            self.allocator.num_available - num_idle - self._num_spare(sequence)
-        )
+        num_free = self.allocator.num_available - num_idle - self._num_spare(sequence)
         # A long sequence that does not fit comes here in each round. This cheap check
         # comes first for that reason.
         if num_free < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):

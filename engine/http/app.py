@@ -182,7 +182,7 @@ class _Pages:
         )
         messages = self._api.hooks.refused(members.get("kv_transfer_params"))
         for message in messages:
-            self._api.client.tell(message)
+            self._api.client.send(message)
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:

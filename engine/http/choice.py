@@ -55,7 +55,9 @@ class PromptGeneration:
         answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
-        self.is_known = bool(add.known)  # its answer goes on from another server
+        self.is_known = bool(
+            add.resumed_choices
+        )  # its answer goes on from another server
         self.first_usage: KVUsage | None = None  # as told with the first token
         self.request = request
         self._given = given

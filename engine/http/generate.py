@@ -75,7 +75,7 @@ def _release_offered_kv(api: Api, members: dict[str, Any]) -> None:
     offered = members.get("kv_transfer_params")
     if not sender_releases(offered):
         for message in api.hooks.refused(offered):
-            api.client.tell(message)
+            api.client.send(message)
 
 
 async def _start(
@@ -114,7 +114,7 @@ async def _start(
     framing = Framing.of(*told, is_stream=parsed.stream, keeps_logprobs=keeps_logprobs)
     for add in adds:
         if add.remote is not None and not is_open(add):
-            api.client.tell(ReleaseRemote(add.remote))
+            api.client.send(ReleaseRemote(add.remote))
     subscription = api.client.submit(open_adds, place)
     try:  # all else is made while the engine has begun
         parsed = parsed.without_inputs()

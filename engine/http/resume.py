@@ -96,14 +96,16 @@ def going_on(
                 raise ResumeRefused(
                     "logprobs of its prompt were told with some choices only"
                 )
-            add = replace(add, known=choices, num_prompt_logprobs=None)
+            add = replace(add, resumed_choices=choices, num_prompt_logprobs=None)
         known.append(add)
     return known
 
 
 def is_open(add: AddRequest) -> bool:
     """Whether some choice has not ended elsewhere."""
-    return not add.known or not all(choice.has_ended for choice in add.known)
+    return not add.resumed_choices or not all(
+        choice.has_ended for choice in add.resumed_choices
+    )
 
 
 @dataclass

@@ -63,7 +63,7 @@ class Subscription:
         requests = tuple(requests)
         self._open = {
             request.request_id: request.num_choices
-            - sum(one.has_ended for one in request.known)
+            - sum(one.has_ended for one in request.resumed_choices)
             for request in requests
         }
         self._max_unread = MAX_UNREAD * min(
@@ -117,7 +117,7 @@ class Subscription:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
         if request_id in self._open:
-            self._engine.tell(AbortRequest(request_id, choice))
+            self._engine.send(AbortRequest(request_id, choice))
 
     def let_move(self, may_move: Callable[[], bool], *, has_come: bool) -> None:
         """Its one request may go on at another server while `may_move`: now, if this one is
@@ -150,7 +150,7 @@ class Subscription:
         was told of. Idempotent."""
         for request_id in dict.fromkeys([*self._open, *self._retaining]):
             self._engine.forget(request_id)
-            self._engine.tell(AbortRequest(request_id))
+            self._engine.send(AbortRequest(request_id))
         self._open.clear()
         self._retaining.clear()
         self._pending.clear()
@@ -278,7 +278,7 @@ class EngineClient:
             raise
         return subscription
 
-    def tell(self, message: EngineInput) -> None:
+    def send(self, message: EngineInput) -> None:
         """Sends what has no answer; to a dead engine there is nobody left to tell."""
         with contextlib.suppress(EngineDied):
             self._send(message)
@@ -294,7 +294,7 @@ class EngineClient:
         for request_id in chosen:
             del self.movable[request_id]
             self.moving.add(request_id)
-            self.tell(Migrate(request_id))
+            self.send(Migrate(request_id))
         return len(chosen)
 
     async def hand_over(self, until_s: float) -> None:

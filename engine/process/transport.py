@@ -56,7 +56,7 @@ class EngineTransport:
     def wake(self) -> None:
         self._waker.wake()
 
-    def tell(self, message: EngineOutput) -> None:
+    def send(self, message: EngineOutput) -> None:
         """Never waits: what the HTTP process has not read yet is kept here."""
         with contextlib.suppress(WireClosed):  # `receive` tells
             self._wire.send(encode(message))

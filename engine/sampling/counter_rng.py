@@ -63,22 +63,24 @@ def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     first, second = keys[:, :1], keys[:, 1:]
     x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
     x = _xorshift_(x, 15).mul_(_LOWBIAS_2)
-    # The last shift need not be masked: what the sign adds keeps each 31-bit result equally likely.
+    # The last shift needs no mask: the sign bits that it adds leave all 31-bit results
+    # equally likely.
     x.bitwise_xor_(x >> 16)
-    # Small uniforms make the large variates that win: those are the ones held with full precision.
+    # Small uniforms make the large variates, which win. They have full precision.
     minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
     exponential = minus_uniform.log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def _lowbias32(x: torch.Tensor) -> torch.Tensor:
-    # + 1, because a hash of this kind maps 0 to 0.
+    # + 1, because lowbias32 maps 0 to 0.
     x = _xorshift_(x + 1, 16).mul_(_LOWBIAS_1)
     return _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
 
 
 def _xorshift_(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x ^= x >>> bits, for int32: torch shifts the sign in, so it is masked off."""
+    """x ^= x >>> bits, for int32. torch shifts copies of the sign in, which are masked
+    off."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 

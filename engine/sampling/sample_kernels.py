@@ -67,7 +67,7 @@ def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-untyped-def]
-    """Differences to the row's largest logit over the temperature: at most 0."""
+    """Differences to the row's largest logit, divided by the temperature: at most 0."""
     x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
     is_sure = largest == float("inf")

@@ -14,7 +14,7 @@ import torch
 
 from attention.registry import backend_class, compile_modules
 from engine.config import EngineConfig
-from engine.geometry import check_attention, attention_spec
+from engine.geometry import attention_spec, check_attention
 from engine.worker.memory import MemoryTooSmall, explaining_oom
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig

@@ -56,7 +56,7 @@ class RemoteEngine:
         return self._received.pop(0)
 
     def say(self, *deltas: TokenDelta) -> None:
-        self.transport.tell(Outputs(list(deltas)))
+        self.transport.send(Outputs(list(deltas)))
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def connected() -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
     client, remote = EngineClient(), RemoteEngine(theirs)
     await client.start(link)
     try:
-        remote.transport.tell(SMALL_ENGINE)
+        remote.transport.send(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
         yield client, remote
     finally:
@@ -118,7 +118,7 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(how):
             assert await remote.receive() == add("r")
         assert await remote.receive() == AbortRequest("r")
         remote.say(_delta("r", 2), _delta("r", finish="abort"))
-        remote.transport.tell(EngineStats({"x": 1.0}))
+        remote.transport.send(EngineStats({"x": 1.0}))
         await until(lambda: client.stats == {"x": 1.0})
         assert not client._subscriptions
 
@@ -196,7 +196,7 @@ async def test_who_hangs_up_is_dead_to_the_other():
     transport = EngineTransport(link)
     http.close()
     assert transport.receive(WAIT_S) == ([], True)
-    transport.tell(Outputs([_delta("a")]))  # nobody is there to be told
+    transport.send(Outputs([_delta("a")]))  # nobody is there to be told
     transport.close()
 
 
@@ -243,7 +243,7 @@ async def test_no_step_is_taken_while_its_reader_stands_still(monkeypatch):
     http, link = socket.socketpair()
     transport = EngineTransport(link)
     http.setblocking(False)
-    transport.tell(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
+    transport.send(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
     going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
     num_read, loop = 0, asyncio.get_running_loop()
     while not going_on.done():
@@ -293,7 +293,7 @@ async def test_a_request_that_ends_while_the_client_closes_tells_nobody():
         assert batch[0].error.code == "no_server_available", "it died of no request"
         while not closing.done():
             kept.close()
-            client.tell(AbortRequest("a"))
+            client.send(AbortRequest("a"))
             await asyncio.sleep(0)
 
 

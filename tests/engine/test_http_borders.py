@@ -99,7 +99,9 @@ async def test_a_continued_stream_has_the_same_text(made):
     output = all_ids[at:]
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        known = len(request.known[0].token_ids) if request.known else 0
+        known = (
+            len(request.resumed_choices[0].token_ids) if request.resumed_choices else 0
+        )
         for token_id in output[known:]:
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
             await asyncio.sleep(0)

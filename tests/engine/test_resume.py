@@ -61,7 +61,9 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
             yield TokenDelta(request_id=name, prompt_logprobs=found)
         for at in range(max(map(len, said)) + 1):
             for choice, ids in enumerate(said[: request.num_choices]):
-                known = request.known[choice] if request.known else None
+                known = (
+                    request.resumed_choices[choice] if request.resumed_choices else None
+                )
                 if known and (known.has_ended or at < len(known.token_ids)):
                     continue
                 logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
@@ -360,7 +362,7 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
             found.headers["content-type"] == "application/json"
             and found.status_code == 200
         )
-        known = [one.token_ids for one in other.engine.added[-1].known]
+        known = [one.token_ids for one in other.engine.added[-1].resumed_choices]
         assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
 
 

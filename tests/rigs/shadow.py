@@ -332,7 +332,7 @@ class MemoryTransport:
     def wake(self) -> None:
         pass
 
-    def tell(self, message: EngineOutput) -> None:
+    def send(self, message: EngineOutput) -> None:
         match message:
             case Outputs(deltas, compiled):
                 self.deltas += deltas
@@ -440,7 +440,7 @@ def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
 
 def awaited_masks(core: EngineCore) -> bool:
     """Whether sequences sat out; they have no more reason to."""
-    sitting = list(core.grammars.sitting.values())
+    sitting = list(core.grammars.awaiting_mask.values())
     for work, _ in sitting:
         work.result(60.0)
     return bool(sitting)

@@ -115,8 +115,8 @@ def _check_belongs(
     """
     num_tokens = reference.remote_num_tokens
     ids = add.token_ids
-    if len(add.known) == 1:  # of a stream that was moved here
-        ids = [*ids, *add.known[0].token_ids]
+    if len(add.resumed_choices) == 1:  # of a stream that was moved here
+        ids = [*ids, *add.resumed_choices[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
         _reject(
             "remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}"

@@ -18,7 +18,7 @@ Script = Iterator[Callable[[], object]]  # of a proxy's request: what it waits f
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr("engine.kv.borrower._STANDS_S", 0.05)
+    monkeypatch.setattr("engine.kv.stalls._DEADLOCK_S", 0.05)
 
 
 class Fleet(Group):
@@ -107,7 +107,7 @@ class Fleet(Group):
         tokens = a.out.tokens(f"{call}-0")
         if a.out.terminals(f"{call}-0")[0].finish_reason == MOVED:
             known, remote = [ResumedChoice(list(tokens))], a.reference(f"{call}-0")
-            self.ask(b, f"d{call}-0", prompt, num, remote=remote, known=known)
+            self.ask(b, f"d{call}-0", prompt, num, remote=remote, resumed_choices=known)
             yield lambda: b.out.terminals(f"d{call}-0")
             tokens += b.out.tokens(f"d{call}-0")
         assert tokens == expected_output(prompt, num)

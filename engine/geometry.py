@@ -90,8 +90,8 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
         # Quantised weights are dequantised, and one stored word has several of them.
         copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
     if copied > mapped:
-        most_common = max(_STORED_DTYPES, key=lambda name: stored[name])
-        fix = f"use --dtype {_STORED_DTYPES[most_common]}, as which the files can be mapped"
+        stored_type = max(_STORED_DTYPES, key=lambda name: stored[name])
+        fix = f"use --dtype {_STORED_DTYPES[stored_type]}, as which the files can be mapped"
     # Experts are stacked, and packed weights are copied as well.
     if model.moe or (config.pack_weights and config.dtype == "float32"):
         embeddings = model.vocab_size * model.hidden_size
@@ -156,7 +156,7 @@ def check_scales(config: EngineConfig, model: ModelConfig) -> None:
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:
     """Raises InvalidGeometry if the staging memory cannot hold two blocks of `layout`. A
     peer's blocks may be larger; the planner checks them for each pull."""
-    min_bytes = least_staging_bytes(layout)
+    min_bytes = min_staging_bytes(layout)
     if config.staging_bytes < min_bytes:
         raise InvalidGeometry(
             f"--staging-bytes is {config.staging_bytes}; a KV block of "
@@ -170,13 +170,13 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     """Raises UnsupportedPool, with the option that helps, if no rank's attention backend
     can serve the model."""
     num_q_heads = model.num_heads // config.tp
-    check(
+    check_supported(
         config.attention_backend,
         attention_spec(config, model, num_q_heads),
         step_limits(config, model, of_group=False),
     )
     if config.dcp > 1:
-        check(
+        check_supported(
             config.attention_backend,
             attention_spec(config, model, num_q_heads * config.dcp),
             step_limits(config, model, of_group=True),
@@ -185,11 +185,11 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
 
 def attention_spec(
     config: EngineConfig, model: ModelConfig, num_q_heads: int
-) -> Wanted:
+) -> AttentionSpec:
     """The requirements for the attention backend of a rank with `num_q_heads` heads."""
     has_window = {window is not None for window in model.layer_windows or (None,)}
     has_cap = bool(model.score_cap)
-    return Wanted(
+    return AttentionSpec(
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,

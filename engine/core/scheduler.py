@@ -199,7 +199,7 @@ class Scheduler:
                     plan.stuck.append(sequence)
                 return False
         blocks = self.allocator.allocate(num_blocks)
-        self.limits.groups.fill(sequence.block_ids, places, blocks)
+        self.limits.groups.fill_entries(sequence.block_ids, places, blocks)
         return True
 
     def may_preempt(self) -> bool:
@@ -238,7 +238,7 @@ class Scheduler:
             is_blocked = self.is_blocked_on_quarantine(sequence)
             if is_remote and not (is_blocked or pulls_must_wait):
                 needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
-                pulls_must_wait = not self.allocator.has_room_to_receive(needed)
+                pulls_must_wait = not self.allocator.can_receive(needed)
             if (
                 is_blocked
                 or (is_remote and pulls_must_wait)
@@ -271,7 +271,7 @@ class Scheduler:
         num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
         table = self._sharing.match(sequence)
         start = self.tables.num_tokens(table)
-        hits = held(table)
+        hits = without_null_blocks(table)
         num_idle = sum(
             self.allocator.state(block) is BlockState.CACHED for block in hits
         )
@@ -285,10 +285,10 @@ class Scheduler:
             return False
         self.allocator.share(hits)
         fresh_blocks = self.allocator.allocate(len(places))
-        self.limits.groups.fill(table, places, fresh_blocks)
+        self.limits.groups.fill_entries(table, places, fresh_blocks)
         sequence.block_ids = table
         sequence.num_computed = start
-        if self.limits.groups.drops:
+        if self.limits.groups.drops_blocks:
             sequence.prefix_cursor = PrefixCursor()  # the index may have gaps to fill
         sequence.count_skipped()
         if is_remote:
@@ -357,7 +357,7 @@ class Scheduler:
         caller frees them when the READs have ended.
         """
         fresh_blocks = self.tables.fresh(sequence)
-        blocks = held(sequence.block_ids)
+        blocks = without_null_blocks(sequence.block_ids)
         if quarantine:
             self.allocator.quarantine(fresh_blocks)
         self.allocator.release(blocks[: len(blocks) - len(fresh_blocks)])
@@ -384,10 +384,10 @@ class Scheduler:
         """
         child.fork_from(parent)
         child.num_computed = self._num_forked(parent, child)
-        child.block_ids = self.limits.groups.of_prefix(
+        child.block_ids = self.limits.groups.prefix_table(
             parent.block_ids, child.num_computed, self.limits.block_size
         )
-        self.allocator.share(held(child.block_ids))
+        self.allocator.share(without_null_blocks(child.block_ids))
         child.complete_from = parent.complete_from
         self._run(child)
 
@@ -460,7 +460,7 @@ class Scheduler:
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self.steps.release(sequence, held(sequence.block_ids))
+        self.steps.release(sequence, without_null_blocks(sequence.block_ids))
         sequence.reset_blocks()
 
     def stats(self) -> dict[str, float]:

@@ -68,12 +68,12 @@ class BlockTables:
         else:
             stop = sequence.num_to_pull
             limit = self.resume_limit(sequence, stop)
-            window_ranges = groups.spans(start, stop, limit)
+            window_ranges = groups.token_ranges(start, stop, limit)
         token_ranges = [
             window_range if window else tokens
             for window_range, window in zip(window_ranges, groups.windows, strict=True)
         ]
-        return groups.missing(table, token_ranges, self._block_size)
+        return groups.missing_entries(table, token_ranges, self._block_size)
 
     def places_for_next(self, sequence: Sequence, num_tokens: int) -> Sequenceable[int]:
         """The places that a running sequence needs blocks for, to compute `num_tokens`
@@ -119,7 +119,7 @@ class BlockTables:
         All choices but the first compute the prompt's last block themselves, and so
         does a borrower of leased blocks, whatever its block size.
         """
-        if not self._groups.drops:
+        if not self._groups.drops_blocks:
             return max(0, num_tokens)
         limits = [num_tokens]
         if sequence.request.retain_kv:
@@ -134,10 +134,10 @@ class BlockTables:
         """Records where complete blocks begin after a pull. A pull into a group with a
         window may begin in the middle of a block, which is then no block of the
         prefix."""
-        if not self._groups.drops:
+        if not self._groups.drops_blocks:
             return
         stop = sequence.num_to_pull
-        token_ranges = self._groups.spans(
+        token_ranges = self._groups.token_ranges(
             sequence.num_computed, stop, self.resume_limit(sequence, stop)
         )
         sequence.complete_from = [
@@ -149,7 +149,7 @@ class BlockTables:
         limit = num_tokens
         if not sequence.is_moving:
             limit = self.resume_limit(sequence, num_tokens)
-        return self._groups.of_prefix(
+        return self._groups.prefix_table(
             sequence.block_ids, num_tokens, self._block_size, limit
         )
 
@@ -161,7 +161,7 @@ class BlockTables:
             return []
         limit = self.resume_limit(sequence, sequence.num_computed)
         released_until = sequence.retained_from or [0] * groups.count
-        sequence.retained_from = groups.kept_from(limit, self._block_size)
+        sequence.retained_from = groups.first_needed_blocks(limit, self._block_size)
         places = sorted(
             block * groups.count + group
             for group, (start, stop) in enumerate(
@@ -169,7 +169,7 @@ class BlockTables:
             )
             for block in range(start, stop)
         )
-        passed = held(sequence.block_ids[place] for place in places)
+        passed = without_null_blocks(sequence.block_ids[place] for place in places)
         for place in places:
             sequence.block_ids[place] = NULL_BLOCK
         return passed

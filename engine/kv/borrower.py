@@ -41,7 +41,7 @@ from protocol.errors import (
     KVCorrupt,
     KVParamsRejected,
     Overloaded,
-    PullWithheld,
+    PullCircuitOpen,
     from_code,
 )
 from protocol.handshake import Lookup
@@ -182,7 +182,7 @@ class Borrower(KVConnector):
         An offer has its lease once a part of its prompt is computed. Until then the
         sequence must not hold blocks.
         """
-        if not self._coordinator.knows(remote):
+        if not self._coordinator.can_pull_from(remote):
             self._coordinator.connect(remote)
         elif remote.lease_id:
             self.core.enqueue(sequence)
@@ -271,7 +271,7 @@ class Borrower(KVConnector):
         scheduler = self.core.scheduler
         num_quarantined = scheduler.allocator.num_quarantined
         for sequence in pulls_without_capacity(scheduler):
-            error = PullWithheld(
+            error = PullCircuitOpen(
                 f"hanging READs hold {num_quarantined} KV blocks, and a pull needs more "
                 "than are left"
             )
@@ -280,7 +280,7 @@ class Borrower(KVConnector):
     def _break_deadlock(self) -> None:
         victim = self._deadlock.find_victim(self.core.scheduler)
         if victim is not None:
-            error = PullWithheld(self._deadlock.explanation())
+            error = PullCircuitOpen(self._deadlock.explanation())
             self._give_up_waiting_pull(victim, error)
 
     def _fail_blocked_on_quarantine(self) -> None:

@@ -81,10 +81,10 @@ class Lender(KVConnector):
             return
         if sequence.num_computed >= len(sequence.token_ids):
             return  # the prompt is complete: on_finish leases the rest
-        if scheduler.limits.groups.drops:
+        if scheduler.limits.groups.drops_blocks:
             return  # once preempted, it would not find what its windows have passed
         with self._leases.offers() as (offers, _):
-            first_block = offers.wanted(transfer_id)
+            first_block = offers.num_leased_blocks(transfer_id)
         num_full = sequence.num_computed // self._config.block_size
         if first_block is not None and first_block < num_full:
             block_ids = sequence.block_ids[first_block:num_full]
@@ -103,7 +103,7 @@ class Lender(KVConnector):
         with self._leases.offers() as (offers, now):
             lease_id = offers.grow(transfer_id, new_id(), block_ids, now, seals=seals)
         if lease_id:
-            self.core.scheduler.allocator.lease(held(block_ids))
+            self.core.scheduler.allocator.lease(without_null_blocks(block_ids))
             self._by_request[sequence.request_id] = lease_id
         return lease_id
 
@@ -124,7 +124,7 @@ class Lender(KVConnector):
         num_tokens = sequence.num_prompt_tokens
         if includes_outputs:
             num_tokens = sequence.num_computed
-        has_windows = self.core.scheduler.limits.groups.drops
+        has_windows = self.core.scheduler.limits.groups.drops_blocks
         if sequence.is_moving and not includes_outputs and has_windows:
             return None  # the windows have passed the end of the prompt
         table = self.core.scheduler.tables.leased_table(sequence, num_tokens)
@@ -138,7 +138,7 @@ class Lender(KVConnector):
         if transfer_id:
             reference = msgspec.json.encode(params)
             with self._leases.offers() as (offers, now):
-                offers.tell_end(transfer_id, lease_id, block_ids, reference, now)
+                offers.finish(transfer_id, lease_id, block_ids, reference, now)
         return params
 
     def _lease_table(
@@ -146,14 +146,14 @@ class Lender(KVConnector):
     ) -> tuple[list[int], str]:
         """Leases all blocks of a table. Returns the leased blocks and the lease's id."""
         with self._leases.offers() as (offers, _):
-            leased = offers.leased(transfer_id)
+            leased = offers.leased_blocks(transfer_id)
         if leased:
             rest = table[len(leased) :]
             lease_id = self._grow_lease(sequence, transfer_id, rest, seals=True)
             if lease_id:
                 return [*leased, *rest], lease_id
         # There is no lease that could grow. If one has ended, another reader may come.
-        self.core.scheduler.allocator.lease(held(table))
+        self.core.scheduler.allocator.lease(without_null_blocks(table))
         lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
         self._by_request[sequence.request_id] = lease_id
         return table, lease_id
@@ -237,11 +237,11 @@ class Lender(KVConnector):
                 del self._by_request[ended.request_id]
         self._advance_leased_prompts()
         for _ in range(_MAX_LOOKUPS_PER_ROUND):
-            if not self._leases.asked:
+            if not self._leases.lookups:
                 return
-            lookup, reader = self._leases.asked.popleft()
+            lookup, reader = self._leases.lookups.popleft()
             result = Found(nonce=lookup.nonce, remote=self._look_up(lookup))
-            self._leases.found(reader, result)
+            self._leases.answer_lookup(reader, result)
         self.core.wake()  # more lookups wait for the next round
 
     def _advance_leased_prompts(self) -> None:
@@ -281,7 +281,7 @@ class Lender(KVConnector):
             self._lookups["full"] += 1
             return None
         self._lookups["found"] += 1
-        scheduler.allocator.lease(held(block_ids))
+        scheduler.allocator.lease(without_null_blocks(block_ids))
         lease_id = self._leases.grant(lookup.nonce, block_ids, self._config.lease_s)
         self._by_request[lookup.nonce] = lease_id
         return self._reference(
@@ -316,7 +316,7 @@ class Lender(KVConnector):
             if num_left < 0:
                 break
             leasable.append(block)
-        if scheduler.limits.groups.drops and len(leasable) < len(block_ids):
+        if scheduler.limits.groups.drops_blocks and len(leasable) < len(block_ids):
             return []  # the windows of a shorter prefix may have been dropped
         return leasable
 

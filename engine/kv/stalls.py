@@ -28,7 +28,7 @@ def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
         if sequence.remote is None or scheduler.is_blocked_on_quarantine(sequence):
             continue
         needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
-        if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
+        if not scheduler.allocator.can_receive(needed, ignore_receiving=True):
             sequences.append(sequence)
     return sequences
 

@@ -253,39 +253,12 @@ def draw(
     )
     if batch is not None:
         largest = best.amax(-1)
-        keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
-        if batch.restricted_rows is not None:
-            scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            _threshold[(rows,)](
-                logits,
-                largest,
-                batch.temperature,
-                batch.top_k,
-                batch.top_p,
-                batch.min_p,
-                keys,
-                scaled,
-                stride,
-                vocab,
-                TILE=2048,
-                num_warps=32,
-            )
+        keys = _smallest_allowed(logits, batch, largest, stride)
         _draw[grid](
-            logits,
-            largest,
-            batch.temperature,
-            keys,
-            batch.seed,
-            batch.choice,
-            batch.position,
-            best,
-            best_token,
-            stride,
-            vocab,
-            parts,
-            TILE=_TILE,
-            num_warps=8,
-        )
+            logits, largest, batch.temperature, keys, batch.seed, batch.choice,
+            batch.position, best, best_token, stride, vocab, parts,
+            TILE=_TILE, num_warps=8,
+        )  # fmt: skip
     _finish[(rows,)](
         best,
         best_token,
@@ -295,3 +268,28 @@ def draw(
         launch_pdl=PDL,
     )
     return out
+
+
+def _smallest_allowed(
+    logits: torch.Tensor, batch: SamplingBatch, largest: torch.Tensor, stride: int
+) -> torch.Tensor:
+    """The key of the smallest allowed value of each row, int32 [S]."""
+    rows, vocab = logits.shape
+    keys = torch.full((rows,), _ALL, dtype=torch.int32, device=logits.device)
+    if batch.restricted_rows is not None:
+        scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _threshold[(rows,)](
+            logits,
+            largest,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            keys,
+            scaled,
+            stride,
+            vocab,
+            TILE=2048,
+            num_warps=32,
+        )
+    return keys

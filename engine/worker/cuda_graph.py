@@ -259,7 +259,7 @@ class PromptGraphs:
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
-        """Captures the pieces of a step in a memory pool. Without a pool, it runs them."""
+        """Captures the pieces of a step in a memory pool; without a pool, runs them."""
         token_ids, positions = self._inputs[:, :size]
         asking = self._model.asking(token_ids, positions, self._backend.applies_rope)
         pieces: list[_Piece] = []

@@ -11,7 +11,6 @@ from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.geometry import read_config
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
-from engine.worker.kernel_watch import KERNELS
 from engine.worker.load import describe_failure, explaining_failures
 from engine.worker.memory import longest_sequence
 from engine.worker.rank import Rank
@@ -96,7 +95,7 @@ def _build(
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),
-        count_late_kernels=lambda: KERNELS.num_late,
+        count_late_kernels=rank.count_late_kernels,
     )
     ready = EngineReady(
         num_blocks=(rank.num_blocks - 1) // limits.groups.count,

@@ -159,7 +159,7 @@ def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     it in addition."""
     layout = layout_of(config, model, 2)
     spec = attention_spec(config, model, 1)
-    return layout.block_bytes + copied_bytes(
+    return layout.block_bytes + extra_bytes_per_block(
         config.attention_backend, spec, layout.block_size
     )
 
@@ -220,7 +220,7 @@ def longest_in(
     In addition to each window, a sequence needs blocks for two steps, and for what a
     prefill server retains for readers with other block sizes.
     """
-    return groups.longest_in(
+    return groups.max_tokens_in(
         num_blocks, max_len, _window_slack_tokens(config), config.tokens_per_block
     )
 
@@ -231,7 +231,7 @@ def _window_slack_tokens(config: EngineConfig) -> int:
 
 def _pool_tokens(config: EngineConfig, groups: KVGroups, num_blocks: int) -> str:
     tokens = num_blocks // groups.count * config.tokens_per_block
-    if not groups.drops:
+    if not groups.drops_blocks:
         return f"{tokens} tokens"
     windows = ", ".join(f"{window or 'all'}" for window in groups.windows)
     return f"{tokens} tokens, and more in sequences longer than a window ({windows}),"

@@ -85,6 +85,11 @@ class Rank:
         KERNELS.is_ready = True
         gc.freeze()
 
+    @staticmethod
+    def count_late_kernels() -> int:
+        """How many kernels this process has loaded since `set_ready`."""
+        return KERNELS.num_late
+
 
 def pool_size(
     config: EngineConfig, model_config: ModelConfig, runner: ModelRunner

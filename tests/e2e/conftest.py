@@ -11,7 +11,7 @@ from model.hub import DEFAULT_MODEL, resolve_model
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
 from tests.ports import reserved_ports
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 if TYPE_CHECKING:
     import openai
@@ -33,7 +33,7 @@ def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
 def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
     """Holds a module to it: once its tests have ended, no server keeps a block for them."""
     yield
-    assert_home(
+    assert_idle(
         *tiny_cluster.servers()[1:], timeout_s=45
     )  # a lease that nobody ends lasts 30 s
 

@@ -21,7 +21,7 @@ from protocol.process import lifecycle
 from tests.make_models import ensure_model, trained_models
 from tests.rigs import client
 from tests.rigs.client import parse_kv, prefill
-from tests.rigs.cluster import Server, assert_home, start_decode, start_prefill
+from tests.rigs.cluster import Server, assert_idle, start_decode, start_prefill
 
 NUM_TOKENS = 12  # generated for every prompt
 # Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.
@@ -219,7 +219,7 @@ def check_cell(
             "recomputed": 0,
             "skipped": hit,
         }
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
     # However many ranks read from however many: one lease, completed once.
     risen = _counts(prefiller, decoder) - before
     assert risen == dict.fromkeys(("granted", "completed", "done"), len(cases))

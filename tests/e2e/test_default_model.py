@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete, complete_all
-from tests.rigs.cluster import assert_home
+from tests.rigs.cluster import assert_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -46,7 +46,7 @@ def test_texts_equal_transformers_through_both_servers_and_alone(
     assert [answer.kv["transferred"] for answer in answers] == [len(p) for p in prompts]
     alone = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
     assert [answer.token_ids for answer in alone] == expected
-    assert_home(default_cluster.prefill[0], default_cluster.decode[0])
+    assert_idle(default_cluster.prefill[0], default_cluster.decode[0])
 
 
 def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference):

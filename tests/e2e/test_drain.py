@@ -15,7 +15,7 @@ from tests.e2e.test_failover import _CACHED, _OWN, _by_choice
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -123,7 +123,7 @@ def _drain_under_load(
         assert server.metrics()[_RECOMPUTED] == so_far, (
             "nothing of a prompt was computed again"
         )
-    assert_home(prefill, *others)
+    assert_idle(prefill, *others)
     return seen | {"moved": moved, "gap_s": round(max(one.gap_s for one in asked), 2)}
 
 
@@ -164,4 +164,4 @@ def test_where_all_others_are_full_answers_wait_for_room_or_come_back(tiny_model
                 _ends(staying)
                 assert again.result() == expected
             assert staying.child.exited.wait(TIMEOUT_S)
-            wait_until(servers[0].all_blocks_home)
+            wait_until(servers[0].all_blocks_free)

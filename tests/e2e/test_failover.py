@@ -28,7 +28,7 @@ from tests import stopping
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -147,12 +147,12 @@ class Fleet:
             stopping.send(pid, signal.SIGCONT)
         self.stopped.clear()
 
-    def assert_home(self) -> None:
+    def assert_idle(self) -> None:
         """Every server is up, and holds no block of an ended request."""
         for restart in self.restarts:
             restart.result()
         self.restarts.clear()
-        assert_home(*self.decodes, self.prefill)
+        assert_idle(*self.decodes, self.prefill)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def _fleet(model: Path, num: int) -> Iterator[Fleet]:
             fleet = Fleet(prefill, decodes, cutters, proxy, decode, later, holds)
             later.callback(fleet.pool.shutdown)
             yield fleet
-            fleet.assert_home()
+            fleet.assert_idle()
             for cutter in cutters:
                 cutter.close()
 

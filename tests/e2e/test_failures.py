@@ -34,7 +34,7 @@ def _assert_recomputed(
     assert answer.token_ids == expected
     assert answer.kv["transferred"] == 0
     assert answer.kv["recomputed"] + answer.kv["skipped"] == len(prompt)
-    wait_until(decode.all_blocks_home)
+    wait_until(decode.all_blocks_free)
 
 
 def test_kv_that_was_released_comes_home_and_is_not_used(
@@ -43,7 +43,7 @@ def test_kv_that_was_released_comes_home_and_is_not_used(
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
     wait_until(
-        lambda: not server.all_blocks_home()
+        lambda: not server.all_blocks_free()
     )  # what /metrics tells is of a moment ago
     for offered, released in (
         ({**params, "lease_id": "0" * 32}, 0),
@@ -53,7 +53,7 @@ def test_kv_that_was_released_comes_home_and_is_not_used(
         body = {"kv_transfer_params": offered}
         answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
         assert (answer.status_code, answer.json()) == (200, {"released": released})
-    wait_until(server.all_blocks_home, 10)  # the lease would last for 30 s
+    wait_until(server.all_blocks_free, 10)  # the lease would last for 30 s
     expected = tiny_reference.generate(prompt, 6)
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
 
@@ -107,11 +107,11 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)  # no READ can end
         asked = Stream(decode.url, prompt, 12, kv_transfer_params=params)
-        asked.begun(1)  # the first token comes before any KV has moved
+        asked.wait_for_events(1)  # the first token comes before any KV has moved
         assert decode.metrics()["baton_requests_receiving"] <= 1
         prefiller.signal_engine(signal.SIGKILL)
-        asked.assert_says(expected)
-        wait_until(decode.all_blocks_home)
+        asked.assert_tokens(expected)
+        wait_until(decode.all_blocks_free)
         # The server whose engine died ends as a whole, and the proxy goes on without it.
         assert prefiller.child.exited.wait(30)
         assert prefiller.child.process.returncode == 1
@@ -123,7 +123,7 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
             answer = complete(own.url, after, 5)
             assert answer.token_ids == tiny_reference.generate(after, 5)
             assert answer.kv["transferred"] == 90
-            wait_until(decode.all_blocks_home)
+            wait_until(decode.all_blocks_free)
 
 
 def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:
@@ -206,7 +206,7 @@ def test_a_lost_rank_ends_its_engine_with_one_error(
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
-        asked = Stream(decode.url, prompt, 400).begun()
+        asked = Stream(decode.url, prompt, 400).wait_for_events()
         stopping.send(_rank_pid(decode, rank), number)
         asked.join(60)
         error = json.loads(asked.events[-1])["error"]

@@ -34,7 +34,7 @@ from tests.rigs.client import (
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     cluster,
     running,
     start_decode,
@@ -97,9 +97,9 @@ def test_a_killed_proxy_leaves_nothing_behind(slow_cluster, tiny_reference, phas
             Stream(proxy.url, fresh_prompt(1500), 5)
             wait_until(lambda: _is_busy(prefiller))
         else:
-            Stream(proxy.url, fresh_prompt(50), 1900).begun()
+            Stream(proxy.url, fresh_prompt(50), 1900).wait_for_events()
         proxy.kill()
-        assert_home(prefiller, decode)
+        assert_idle(prefiller, decode)
     _assert_serves(slow_cluster, tiny_reference)
 
 
@@ -110,7 +110,7 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_refe
         before = prefiller.metrics()[steps]
         with _asked(slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
-        assert_home(prefiller, decode)
+        assert_idle(prefiller, decode)
         assert prefiller.metrics()[steps] < before + 3900, "its work was cancelled"
     _assert_serves(slow_cluster, tiny_reference)
 
@@ -125,12 +125,12 @@ def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(
             wait_until(
                 lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0
             )
-        assert_home(prefiller)
+        assert_idle(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
     slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
-    assert_home(prefiller, decode)
+    assert_idle(prefiller, decode)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,17 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
         expected = tiny_reference.generate(prompt, 8)
         params = prefill(prefiller.url, prompt)
         prefiller.signal_engine(signal.SIGSTOP)
-        asked = Stream(decode.url, prompt, 8, kv_transfer_params=params).begun(1)
+        asked = Stream(
+            decode.url, prompt, 8, kv_transfer_params=params
+        ).wait_for_events(1)
         if "lease" in stopped_s:
             threading.Event().wait(1.5)
         else:
             asked.join(60)
         prefiller.signal_engine(signal.SIGCONT)
         complete_all(prefiller.url, [fresh_prompt(500) for _ in range(3)], 2)
-        asked.assert_says(expected)
-        assert_home(prefiller, decode)
+        asked.assert_tokens(expected)
+        assert_idle(prefiller, decode)
 
         def pulls() -> bool:
             """Unless this machine takes longer between the legs than a lease lasts."""
@@ -182,7 +184,7 @@ def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_referen
     """Of a decode server that ends: another one pulls what was prefilled once, and no lease is left
     to expire."""
     prefiller = tiny_cluster.prefill[0]
-    wait_until(prefiller.all_blocks_home)
+    wait_until(prefiller.all_blocks_free)
     events = ("granted", "completed", "aborted", "expired")
     before = [prefiller.leases(event) for event in events]
     fills = {"prompt": fresh_prompt(30), "n": 2, "max_tokens": 3900, "stream": True}
@@ -221,14 +223,14 @@ def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_referen
                 assert leases() == [3, 0, 0, 0]
             waits(other, 2)
             wait_until(lambda: leases() == [3, 0, 1, 0])
-        stream.assert_says(tiny_reference.generate(streamed, 6))
+        stream.assert_tokens(tiny_reference.generate(streamed, 6))
         answer = whole_answer.result()
         choices = answer.json()["choices"]
         assert [c["token_ids"] for c in choices] == [
             tiny_reference.generate(whole, 6)
         ] * 2
         assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
-        wait_until(lambda: prefiller.all_blocks_home() and other.all_blocks_home())
+        wait_until(lambda: prefiller.all_blocks_free() and other.all_blocks_free())
         assert leases() == [3, 2, 1, 0]
         assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
         assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0
@@ -269,5 +271,5 @@ def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model):
     with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S))) as made:
         prefiller, decode = made.prefill[0], made.decode[0]
         asyncio.run(ask_all(made.proxy.port))
-        wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
+        wait_until(lambda: prefiller.all_blocks_free() and decode.all_blocks_free(), 30)
         assert prefiller.leases("aborted") > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.client import MODEL, complete
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 from tests.rigs.plain_http import http
 
 _SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
@@ -57,7 +57,7 @@ def _fuzz(url: str, scratch: Path, *options: str) -> None:
 
 
 def _assert_unharmed(cluster: Cluster) -> None:
-    assert_home(cluster.prefill[0], cluster.decode[0], timeout_s=60)
+    assert_idle(cluster.prefill[0], cluster.decode[0], timeout_s=60)
     assert complete(cluster.url, [5, 9, 300], 4).kv == {
         "transferred": 3, "recomputed": 0, "skipped": 0
     }  # fmt: skip

@@ -27,7 +27,7 @@ from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_proxy,
     wait_until,
@@ -105,7 +105,7 @@ def test_what_differs_is_named_or_computed_here_by_policy(
     assert reply.kv == {"transferred": 0, "recomputed": len(prompt), "skipped": 0}
     assert_alike(reply, ask(tiny_cluster.prefill[0].url, prompt, 6))
     _assert_counted(recomputing)
-    assert_home(prefiller, failing, recomputing)
+    assert_idle(prefiller, failing, recomputing)
 
 
 def _assert_counted(decoder: Server) -> None:
@@ -139,7 +139,7 @@ def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(
         )
         exact = ask(tiny_cluster.prefill[0].url, prompt, 1)
         assert pulled.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.25)
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
     assert (
@@ -169,7 +169,7 @@ def test_every_choice_reads_the_same_converted_kv(engines, tiny_model, length):
     tail = length % 16
     kv = client.parse_kv(response.headers["x-baton-kv"])
     assert kv == {"transferred": length - tail, "recomputed": tail, "skipped": 0}
-    assert_home(prefiller, decoder)
+    assert_idle(prefiller, decoder)
 
 
 # -- another model: last, for none of the servers above is used any more ---------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.rigs.client import answer_of, post, sse_events
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 _TAGS = [
     f"<|{tag}|>" for tag in "return call constrain channel start end message".split()
@@ -55,7 +55,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(model: Path) -> Iterator[Cluster]:
     with cluster(model) as running:
         yield running
-        assert_home(*running.servers()[1:], timeout_s=45)
+        assert_idle(*running.servers()[1:], timeout_s=45)
 
 
 def _said(message: dict[str, Any]) -> list[str]:

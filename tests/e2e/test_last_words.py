@@ -48,6 +48,6 @@ def test_the_last_line_is_about_the_process_that_was_killed(
         assert program.end() == 1
         last = program.lines[-1]
         assert last.startswith("baton up: error: ") and reason in last
-        assert "told to end" not in last
+        assert "signal to stop" not in last
         if sender is not None:
             assert sender_of(last.partition("its last line: ")[2]) == sender

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.cluster import Cluster, assert_home, cluster
+from tests.rigs.cluster import Cluster, assert_idle, cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -111,7 +111,7 @@ def test_own_tasks_equal_the_hf_backend_document_by_document(
     assert risen["recomputed"] == 0
     assert risen["transferred"] + risen["skipped"] == num_tokens
     assert risen["transferred"] >= len(prompts) / 2
-    assert_home(tiny_cluster.decode[0], tiny_cluster.prefill[0])
+    assert_idle(tiny_cluster.decode[0], tiny_cluster.prefill[0])
 
 
 @pytest.fixture(scope="module")

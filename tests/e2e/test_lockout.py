@@ -16,7 +16,7 @@ from tests.rigs.client import fresh_prompt, greedy, make_prompt
 from tests.rigs.cluster import (
     Cluster,
     Server,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -72,7 +72,7 @@ def test_prompts_that_are_too_long_lock_no_other_client_out(brief, num_bytes):
         is_over.set()
         thread.join()
     assert set(refused) == {400}
-    assert_home(*brief.servers()[1:])
+    assert_idle(*brief.servers()[1:])
 
 
 def test_a_chat_whose_client_has_gone_locks_no_other_client_out(brief):
@@ -87,7 +87,7 @@ def test_a_chat_whose_client_has_gone_locks_no_other_client_out(brief):
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.sendall(head + body)
     assert served(brief) == [200] * 15
-    assert_home(*brief.servers()[1:])
+    assert_idle(*brief.servers()[1:])
 
 
 def test_new_schemas_lock_no_request_without_a_schema_out(brief):
@@ -113,7 +113,7 @@ def test_new_schemas_lock_no_request_without_a_schema_out(brief):
         for thread in threads:
             thread.join()
     assert set(statuses) <= {200, 400, 429}
-    assert_home(*brief.servers()[1:])
+    assert_idle(*brief.servers()[1:])
 
 
 @pytest.fixture(scope="module")
@@ -137,4 +137,4 @@ def test_prompts_that_begin_alike_are_all_taken(small_queue):
     computed = small_queue.metrics()["baton_engine_step_prompt_tokens_total"] - before
     assert computed < 4000
     assert small_queue.metrics()["baton_queue_tokens"] == 0
-    assert_home(small_queue)
+    assert_idle(small_queue)

@@ -20,7 +20,7 @@ import pytest
 from tests.rigs.client import fresh_prompt, greedy
 from tests.rigs.cluster import (
     Cluster,
-    assert_home,
+    assert_idle,
     running,
     start_decode,
     start_prefill,
@@ -140,7 +140,7 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     assert served >= 0.5 * capacity * _MEASURED_S  # it goes on serving
     assert len(much.found) - served >= 0.3 * len(much.found)
     assert all(now - then < 100 for then, now in zip(before, after, strict=True))
-    assert_home(*bounded.servers()[1:])
+    assert_idle(*bounded.servers()[1:])
 
 
 def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(
@@ -165,4 +165,4 @@ def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(
         )
     statuses = [status for status, _ in found]
     assert 504 in statuses and 200 in statuses
-    assert_home(*tiny_cluster.prefill, *tiny_cluster.decode)
+    assert_idle(*tiny_cluster.prefill, *tiny_cluster.decode)

@@ -18,7 +18,7 @@ from tests.rigs.cluster import (
     Cluster,
     Server,
     all_ready,
-    assert_home,
+    assert_idle,
     prefill_ports,
     running,
     start_decode,
@@ -98,7 +98,7 @@ def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
                 _wait_for_more(cluster, _pulls)
-        assert_home(p, d)
+        assert_idle(p, d)
 
 
 @pytest.mark.slow
@@ -140,14 +140,14 @@ def test_a_slow_link_is_hidden_behind_the_prefill(hosts, default_model):
     assert sent_bytes["at once"] <= sent_bytes["in turn"] * 2 * 256 / 2000 + (128 << 10)
     for server in (p, d):
         with hosts.inside("x"):
-            wait_until(server.all_blocks_home)
+            wait_until(server.all_blocks_free)
 
 
 def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[tuple[float, int]]:
     """When the first two tokens came, and what P had sent by then."""
     stream, found = Stream(url, prompt, 2), list[tuple[float, int]]()
     while len(found) < 2:
-        stream.begun(len(found) + 1)
+        stream.wait_for_events(len(found) + 1)
         found.append((time.monotonic(), hosts.sent_bytes("p")))
     stream.join(60)
     return found
@@ -216,7 +216,7 @@ def test_a_rolling_restart_under_load_is_not_noticed(
                     successors.append(start())
                     cluster.wait_until_ready(name)
                 answers()
-            assert_home(*successors)
+            assert_idle(*successors)
             fresh = make_prompt(81_000, 130)
             answer = complete(proxy.url, fresh, 6)
             assert answer.token_ids == reference.generate(fresh, 6)

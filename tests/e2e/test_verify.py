@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.e2e.matrix import ask
 from tests.rigs.client import fresh_prompt, prefill
-from tests.rigs.cluster import Server, assert_home, running, start_decode, wait_until
+from tests.rigs.cluster import Server, assert_idle, running, start_decode, wait_until
 
 
 def pool_of(server: Server) -> mmap.mmap:
@@ -55,4 +55,4 @@ def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_cluster):
         metrics = d.metrics()
         assert metrics['baton_kv_transfer_failures_total{code="kv_corrupt"}'] == 1
         assert metrics["baton_kv_verified_tokens_total"] == 150
-        assert_home(p, d)
+        assert_idle(p, d)

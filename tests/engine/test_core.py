@@ -27,7 +27,7 @@ from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
     add,
-    assert_all_blocks_home,
+    assert_all_blocks_free,
     expected_output,
     expected_scores,
     make_core,
@@ -147,7 +147,7 @@ def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
     usages = [end.usage for name in names for end in out.terminals(name)]
     computed = sum(usage.recomputed for usage in usages if usage)
     assert computed <= 43 + 5 * 3, "the prefix once, and of each what is its own"
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(depth):
@@ -169,7 +169,7 @@ def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(dep
     assert ends.index("c") < ends.index("b"), (
         "only b waits for the prefix that a computes"
     )
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 class _Read(list[int]):
@@ -199,7 +199,7 @@ def test_a_block_of_tokens_is_looked_up_once_however_long_it_waits_and_decodes()
     run_until_idle(core)
     assert out.tokens("b") == expected_output([*prompt, 7, 8], 30)
     assert read.num <= 3 * len(read) // 4  # and one of each round, which it lacks
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_prompts_that_share_little_are_computed_side_by_side():
@@ -263,7 +263,7 @@ def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, lengt
     (end,) = out.terminals("a")
     assert end.error is not None and end.error.code == "overloaded"
     assert len(out.tokens("b")) == 2 and out.terminals("b")[0].error is None
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 # -- choices -------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
     assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), (
         "of the last block its own"
     )
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_a_prompt_is_held_once_for_all_choices_that_wait():
@@ -349,7 +349,7 @@ def test_steps_are_launched_before_the_last_ones_tokens_are_known(asked, num_ste
         "the length is known beforehand: no step too many"
     )
     assert executor.num_steps_ahead == num_steps - 1
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_choices_that_fork_off_hold_up_only_themselves():
@@ -363,7 +363,7 @@ def test_choices_that_fork_off_hold_up_only_themselves():
     for choice in range(3):
         assert out.tokens("b", choice) == expected_output(prompt, 6, choice=choice)
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 class _Slow(ShadowExecutor):
@@ -426,7 +426,7 @@ def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_e
     run_until_idle(core)
     assert out.tokens("b") == expected_output(prompt, 4)
     assert out.tokens("a") == expected_output(PROMPT, 20)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 class _Looked(list[Sequence]):
@@ -481,4 +481,4 @@ def test_nothing_is_planned_behind_a_long_step(monkeypatch):
     run_until_idle(core)
     for name, prompt in zip("ab", prompts, strict=True):
         assert out.tokens(name) == expected_output(prompt, 4)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)

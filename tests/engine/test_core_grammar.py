@@ -21,7 +21,7 @@ from tests.make_models import ensure_model
 from tests.rigs.shadow import (
     MemoryTransport,
     add,
-    assert_all_blocks_home,
+    assert_all_blocks_free,
     expected_output,
     make_core,
     run_until_idle,
@@ -70,7 +70,7 @@ FREE = add("b", [4, 5, 6], 9)
 def answered(core: EngineCore, *requests: AddRequest) -> None:
     run_until_idle(core, *requests)
     assert core.is_idle
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def assert_failed(

@@ -20,7 +20,7 @@ from tests.rigs.shadow import (
     ShadowExecutor,
     _ShadowStep,
     add,
-    assert_all_blocks_home,
+    assert_all_blocks_free,
     expected_output,
     make_core,
     run_until_idle,
@@ -62,7 +62,7 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
     assert_ended_alone(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 12)
     assert out.tokens("b") == expected_output([9, 9], 9)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch):
@@ -119,7 +119,7 @@ def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
     assert_ended_alone(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 8)
     assert out.tokens("b") == expected_output([5], 8)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 @pytest.mark.parametrize("error", [BlockStateError("books"), AssertionError("ours")])
@@ -162,4 +162,4 @@ def test_a_matcher_that_raises_ends_its_request(depth, compiler):
     assert end.error is not None and end.error.code == "grammar_failed"
     assert "out of fuel" in end.error.message
     assert out.tokens("b") == expected_output([5], 12)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)

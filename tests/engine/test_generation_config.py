@@ -12,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
 from tests.engine.test_tokenizer import write_byte_level
-from tests.rigs.http_server import CONTEXT, READY, saying, serving
+from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
 ROOMY = replace(READY, vocab_size=4096)
 
@@ -89,7 +89,7 @@ async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(
     made = Tokenizer(tmp_path)
     warn_of_unknown_eos(made)
     assert "generation_config.json" in caplog.text and "99999" in caplog.text
-    async with serving(made, saying(made, "1"), ready=ROOMY) as server:
+    async with serving(made, text_script(made, "1"), ready=ROOMY) as server:
         response = await server.post(guided_regex="[0-9]")
         assert response.status_code == 200, response.text
         assert server.engine.added[0].stop_token_ids == [5]

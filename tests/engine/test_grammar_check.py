@@ -27,7 +27,7 @@ from protocol.messages import Grammar
 from protocol.openai.structured import GuidedDecoding
 from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
-from tests.rigs.http_server import saying, serving
+from tests.rigs.http_server import serving, text_script
 
 ENDLESS = {
     "type": "integer",
@@ -162,7 +162,7 @@ async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypat
 )
 async def test_a_server_refuses_one_and_answers_the_other(tokenizer, fields, param):
     async with serving(
-        tokenizer, saying(tokenizer, "ab"), grammar_timeout_s=4.0
+        tokenizer, text_script(tokenizer, "ab"), grammar_timeout_s=4.0
     ) as server:
         asked = asyncio.create_task(server.chat(**fields))
         good = await server.post(structured_outputs={"regex": "ab"})

@@ -22,7 +22,7 @@ from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
-from tests.rigs.http_server import chunks, end, saying, scripted, serving_harmony
+from tests.rigs.http_server import chunks, end, scripted, serving_harmony, text_script
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -169,7 +169,9 @@ STOPPED = {"finish_reason": "stop"}
 async def test_an_answer_whole_and_streamed(
     harmony, text, asked, expected, finish_reason, num_reasoning
 ):
-    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         answer = (await server.chat(**asked)).json()
         (choice,) = answer["choices"]
         assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
@@ -232,7 +234,9 @@ async def test_a_tag_that_is_spelled_out_is_text(harmony):
 async def test_responses_have_items_of_what_was_thought_said_and_called(harmony):
     text = f"{THINK}I.{START}<|channel|>commentary<|message|>Wait.{START}{CALL}{{}}<|call|>"
     asked = {"input": "Hi", "tools": [FLAT]}
-    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         whole = (await server.http.post("/v1/responses", json=asked)).json()
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
@@ -297,7 +301,7 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
         {"role": "tool", "tool_call_id": "add", "content": "a"},
         {"role": "tool", "tool_call_id": "?", "content": "o"},
     ]
-    async with serving_harmony(harmony, saying(harmony, "x")) as server:
+    async with serving_harmony(harmony, text_script(harmony, "x")) as server:
         assert (await server.chat(messages=turns)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[0].token_ids)
     answers = [
@@ -339,7 +343,7 @@ async def test_a_final_message_is_continued(harmony, before, say, expected):
         {"role": "assistant", "content": before},
     ]
     asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    async with serving_harmony(harmony, saying(harmony, say)) as server:
+    async with serving_harmony(harmony, text_script(harmony, say)) as server:
         (choice,) = (await server.chat(**asked)).json()["choices"]
         assert said(choice) == expected
         await server.chat(**asked, structured_outputs={"regex": "a"})
@@ -352,7 +356,7 @@ async def test_a_call_is_continued_where_the_text_of_messages_may_be_tags(harmon
         {"role": "assistant", "content": f"So{START}{CALL}"},
     ]
     asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    script = saying(harmony, "{}<|call|>")
+    script = text_script(harmony, "{}<|call|>")
     async with serving_harmony(harmony, script, split_special_tokens=False) as server:
         (choice,) = (await server.chat(**asked)).json()["choices"]
         assert said(choice) == (None, None) and call_of(choice) == ("add", "{}")
@@ -438,6 +442,6 @@ async def test_a_model_without_the_tags_is_not_served_so(tokenizer):
 async def test_without_the_format_all_is_content(harmony):
     text = f"{THINK}I.{START}{FINAL}Yo"
     how = {"reasoning_parser": "none"}
-    async with serving_harmony(harmony, saying(harmony, text), **how) as server:
+    async with serving_harmony(harmony, text_script(harmony, text), **how) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert said(choice) == (None, "analysisI.assistantfinalYo")

@@ -26,10 +26,10 @@ from tests.rigs.http_server import (
     Server,
     chunks,
     end,
-    saying,
     scripted,
     serving,
     serving_4k,
+    text_script,
 )
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -150,7 +150,7 @@ async def test_an_answer_is_the_same_whole_and_streamed(
 
 async def test_token_ids_and_usage(tokenizer):
     async with serving(
-        tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1"
+        tokenizer, text_script(tokenizer, "Hé 🙂"), fingerprint="fp_1"
     ) as server:
         whole = await ask(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
@@ -204,7 +204,7 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
 async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokenizer):
     (dot,) = tokenizer.encode(".")
     async with serving(
-        tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")
+        tokenizer, text_script(tokenizer, "Hi.", finish_reason="stop")
     ) as server:
         asked = {"stop_token_ids": [dot], "ignore_eos": True}
         (choice,) = (await ask(server, **asked))["choices"]
@@ -360,7 +360,7 @@ async def test_logprobs_of_an_answer_that_is_told_whole_are_bounded(
 ):
     monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
     asked = {"prompt": "a", "logprobs": 2, "n": 2}
-    async with serving_4k(tokenizer, saying(tokenizer, "ab")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "ab")) as server:
         error = (await server.post(**asked, max_tokens=101)).json()["error"]
         assert error["param"] == "logprobs" and "`max_tokens`" in error["message"]
         for fits in (

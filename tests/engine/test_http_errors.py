@@ -103,7 +103,7 @@ async def test_one_failing_prompt_ends_the_others(tokenizer):
 async def test_a_dead_engine_is_503_everywhere(tokenizer):
     async with serving(tokenizer) as server:
         assert (await server.http.get("/health")).status_code == 200
-        server.engine.say(EngineFailed("out of memory"))
+        server.engine.emit(EngineFailed("out of memory"))
         for response in (
             await server.post(),
             await server.http.get("/health"),

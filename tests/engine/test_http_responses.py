@@ -9,7 +9,13 @@ from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
 from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import Server, events, saying, serving_4k, with_template
+from tests.rigs.http_server import (
+    Server,
+    events,
+    serving_4k,
+    text_script,
+    with_template,
+)
 
 # It shows a conversation as the template gets it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
@@ -55,7 +61,7 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(
         "reasoning": {"effort": "low"},
     }
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
             whole = await client.responses.create(**asked)
@@ -115,7 +121,7 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
             asked: list[Any] = [{"role": "user", "content": "1 + 1?"}]
@@ -145,7 +151,7 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
     ],
 )
 async def test_a_call_can_be_demanded(tokenizer, asked, grammar):
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         body = {"model": "m", "input": "Hi", "tools": [FLAT], **asked}
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         (add,) = server.engine.added

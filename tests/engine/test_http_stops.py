@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import CALL, NAMED, TOOL
-from tests.rigs.http_server import Server, chunks, saying, serving_4k
+from tests.rigs.http_server import Server, chunks, serving_4k, text_script
 
 REQUIRED = '[{"name": "add", "parameters": {"a": 12}}]'
 TWO = '[{"name": "add", "parameters": {"a": 12}}, {"name": "add", "parameters": {"a": 345}}]'
@@ -61,7 +61,7 @@ async def test_calls_that_a_stop_string_cuts_end_with_stop(
     tokenizer, says, asked, stop, finish_reason, arguments
 ):
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         found = await both(server, stop=stop, **asked)
     stop_reason = None if stop == "none such" else stop
@@ -72,7 +72,7 @@ async def test_a_second_call_that_a_client_does_not_take_ends_no_answer(tokenize
     asked = {**AUTO, "parallel_tool_calls": False, "stop": "99"}
     says = CALL + CALL.replace("1", "99")
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         assert await both(server, **asked) == ("tool_calls", "99", None, ['{"a": 1}'])
 
@@ -80,7 +80,7 @@ async def test_a_second_call_that_a_client_does_not_take_ends_no_answer(tokenize
 @pytest.mark.parametrize("at", ["limit", "end token", "stop token"])
 async def test_calls_that_end_too_early_for_another_reason_end_with_it(tokenizer, at):
     reason = "length" if at == "limit" else "stop"
-    script = saying(tokenizer, CALL[:-15], finish_reason=reason)
+    script = text_script(tokenizer, CALL[:-15], finish_reason=reason)
     asked = dict(AUTO)
     if at == "stop token":
         asked["stop_token_ids"] = tokenizer.encode(CALL[-16])
@@ -98,7 +98,7 @@ async def test_json_that_a_stop_string_cuts_ends_with_stop(tokenizer):
     says = json.dumps({"a": "one two"})
     form = {"type": "json_object"}
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         found = await both(server, response_format=form, stop=["two"])
         assert found == ("stop", "two", '{"a": "one ', [])

@@ -17,7 +17,7 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
-from tests.rigs.http_server import CONTEXT, READY, saying, serving
+from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
@@ -71,7 +71,7 @@ _CALLING = {
 async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, aside):
     """Whatever makes them long."""
     watched = _Watched(tokenizer)
-    async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(watched, text_script(tokenizer, "x"), ready=_ROOMY) as server:
         assert (await server.chat(**asked)).status_code == 200
         assert [thread != threading.get_ident() for thread in watched.threads] == aside
 
@@ -104,7 +104,7 @@ async def test_large_bodies_are_checked_aside(
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(
-        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6
+        tokenizer, text_script(tokenizer, "x"), ready=_ROOMY, max_body=10**6
     ) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
         assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
@@ -171,7 +171,7 @@ async def test_what_a_chat_template_leaves_out_takes_no_room(tokenizer, monkeypa
     short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     monkeypatch.setattr(tokenizer, "chat_template", short)
 
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         answer = await server.chat(messages=[_told(5 * _MOST_CHARS)])
         assert answer.status_code == 200
         assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
@@ -218,7 +218,7 @@ async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
     monkeypatch.setattr(TextEncoder, "run", watched)
     text = "x" * (2 * INLINE_CHARS)
 
-    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x"), ready=_ROOMY) as server:
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         assert (await server.http.post(path, json=body)).status_code == 200
         assert len(f"user:{text};") in sizes

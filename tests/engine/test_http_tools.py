@@ -10,7 +10,7 @@ from engine.text.tool_messages import with_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls
-from tests.rigs.http_server import chunks, saying, serving_4k, with_template
+from tests.rigs.http_server import chunks, serving_4k, text_script, with_template
 
 TOOL = {
     "type": "function",
@@ -54,7 +54,7 @@ def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
     ],
 )
 async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
-    script = saying(tokenizer, text, finish_reason="stop")
+    script = text_script(tokenizer, text, finish_reason="stop")
 
     async with serving_4k(tokenizer, script) as server:
         asked = {"tools": [TOOL], **fields}
@@ -78,7 +78,7 @@ async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
 
 async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
     """Under "auto" nothing keeps the model from writing two."""
-    script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
+    script = text_script(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     asked = {"tools": [TOOL], "parallel_tool_calls": False}
     async with serving_4k(tokenizer, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
@@ -95,7 +95,7 @@ async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
 
 async def test_an_answer_without_calls_is_as_ever(tokenizer):
     async with serving_4k(
-        tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
+        tokenizer, text_script(tokenizer, "a < b", finish_reason="stop")
     ) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert choice["message"]["content"] == "a < b"
@@ -114,7 +114,7 @@ async def test_what_the_engine_is_told(tokenizer):
         "name": "f",
         "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
     }
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         # No grammar can enforce the odd one; it need not be called.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
@@ -217,7 +217,7 @@ async def test_the_template_s_own_way_to_call_is_read(tokenizer):
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
     ):
         async with serving_4k(
-            knowing, saying(knowing, say, finish_reason="stop")
+            knowing, text_script(knowing, say, finish_reason="stop")
         ) as server:
             (choice,) = (await server.chat(tools=[TOOL], **asked)).json()["choices"]
             (call,) = choice["message"]["tool_calls"]

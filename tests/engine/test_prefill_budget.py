@@ -14,7 +14,12 @@ from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 
 def h200(load: Load) -> float:
     """Seconds of a step of an 8B shape (docs/performance.md)."""
-    seconds = 4.0e-3 + 11e-6 * load.streams + 31e-9 * load.context_tokens + 23e-6 * load.prompt_tokens
+    seconds = (
+        4.0e-3
+        + 11e-6 * load.streams
+        + 31e-9 * load.context_tokens
+        + 23e-6 * load.prompt_tokens
+    )
     return max(seconds, 18e-3) if load.prompt_tokens else seconds
 
 

@@ -414,10 +414,10 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
         await until_added(server, 4)
         assert await queue_tokens(server) == 64
         first, second = (added.request_id for added in server.engine.added[:2])
-        server.engine.say(Outputs([], compiled=[first]))
+        server.engine.emit(Outputs([], compiled=[first]))
         assert await queue_tokens(server) == 128
         error = ErrorInfo("grammar_failed", "too complex")
-        server.engine.say(Outputs([TokenDelta(request_id=second, error=error)]))
+        server.engine.emit(Outputs([TokenDelta(request_id=second, error=error)]))
         for one in asked:
             one.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

@@ -121,7 +121,7 @@ def test_a_rank_that_goes_silent_is_a_typed_error(follow):
 
     links, (other,) = follow(agree_once, timeout_s=0.2)
     assert links.agree(5, int, min) == 1
-    with pytest.raises(RankTimeout, match="a rank said nothing for"):
+    with pytest.raises(RankTimeout, match="a rank sent nothing for"):
         links.agree(5, int, min)
     links.send(b"\x01")
     assert other.result(_TIMEOUT_S) == 2

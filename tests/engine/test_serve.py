@@ -76,7 +76,7 @@ def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
         asked.startswith("503") and "starting (half of it is there); try again" in asked
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("error: told to end before it was ready")
+    assert done.stderr.strip().endswith("error: stopped before it was ready")
 
 
 class _EndingEngine(ScriptedEngine):
@@ -186,7 +186,7 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.05)
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
-        engine.say(EngineFailed("rank 0 lost its device"))
+        engine.emit(EngineFailed("rank 0 lost its device"))
         with pytest.raises(StartFailure, match="lost its device"):
             await _serve(server, listener, tokenizer, engine)
 
@@ -201,7 +201,7 @@ class _Watched(_EndingEngine):
     def look(self) -> bool:
         is_silent = self.silences.pop(0) == "s"
         if not self.silences:
-            self.say(EngineFailed("it was looked at to the end"))
+            self.emit(EngineFailed("it was looked at to the end"))
         return is_silent
 
 
@@ -209,7 +209,7 @@ class _Watched(_EndingEngine):
     ("silences", "told"),
     [
         ("sss.sss.sss.", "it was looked at to the end"),
-        ("sss.ssss....", "said nothing for 0.01 s"),
+        ("sss.ssss....", "sent nothing for 0.01 s"),
     ],
 )
 async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatch):

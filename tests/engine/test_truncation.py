@@ -14,8 +14,8 @@ from tests.rigs.http_server import (
     CONTEXT,
     READY,
     Server,
-    saying,
     serving,
+    text_script,
     with_template,
 )
 
@@ -46,7 +46,7 @@ async def error_of(
 
 
 async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         ids = tokenizer.encode(ALPHABET)
         for prompt in (ALPHABET, ids):
             assert (
@@ -85,7 +85,7 @@ async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
 async def test_minus_1_keeps_what_fits_the_context_beside_the_answer(
     limits, kept, tokenizer
 ):
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         found = await prompt_of(
             server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits
         )
@@ -109,7 +109,7 @@ async def test_the_tokens_before_every_text_stay(tmp_path: Path) -> None:
     write_sentencepiece_like(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ready = replace(READY, max_model_len=4096, vocab_size=4096)
-    async with serving(tokenizer, saying(tokenizer, "x"), ready=ready) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x"), ready=ready) as server:
         before = tokenizer.encode("")
         whole = tokenizer.encode("Hi Hi Hi Hi")
         assert (
@@ -139,7 +139,7 @@ class _Counting(Tokenizer):
 async def test_of_a_long_text_only_the_end_is_tokenized(tokenizer):
     counting = _Counting(tokenizer)
     text = ALPHABET * 1000
-    async with serving(counting, saying(tokenizer, "x"), max_body=10**6) as server:
+    async with serving(counting, text_script(tokenizer, "x"), max_body=10**6) as server:
         counting.num_chars = 0
         found = await prompt_of(server, prompt=text, truncate_prompt_tokens=7)
         assert found == tokenizer.encode("tuvwxyz")
@@ -150,7 +150,7 @@ async def test_of_a_long_text_only_the_end_is_tokenized(tokenizer):
 
 
 async def test_an_echo_is_of_what_the_model_has_read(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "!")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "!")) as server:
         body = {"prompt": ALPHABET, "truncate_prompt_tokens": 3, "echo": True}
         answer = await server.http.post("/v1/completions", json=body)
         assert answer.json()["choices"][0]["text"] == "xyz!"
@@ -219,7 +219,7 @@ async def test_the_oldest_items_are_dropped_until_the_rest_fits(
         "truncation": "auto",
         "tools": [FLAT],
     }
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         assert knowing.decode(await prompt_of(server, RESPONSES, **body)) == prompt
         told = (await server.http.post(RESPONSES, json=body)).json()
         assert told["truncation"] == "auto"
@@ -230,7 +230,7 @@ async def test_a_template_may_refuse_what_begins_with_an_answer(tokenizer):
     knowing = with_template(tokenizer, refuses + TEMPLATE + "{# tools #}")
     items = [*CONVERSATION, *called(1), *called(2), *called(3)]
     body = {"input": items, "truncation": "auto"}
-    async with serving(knowing, saying(knowing, "x"), ready=ROOMY) as server:
+    async with serving(knowing, text_script(knowing, "x"), ready=ROOMY) as server:
         found = await prompt_of(server, RESPONSES, **body, truncate_prompt_tokens=65)
         assert knowing.decode(found) == "u333333333;" + "a<add>;tooooooooo;" * 3
         error = await error_of(server, RESPONSES, **body, truncate_prompt_tokens=64)
@@ -244,7 +244,7 @@ async def test_instructions_stay(tokenizer):
         "input": [*CONVERSATION, *LATER],
         "truncation": "auto",
     }
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         found = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
         assert knowing.decode(found) == "sBe kind;u555555555;"
 
@@ -252,7 +252,7 @@ async def test_instructions_stay(tokenizer):
 async def test_without_a_limit_there_is_space_for_an_answer(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     body = {"input": [*CONVERSATION, *LATER], "truncation": "auto"}
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         found = await prompt_of(server, RESPONSES, **body)
         assert len(found) == 33 <= CONTEXT - CONTEXT // 4
         # One that is the last fits the context, and is served as without truncation.
@@ -265,7 +265,7 @@ async def test_without_a_limit_there_is_space_for_an_answer(tokenizer):
 async def test_a_last_item_that_does_not_fit_is_refused(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     items = [*CONVERSATION, said("user", "x" * 100)]
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
         error = await error_of(
@@ -280,6 +280,6 @@ async def test_a_conversation_may_be_many_times_as_long_as_the_context(tokenizer
     knowing = with_template(tokenizer, TEMPLATE)
     items = [said("user", f"{number:09}") for number in range(5000)]
     body = {"input": items, "truncation": "auto", "truncate_prompt_tokens": 44}
-    async with serving(knowing, saying(knowing, "x"), max_body=10**6) as server:
+    async with serving(knowing, text_script(knowing, "x"), max_body=10**6) as server:
         found = knowing.decode(await prompt_of(server, RESPONSES, **body))
         assert found == "".join(f"u{number:09};" for number in range(4996, 5000))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.core.sequence import Sequence
 from engine.core.waiting import LONG_PROMPT_TOKENS, MAX_OVERTAKEN, enqueue
 from protocol.messages import ResumedChoice
-from tests.rigs.shadow import add, assert_all_blocks_home, make_core, run_until_idle
+from tests.rigs.shadow import add, assert_all_blocks_free, make_core, run_until_idle
 
 
 def waits(tokens: int, priority: int = 0, **members: Any) -> Sequence:
@@ -125,7 +125,7 @@ def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
         *"abc",
         "urgent",
     ]
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
@@ -142,4 +142,4 @@ def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
     assert core.sequences["long"].num_computed == 2 * 512 - 200
     run_until_idle(core)
     assert [delta.request_id for delta in out.deltas] == ["a", "b", "c", "long"]
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)

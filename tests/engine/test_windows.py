@@ -16,7 +16,7 @@ from tests.rigs.engines import smallest
 from tests.rigs.examples import examples
 from tests.rigs.shadow import (
     add,
-    assert_all_blocks_home,
+    assert_all_blocks_free,
     make_core,
     run_until_idle,
     windowed_output,
@@ -41,7 +41,7 @@ def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) 
     assert usage is not None
     # What the prompt's windows passed went first, and nobody misses it.
     assert usage.skipped == (40 if evicted <= 5 else 0)
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 @given(st.data())
@@ -83,7 +83,7 @@ def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
             found = out.tokens(name, choice)
             assert found == expected[: len(found)]
             assert found == expected or name in gone
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def _disturb(core: EngineCore, noise: random.Random, gone: set[str]) -> None:

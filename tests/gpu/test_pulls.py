@@ -333,7 +333,7 @@ def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
     for index, remote in enumerate(leases):
         decode.coordinator.pull(f"pull-{index}", remote, 0, 32_000, blocks)
     decode.wait(*ENDINGS)
-    prefill.ask(free=True)
+    prefill.request(free=True)
     for _ in leases[1:]:
         # Any ending is right, because P broke its lease.
         decode.wait(*ENDINGS)

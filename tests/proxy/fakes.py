@@ -24,8 +24,9 @@ from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
 from tests.rigs.metric import metric
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 
-take_brief_naps()
+shorten_uvicorn_polls()
 LIMIT_S = 120.0
 KV_PARAMS = {
     "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "engine-1",

@@ -16,7 +16,11 @@ from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
 MODEL = "test-model"  # as the tests' servers name their model
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+REMOTE_DECODE_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+}
 _seeds = itertools.count(5000)
 
 
@@ -139,7 +143,7 @@ class Stream(threading.Thread):
         except httpx.HTTPError as error:
             self.error = error
 
-    def begun(self, num_events: int = 3) -> "Stream":
+    def wait_for_events(self, num_events: int = 3) -> "Stream":
         while len(self.events) < num_events:
             assert self.is_alive(), (self.events, self.error)
             self.join(0.02)
@@ -148,7 +152,7 @@ class Stream(threading.Thread):
     def token_ids(self) -> list[int]:
         return streamed_token_ids([json.loads(e) for e in self.events if e != "[DONE]"])
 
-    def assert_says(self, token_ids: list[int]) -> None:
+    def assert_tokens(self, token_ids: list[int]) -> None:
         """The stream ends without an error, and these are its tokens."""
         self.join(60)
         assert self.error is None and self.events[-1] == "[DONE]", (
@@ -192,7 +196,11 @@ class Load(threading.Thread):
 
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
     """Runs leg 1 by hand and returns the kv_transfer_params that a proxy would relay."""
-    asked = {"kv_transfer_params": ASK, "return_token_ids": False, **members}
+    asked = {
+        "kv_transfer_params": REMOTE_DECODE_PARAMS,
+        "return_token_ids": False,
+        **members,
+    }
     params: dict[str, Any] = answer_of(url, **greedy(prompt, 1, **asked))[
         "kv_transfer_params"
     ]

@@ -56,7 +56,7 @@ class Server:
         states = ("free", "cached")
         return sum(metrics[f'baton_kv_blocks{{state="{state}"}}'] for state in states)
 
-    def all_blocks_home(self) -> bool:
+    def all_blocks_free(self) -> bool:
         return self.free_blocks() == self.metrics()["baton_kv_blocks_capacity"]
 
     def leases(self, event: str) -> float:
@@ -199,10 +199,10 @@ def cluster(
             yield Cluster([prefill], [decode], proxy, model)
 
 
-def assert_home(*servers: Server, timeout_s: float = 30.0) -> None:
+def assert_idle(*servers: Server, timeout_s: float = 30.0) -> None:
     """Every block comes back, and no request is left."""
     for server in servers:
-        wait_until(server.all_blocks_home, timeout_s)
+        wait_until(server.all_blocks_free, timeout_s)
         metrics = server.metrics()
         for name in ("running", "waiting", "receiving"):
             assert metrics[f"baton_requests_{name}"] == 0

@@ -87,7 +87,7 @@ class Pair(Group):
         assert params is not None
         return params
 
-    def ask(
+    def submit(
         self,
         prompt: Sequence[int],
         params: dict[str, Any] | None = None,

@@ -46,7 +46,7 @@ from tests.rigs.shadow import (
     ShadowExecutor,
     WindowedExecutor,
     add,
-    assert_all_blocks_home,
+    assert_all_blocks_free,
     expected_output,
     make_core,
 )
@@ -305,7 +305,7 @@ class Engine:
     def stat(self, name: str, **labels: str) -> float:
         return self.core.stats()[stat_key(name, **labels) if labels else name]
 
-    def is_home(self) -> bool:
+    def has_all_blocks_free(self) -> bool:
         """Whether every block is."""
         counts = self.core.scheduler.allocator.counts()
         return (
@@ -408,7 +408,7 @@ class Group:
         assert self.end_of(engine, name).error is None
         return engine.out.tokens(name)
 
-    def ask(
+    def complete(
         self, engine: Engine, prompt: Sequence[int], max_tokens: int = 3, **members: Any
     ) -> tuple[list[int], tuple[int, int, int]]:
         """The output, which is the prompt's own continuation, and where its KV came from."""
@@ -437,9 +437,9 @@ class Group:
 
     def settle(self) -> None:
         """Every block comes home."""
-        self.until(lambda: all(engine.is_home() for engine in self.engines))
+        self.until(lambda: all(engine.has_all_blocks_free() for engine in self.engines))
         for engine in self.engines:
-            assert_all_blocks_home(engine.core)
+            assert_all_blocks_free(engine.core)
 
     def __enter__(self) -> Self:
         return self

@@ -23,8 +23,9 @@ from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import DecodeSettings, PrefillSettings
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
+from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 
-take_brief_naps()
+shorten_uvicorn_polls()
 WAIT_S = 120.0
 SECRET = b"the secret of a cluster"
 CONTEXT = 64
@@ -68,7 +69,7 @@ async def connected(server: Server) -> socket.socket:
     return client
 
 
-async def ask(client: socket.socket, **fields: Any) -> None:
+async def send_request(client: socket.socket, **fields: Any) -> None:
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -163,7 +164,7 @@ def end(choice: int = 0, **members: Any) -> dict[str, Any]:
     return {"choice": choice, "finish_reason": "length", "usage": USAGE, **members}
 
 
-def saying(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
+def text_script(tokenizer: Tokenizer, text: str, **last: Any) -> Any:
     """A script that says `text`, one token per delta."""
     tokens = ({"token_ids": [token_id]} for token_id in tokenizer.encode(text))
     return scripted(*tokens, end(**last))

@@ -60,7 +60,7 @@ class Forked:
         self.process.join()
         self._connection.close()
 
-    def ask(self, **question: Any) -> Any:
+    def request(self, **question: Any) -> Any:
         self._connection.send(question)
         return self._connection.recv()
 
@@ -89,7 +89,7 @@ class Child(Forked):
     def lease(
         self, block_ids: list[int], num_tokens: int, **options: Any
     ) -> RemotePrefill:
-        remote: RemotePrefill = self.ask(
+        remote: RemotePrefill = self.request(
             block_ids=block_ids, num_tokens=num_tokens, **options
         )
         return remote

@@ -89,7 +89,7 @@ class ScriptedEngine(EngineClient):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def say(self, message: EngineOutput) -> None:
+    def emit(self, message: EngineOutput) -> None:
         """Plays a message of the engine."""
         self._take(message)
 

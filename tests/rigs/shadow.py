@@ -446,7 +446,7 @@ def awaited_masks(core: EngineCore) -> bool:
     return bool(sitting)
 
 
-def assert_all_blocks_home(core: EngineCore) -> None:
+def assert_all_blocks_free(core: EngineCore) -> None:
     counts = core.scheduler.allocator.counts()
     core.scheduler.check_integrity()
     home = counts[BlockState.FREE] + counts[BlockState.CACHED]

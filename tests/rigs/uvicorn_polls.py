@@ -19,5 +19,5 @@ class _Asyncio:
         await asyncio.sleep(min(delay_s, _NAP_S))
 
 
-def take_brief_naps() -> None:
+def shorten_uvicorn_polls() -> None:
     uvicorn.server.asyncio = _Asyncio()  # type: ignore[assignment]

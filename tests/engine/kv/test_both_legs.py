@@ -140,7 +140,7 @@ def test_a_transfer_id_is_the_latest_request_s(pair, order):
     for prompt, one in ((first, "first"), (second, ours)):
         pair.until(lambda one=one: bool(pair.p.out.terminals(one)))
         params = pair.p.out.terminals(one)[0].kv_transfer_params
-        asked = pair.ask(prompt, params)
+        asked = pair.submit(prompt, params)
         assert pair.answer(asked) == expected_output(prompt, 6)
     pair.settle()
 
@@ -171,7 +171,7 @@ def test_a_lease_that_ends_before_its_prompt_does_leaves_a_reference_that_holds(
         pair.p.core.round(messages)
     pair.now_s += 31
     assert pair.end(theirs).error.code == "lease_gone"
-    asked = pair.ask(PROMPT, pair.end_of(pair.p, ours).kv_transfer_params)
+    asked = pair.submit(PROMPT, pair.end_of(pair.p, ours).kv_transfer_params)
     assert (pair.answer(asked), pair.d.kv(asked)) == (
         expected_output(PROMPT, 6),
         (45, 0, 0),

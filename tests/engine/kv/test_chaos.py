@@ -93,12 +93,12 @@ class Chaos:
         params = pair.prefill(prompt)
         pair.d.clock.stand(True)
         pair.d.movers.stall()
-        name = pair.ask(prompt, params)
+        name = pair.submit(prompt, params)
         pair.until(lambda: pair.d.movers.active > 0)
         pair.d.core.round([add("local", [1, 2, 3], 5)])
         assert pair.answer("local") == expected_output([1, 2, 3], 5)
         pair.now_s += 1e6
-        pair.until(pair.p.is_home)
+        pair.until(pair.p.has_all_blocks_free)
         assert pair.p.core.scheduler.prefix is not None
         prefix = pair.p.core.scheduler.prefix
         prefix._remove_descendants(prefix._root)
@@ -206,7 +206,7 @@ class Chaos:
             if self.random.random() < 0.1:  # as of a request that was refused
                 reference = kv_params.to_remote_prefill(kv_params.parse(params))
                 self.pair.d.core.round([ReleaseRemote(reference)])
-            name = self.pair.ask(prompt, params, max_tokens, **members)
+            name = self.pair.submit(prompt, params, max_tokens, **members)
         self.asked[name] = prompt, max_tokens, members
 
     def _check(self, name: str) -> None:

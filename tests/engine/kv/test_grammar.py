@@ -25,9 +25,9 @@ class Waiting:
             compiler._compiling.submit(self.go_on.wait)
         pair.d.core.grammars.compiler = compiler
 
-    def ask(self, prompt: list[int], grammar: Grammar) -> str:
+    def submit(self, prompt: list[int], grammar: Grammar) -> str:
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
-        name = self.pair.ask(prompt, self.pair.prefill(prompt), sampling=sampling)
+        name = self.pair.submit(prompt, self.pair.prefill(prompt), sampling=sampling)
         for _ in range(5):
             self.pair.d.core.round([])
         assert not self.pair.d.out.deltas
@@ -66,10 +66,10 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
     waiting, told, lease_ends
 ):
     prompt, token, text = told
-    name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
+    name = waiting.submit(prompt, Grammar("choice", json.dumps([text])))
     if lease_ends:  # meanwhile
         waiting.pair.now_s += 1e6
-        waiting.pair.until(waiting.pair.p.is_home)
+        waiting.pair.until(waiting.pair.p.has_all_blocks_free)
     waiting.go_on.set()
     assert waiting.end(name) == ([token], "stop", None)
     assert lease_ends or waiting.pair.d.kv(name) == (0, 0, 0)
@@ -82,7 +82,7 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
 def test_an_abort_meanwhile_or_a_mistake_gives_the_lease_back(
     waiting, told, regex, ends
 ):
-    name = waiting.ask(told[0], Grammar("regex", regex))
+    name = waiting.submit(told[0], Grammar("regex", regex))
     if ends[1] == "abort":
         waiting.pair.d.core.round([AbortRequest(name)])
     else:

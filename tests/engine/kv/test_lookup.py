@@ -41,16 +41,16 @@ def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
     """Turn 1 at A, turn 2 at B with A's KV, turn 3 at A, which lacks what B computed and may be
     unable to cut its ranks' shares from."""
     a, b = (group := make(ours, theirs)).engines
-    said, kv = group.ask(a, PROMPT, 6)
+    said, kv = group.complete(a, PROMPT, 6)
     assert kv == (0, 30, 0)
     second = [*PROMPT, *said, 1, 2, 3]
     size = a.config.tokens_per_block
     held = (len(PROMPT) + len(said) - 1) // size * size
-    said, kv = group.ask(b, second, 6, hint=a.hint(9999))
+    said, kv = group.complete(b, second, 6, hint=a.hint(9999))
     assert kv == (held, len(second) - held, 0)
     assert b.stat("baton_kv_lookups", outcome="found") == 1
     third = [*second, *said, 4]
-    _, (pulled, computed, skipped) = group.ask(a, third, 3, hint=b.hint(9999))
+    _, (pulled, computed, skipped) = group.complete(a, third, 3, hint=b.hint(9999))
     assert a.stat("baton_kv_lookups_answered", outcome="found") == 1
     lends = a.config.dcp == 1 or a.config.block_size % b.config.block_size == 0
     assert (
@@ -62,31 +62,35 @@ def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
 
 def test_what_is_here_is_not_pulled(make):
     a, b = (group := make({}, {})).engines
-    group.ask(a, PROMPT)
-    group.ask(b, PROMPT[:13])
-    assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (16, 2, 12)
-    assert group.ask(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
+    group.complete(a, PROMPT)
+    group.complete(b, PROMPT[:13])
+    assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (16, 2, 12)
+    assert group.complete(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
 @pytest.mark.parametrize("theirs", [BFLOAT16, {"compat": ANOTHER}])
 def test_what_cannot_be_read_is_computed(make, theirs):
     a, b = (group := make(theirs, {})).engines
-    group.ask(a, PROMPT)
-    assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
+    group.complete(a, PROMPT)
+    assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0
 
 
 def test_kv_is_found_and_borrowed_by_requests_of_its_salt_only(make):
     a, b = (group := make({}, {})).engines
-    group.ask(a, PROMPT, cache_salt=b"one")
+    group.complete(a, PROMPT, cache_salt=b"one")
     for salt in (b"", b"other"):
         hint = a.hint(30)
-        assert group.ask(b, PROMPT, hint=hint, cache_salt=salt)[1] == (0, 30, 0)
-        assert group.ask(a, PROMPT, cache_salt=salt)[1] == (0, 30, 0)
+        assert group.complete(b, PROMPT, hint=hint, cache_salt=salt)[1] == (0, 30, 0)
+        assert group.complete(a, PROMPT, cache_salt=salt)[1] == (0, 30, 0)
     assert b.stat("baton_kv_lookups", outcome="found") == 0
-    assert group.ask(b, PROMPT, hint=a.hint(30), cache_salt=b"one")[1] == (28, 2, 0)
-    assert group.ask(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
+    assert group.complete(b, PROMPT, hint=a.hint(30), cache_salt=b"one")[1] == (
+        28,
+        2,
+        0,
+    )
+    assert group.complete(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
 
 
 def test_a_subscription_of_another_salt_gets_no_kv(make):
@@ -109,14 +113,14 @@ def test_a_subscription_of_another_salt_gets_no_kv(make):
 
 def test_little_is_not_asked_for(make):
     a, b = (group := make({}, {"mode": "auto"})).engines
-    group.ask(a, PROMPT)
+    group.complete(a, PROMPT)
     b.rates.record_compute(1000, 1e-6)  # to compute costs nothing here
-    assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
+    assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
     b.rates.record_compute(1000, 1e9)
-    group.ask(a, PROMPT[::-1])
-    assert group.ask(b, PROMPT[::-1], hint=a.hint(30))[1] == (28, 2, 0)
-    assert group.ask(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
+    group.complete(a, PROMPT[::-1])
+    assert group.complete(b, PROMPT[::-1], hint=a.hint(30))[1] == (28, 2, 0)
+    assert group.complete(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
     assert b.stat("baton_kv_lookups", outcome="computed") == 2
 
 
@@ -154,8 +158,8 @@ LIES = [
 def test_a_hint_that_lies_costs_a_question_and_no_answer(make, lie, policy):
     settings = PullSettings(lookup_timeout_s=0.2)
     a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
-    group.ask(a, [3, *PROMPT])
-    assert group.ask(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (
+    group.complete(a, [3, *PROMPT])
+    assert group.complete(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (
         0,
         30,
         0,
@@ -166,9 +170,9 @@ def test_a_hint_that_lies_costs_a_question_and_no_answer(make, lie, policy):
 
 def test_another_secret_learns_nothing(make):
     a, b = (group := make({}, {"secret": b"another"})).engines
-    group.ask(a, PROMPT)
+    group.complete(a, PROMPT)
     for prompt in (PROMPT, PROMPT[::-1]):
-        assert group.ask(b, prompt, hint=a.hint(30))[1][0] == 0
+        assert group.complete(b, prompt, hint=a.hint(30))[1][0] == 0
     answered = [
         a.stat("baton_kv_lookups_answered", outcome=o)
         for o in ("found", "none", "full")
@@ -180,7 +184,7 @@ def test_lookups_keep_half_of_a_pool_at_most(make):
     a, b = (group := make({"num_blocks": 18}, {})).engines  # 17, and so 8 at most
     prompts = [PROMPT, PROMPT[::-1], [9] * 5]
     for prompt in prompts:
-        group.ask(a, prompt)
+        group.complete(a, prompt)
     b.movers.stall()
     names = [group.begin(b, [*prompt, 1], hint=a.hint(30)) for prompt in prompts]
     group.until(lambda: len(b.core.scheduler.receiving) == 2)
@@ -193,7 +197,7 @@ def test_lookups_keep_half_of_a_pool_at_most(make):
 
 def test_lookups_keep_no_blocks_from_who_waits_for_most_of_the_pool(make):
     a, b = (group := make({"num_blocks": 18}, {})).engines
-    group.ask(a, PROMPT)
+    group.complete(a, PROMPT)
     b.movers.stall()
     first = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
     group.until(lambda: len(b.core.scheduler.receiving) == 1)
@@ -212,7 +216,7 @@ def test_a_lender_that_dies_costs_no_answer(make, at):
         lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01
     )
     a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
-    group.ask(a, PROMPT)
+    group.complete(a, PROMPT)
     if at == "pull":
         b.movers.stall()
     name = group.begin(b, [*PROMPT, 1], hint=a.hint(30))

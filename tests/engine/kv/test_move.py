@@ -82,8 +82,8 @@ def test_it_moves_under_its_salt(make):
     theirs = group.begin(b, PROMPT, NUM, **moved)
     assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
     assert b.kv(theirs) == (len(PROMPT), 0, 0)
-    assert group.ask(b, [*PROMPT, 1])[1] == (0, len(PROMPT) + 1, 0)
-    assert group.ask(b, [*PROMPT, 1], cache_salt=b"one")[1][2] > 0
+    assert group.complete(b, [*PROMPT, 1])[1] == (0, len(PROMPT) + 1, 0)
+    assert group.complete(b, [*PROMPT, 1], cache_salt=b"one")[1][2] > 0
 
 
 @pytest.mark.parametrize("ended", [None, 0, 2])

@@ -53,12 +53,12 @@ def test_every_series_is_there_before_its_first_event(pair):
 def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
     pair = make_pair(verify="all", policy=policy)
     pair.d.movers.agents[0].spoil()
-    spoilt = pair.ask(PROMPT)
+    spoilt = pair.submit(PROMPT)
     if policy == "fail":
         pair.failed(spoilt, "kv_corrupt")
     else:
         assert pair.answer(spoilt) == expected_output(PROMPT, 6)
-    right = pair.ask(PROMPT[::-1])
+    right = pair.submit(PROMPT[::-1])
     assert pair.answer(right) == expected_output(PROMPT[::-1], 6)
     stats = pair.d.core.stats()
     assert stats["baton_kv_verify_failures"] == 1
@@ -94,12 +94,12 @@ def test_kv_of_which_no_answer_can_tell_goes_home_at_once(pair, monkeypatch):
         pair.p.core.round([add("a", PROMPT, 1, retain_kv=True, num_choices=2)])
         end = pair.end_of(pair.p, "a")
     assert end.error is not None and end.error.code == "internal_error"
-    pair.until(pair.p.is_home)
-    assert pair.answer(pair.ask(PROMPT))
+    pair.until(pair.p.has_all_blocks_free)
+    assert pair.answer(pair.submit(PROMPT))
 
 
 def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
-    name = pair.ask(PROMPT)
+    name = pair.submit(PROMPT)
     assert pair.answer(name)
     pair.d.core.round([add("local", [1, 2, 3], 2)])
     assert pair.answer("local")
@@ -118,7 +118,7 @@ def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_re
     whole = PROMPT[:12]
     params = pair.prefill(whole)
     pair.d.movers.stall()
-    name = pair.ask(whole, params)
+    name = pair.submit(whole, params)
     pair.until(lambda: pair.d.movers.active > 0)
     pair.d.core.round([add("other", whole, 6)])
     pair.end("other")
@@ -137,7 +137,7 @@ def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, 
     params = pair.prefill(PROMPT)
     if fails:
         pair.d.movers.fail(1)
-    name = pair.ask(PROMPT, params)
+    name = pair.submit(PROMPT, params)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     rest = len(PROMPT) - on_d
     assert pair.d.kv(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
@@ -156,7 +156,7 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
     names = {}
     for first in range(12):  # which would need 48 of 39 blocks
         prompt = [first, *PROMPT, 7]
-        names[pair.ask(prompt)] = prompt
+        names[pair.submit(prompt)] = prompt
     counts = pair.d.core.scheduler.allocator.counts
     pair.until(
         lambda: counts()[BlockState.RECEIVING] == 28
@@ -167,7 +167,7 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
     if aborted:
         pair.d.core.round([AbortRequest(name) for name in names])
         pair.until(lambda: _num_quarantined(pair) > 0)
-        names = {pair.ask(PROMPT): PROMPT}
+        names = {pair.submit(PROMPT): PROMPT}
     else:
         pair.skip(0.0)  # all are begun
         pair.skip(100.0)
@@ -188,11 +188,11 @@ def test_what_has_no_room_beside_a_hung_read_is_left_to_another_server(make_pair
     pair.restart_prefill()  # from one whose READs hang nothing is pulled
     params = {**pair.prefill(large), "sender_releases": True}
     assert "there is no room for more" in pair.failed(
-        pair.ask(large, params), "pull_withheld"
+        pair.submit(large, params), "pull_withheld"
     )
     pair.d.movers.resume()
     pair.until(lambda: _num_quarantined(pair) == 0)
-    again = pair.ask(large, params)  # as the proxy would another
+    again = pair.submit(large, params)  # as the proxy would another
     assert pair.answer(again) == expected_output(large, 6)
     assert pair.d.kv(again) == (108, 0, 0)
 
@@ -201,12 +201,12 @@ def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(make_pair):
     pair = make_pair(p_block_size=8, settings=HANGS, max_model_len=160)
     pair.d.movers.stall()
     large = list(range(1, 61)) + list(range(1, 41))  # 25 of 39 blocks
-    hung = pair.ask(large, max_tokens=2)
+    hung = pair.submit(large, max_tokens=2)
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)
     pair.skip(HANGS.pull_timeout_s)
     pair.until(lambda: _num_quarantined(pair) == 25)
     for first in range(3):
-        name = pair.ask([first, *PROMPT])
+        name = pair.submit([first, *PROMPT])
         assert pair.answer(name) == expected_output([first, *PROMPT], 6)
         assert pair.d.kv(name)[0] == 0  # nothing is pulled from there meanwhile
     withheld = stat_key("baton_kv_transfer_failures", code="pull_withheld")
@@ -234,7 +234,7 @@ def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(make_pair, failed_
 def _begin_read(pair: Pair, prompt: list[int]) -> str:
     """A request whose READ is under way; its name."""
     posts = pair.workers[0].counters["posts"]
-    name = pair.ask(prompt)
+    name = pair.submit(prompt)
     pair.until(lambda: pair.workers[0].counters["posts"] > posts)
     return name
 
@@ -262,7 +262,7 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(
     params = pair.prefill(remote)
     if ends == "the wait of a lent lease":
         params["sender_releases"] = True
-    other = pair.ask(remote, params, max_tokens=2)
+    other = pair.submit(remote, params, max_tokens=2)
     pair.d.core.round([add("small", [1, 2, 3], 8)])
     assert pair.answer("small") == expected_output([1, 2, 3], 8)
     if ends == "the read":
@@ -284,7 +284,7 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(
         if ends == "the wait of a lent lease":  # another decode server may
             pair.until(lambda: _num_quarantined(pair) == 0)
             assert pair.leases.counters()["held"] == 1
-            again = pair.ask(remote, params, max_tokens=2)
+            again = pair.submit(remote, params, max_tokens=2)
             assert pair.answer(again) == expected_output(remote, 2)
             assert pair.d.kv(again) == (144, 0, 0)
 
@@ -292,9 +292,9 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(
 @pytest.mark.parametrize("compat", [COMPAT, ANOTHER], ids=["alike", "another"])
 def test_an_abort_while_hands_are_shaken_ends_the_request_alone(make_pair, compat):
     pair = make_pair(p_compat=compat)
-    gone = pair.ask(PROMPT, aborted=True)
+    gone = pair.submit(PROMPT, aborted=True)
     pair.until(lambda: any(pair.coordinator.handshakes().values()))
-    name = pair.ask(PROMPT)
+    name = pair.submit(PROMPT)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name)[0] == (len(PROMPT) if compat is COMPAT else 0)
     assert pair.end(gone).finish_reason == "abort"
@@ -308,7 +308,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
     forged = (
         msgspec.structs.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
     )
-    name = pair.ask(PROMPT, forged, max_tokens)
+    name = pair.submit(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.d.kv(name) == (0, 14, 0)
 
@@ -316,7 +316,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(make_pair, policy):
     pair = make_pair(p_block_size=8, coordinator_dcp=2, policy=policy)
-    name = pair.ask(PROMPT)
+    name = pair.submit(PROMPT)
     if policy == "recompute":
         assert pair.answer(name) == expected_output(PROMPT, 6)
         assert pair.d.kv(name) == (0, 14, 0)
@@ -331,7 +331,7 @@ def test_a_client_is_told_of_a_late_pull_without_an_address(make_pair, caplog):
     pair = make_pair(policy="fail")
     pair.d.movers.stall()
     params = pair.prefill(PROMPT)
-    name = pair.ask(PROMPT, params)
+    name = pair.submit(PROMPT, params)
     pair.until(lambda: bool(pair.workers[0].counters["posts"]))
     pair.skip(1000.0)
     told = pair.failed(name, "pull_timeout")

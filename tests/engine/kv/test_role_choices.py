@@ -24,7 +24,7 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
     assert [t["id"] for t in params["first_tokens"]] == [
         t[0] for t in _expected(prompt, 3)
     ]
-    name = pair.ask(prompt, params, num_choices=3)
+    name = pair.submit(prompt, params, num_choices=3)
     assert pair.answers(name, 3) == _expected(prompt, 3)
     usages = [end.usage for end in pair.d.out.terminals(name)]
     assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [
@@ -40,7 +40,7 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
 def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
     choices = range(num_choices)
     pair.d.movers.stall()
-    name = pair.ask(
+    name = pair.submit(
         PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices
     )
     first = [tokens[:1] for tokens in _expected(PROMPT, num_choices)]
@@ -52,9 +52,9 @@ def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
 
 def test_a_full_hit_is_forked_without_a_pull(pair):
     whole = PROMPT[:12]
-    pair.answer(pair.ask(whole))
+    pair.answer(pair.submit(whole))
     pair.d.movers.stall()
-    name = pair.ask(whole, pair.prefill(whole, num_choices=3), num_choices=3)
+    name = pair.submit(whole, pair.prefill(whole, num_choices=3), num_choices=3)
     assert pair.answers(name, 3) == _expected(whole, 3)
 
 
@@ -65,7 +65,7 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(
 ):
     stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
     params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
-    name = pair.ask(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
+    name = pair.submit(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
     expected = [
         expected_output(PROMPT, max_tokens, stop, choice=choice) for choice in range(3)
     ]
@@ -82,7 +82,7 @@ def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, poli
     pair = make_pair(policy=policy)
     params = pair.prefill(PROMPT, num_choices=num_choices)
     pair.d.movers.fail(1)
-    name = pair.ask(PROMPT, params, num_choices=num_choices, redrawn=redrawn)
+    name = pair.submit(PROMPT, params, num_choices=num_choices, redrawn=redrawn)
     if policy == "recompute":
         assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
         assert pair.d.kv(name) == (0, 14, 0)
@@ -94,7 +94,7 @@ def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, poli
 def test_prompt_logprobs_come_with_the_reference(pair, num_top):
     params = pair.prefill(PROMPT, num_prompt_logprobs=num_top)
     steps = pair.d.executor.num_tokens
-    name = pair.ask(PROMPT, params, num_prompt_logprobs=num_top)
+    name = pair.submit(PROMPT, params, num_prompt_logprobs=num_top)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, num_top)
     assert pair.d.out.deltas[0].prompt_logprobs, "before the first token"
@@ -111,7 +111,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
     for skipped in (0, (length - 1) // 4 * 4):
         params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
         steps = pair.d.executor.num_tokens
-        name = pair.ask(
+        name = pair.submit(
             prompt,
             params,
             redrawn=True,
@@ -132,7 +132,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
 
 def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair):
     params = pair.prefill(PROMPT, num_prompt_logprobs=1)
-    name = pair.ask(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
+    name = pair.submit(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
     assert pair.answer(name) == []
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, 1)
     assert pair.d.kv(name) == (13, 1, 0)
@@ -146,7 +146,7 @@ def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(pair, l
         prompt = [rounds, *prompt[1:]]
         params = pair.prefill(prompt, num_choices=2)
         pair.d.movers.fail(1)
-        name = pair.ask(prompt, params, num_choices=2)
+        name = pair.submit(prompt, params, num_choices=2)
         pair.until(lambda: bool(pair.d.core.scheduler.running))
         for _ in range(rounds):
             pair.d.core.round([])

@@ -88,4 +88,4 @@ def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig):
     prefill.signal(signal.SIGCONT)
     decode.done()
     assert np.array_equal(decode.tokens([3], 0, 8), expected(remote, 0, 8))
-    assert prefill.ask(counters=True)["completed"] == 1
+    assert prefill.request(counters=True)["completed"] == 1

@@ -94,7 +94,7 @@ def test_ranks_in_processes_of_their_own(prefill, dcp):
             np.concatenate([tokens[:8], tokens[16:]]),
             np.concatenate([tokens[8:16], nothing]),
         ]
-    found = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
+    found = [digest_of(pool, blocks), second.request(block_ids=blocks)]
     assert found == [digest(part) for part in kept]
     second.close()
     first.close()

@@ -59,7 +59,7 @@ def _close(links: RankLinks) -> None:
 
 
 @pytest.fixture
-def run_steps() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
+def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
     """Makes rank 0's links, and runs what other ranks do, each in a thread; their links are closed
     at its end."""
 

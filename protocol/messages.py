@@ -138,7 +138,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, array_like=True):
-    """What another server has generated of a choice, and the client has."""
+    """The tokens of one choice that another server generated and the client
+    received.
+    """
 
     token_ids: list[int] = []
     has_ended: bool = False
@@ -198,37 +200,21 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    max_tokens: int  # 0: nothing is drawn, the prompt is only scored
-    stop_token_ids: list[
-        int
-    ] = []  # the client's, and end-of-sequence ids unless ignore_eos
-    num_choices: int = (
-        1  # drawn from one prompt; each has deltas and a terminal one of its own
-    )
-    num_prompt_logprobs: int | None = (
-        None  # k: logprobs of the prompt's tokens and the top k
-    )
-    grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
-    priority: int = 0  # the smaller is served first
-    cache_salt: bytes = (
-        b""  # shares cached KV with requests of the same salt only; cache_salt.py
-    )
-    share: str = ""  # names the client's key: keys that wait share the engine equally
-    resumed_choices: list[
-        ResumedChoice
-    ] = []  # of each choice, where the request goes on from another server
-    retain_kv: bool = (
-        False  # prefill role: lease the KV and answer with kv_transfer_params
-    )
-    transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to
-    remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
-    hint: KVHint | None = (
-        None  # without `remote`: who may hold the KV of the prompt's beginning
-    )
-    kv_rejected: str | None = None  # decode role: why the offered params were not used
-    kv_unused: RemotePrefill | None = (
-        None  # what they stand for, where a server of ours made them
-    )
+    max_tokens: int
+    stop_token_ids: list[int] = []
+    num_choices: int = 1
+    num_prompt_logprobs: int | None = None
+    grammar_bytes: int = 0
+    priority: int = 0
+    cache_salt: bytes = b""
+    share: str = ""
+    resumed_choices: list[ResumedChoice] = []
+    retain_kv: bool = False
+    transfer_id: str | None = None
+    remote: RemotePrefill | None = None
+    hint: KVHint | None = None
+    kv_rejected: str | None = None
+    kv_unused: RemotePrefill | None = None
 
 
 def call_of(request_id: str) -> str:

@@ -240,7 +240,7 @@ class Lender(KVConnector):
             if not self._leases.lookups:
                 return
             lookup, reader = self._leases.lookups.popleft()
-            result = Found(nonce=lookup.nonce, remote=self._look_up(lookup))
+            result = LookupResult(nonce=lookup.nonce, remote=self._look_up(lookup))
             self._leases.answer_lookup(reader, result)
         self.core.wake()  # more lookups wait for the next round
 

@@ -21,11 +21,11 @@ from protocol.messages import (
 from tests.rigs.http_server import (
     WAIT_S,
     Server,
-    ask,
     connected,
     end,
     events,
     scripted,
+    send_request,
     serving,
 )
 from tests.rigs.metric import metric
@@ -239,7 +239,7 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
 ):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
         with await connected(server) as client:
-            await ask(client, max_tokens=1)
+            await send_request(client, max_tokens=1)
             await asyncio.get_running_loop().sock_recv(client, 100)
             assert server.engine.aborted == []
         assert await _is_let_go(server)
@@ -261,7 +261,7 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
 
     async with serving(tokenizer, script, Retaining(10)) as server:
         made.append(await connected(server))
-        await ask(made[0], max_tokens=1)
+        await send_request(made[0], max_tokens=1)
         assert await _is_let_go(server)
 
 

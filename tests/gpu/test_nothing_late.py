@@ -65,7 +65,7 @@ KERNELS.is_ready = True
 from flashinfer.page import get_page_module
 from model import fused_ops
 counts = [KERNELS.num_late]
-for rows in (3, 16):  # one variant for both
+for rows in (3, 16):  # both use one variant of the kernel
     x = torch.ones(rows, 72, device="cuda", dtype=torch.bfloat16)
     fused_ops.kernels().rms_norm(x, x[0], 1e-5)
     counts.append(KERNELS.num_late)

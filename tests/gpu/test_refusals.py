@@ -99,6 +99,9 @@ def test_peer_whose_device_cannot_be_mapped_is_refused(
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (502, "peer_incompatible")
-    told = rf"cannot be mapped: the peer's KV is in {kind} memory.*Use --transfer auto or nixl"
-    assert re.search(told, error["message"]), error["message"]
+    message = (
+        rf"cannot be mapped: the peer's KV is in {kind} memory.*"
+        "Use --transfer auto or nixl"
+    )
+    assert re.search(message, error["message"]), error["message"]
     wait_until(decoder.all_blocks_free)

@@ -78,7 +78,11 @@ def test_it_moves_under_its_salt(make):
     ids = [*PROMPT, *(tokens := a.out.tokens(name))]
     assert params["prompt_digest"] == kv_params.prompt_digest(ids[:-1], b"one")
     remote = kv_params.to_remote_prefill(kv_params.parse(params))
-    moved = {"remote": remote, "resumed_choices": [ResumedChoice(tokens)], "cache_salt": b"one"}
+    moved = {
+        "remote": remote,
+        "resumed_choices": [ResumedChoice(tokens)],
+        "cache_salt": b"one",
+    }
     theirs = group.begin(b, PROMPT, NUM, **moved)
     assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
     assert b.kv(theirs) == (len(PROMPT), 0, 0)

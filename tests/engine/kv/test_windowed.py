@@ -44,7 +44,10 @@ def moved(
     engine.core.round([Migrate(name)])
     (tokens,) = answered(group, engine, name)
     assert engine.out.terminals(name)[0].finish_reason == MOVED
-    return {"remote": engine.reference(name), "resumed_choices": [ResumedChoice(tokens)]}
+    return {
+        "remote": engine.reference(name),
+        "resumed_choices": [ResumedChoice(tokens)],
+    }
 
 
 def went_on(

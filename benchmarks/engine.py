@@ -48,8 +48,8 @@ from benchmarks.shapes import SHAPES
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.worker.memory import block_bytes, size_pool
-from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
+from engine.worker.warm_up import kv_budget_bytes
 from kvcache.blocks import NULL_BLOCK
 from model.config import ModelConfig, load_config
 from model.parallel import Parallel

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Protocol
 
 from benchmarks.loads import BLOCK, FollowUp, Request
-from engine.core import pace
-from engine.core.waiting import LONG_TOKENS
+from engine.core import prefill_budget
+from engine.core.waiting import LONG_PROMPT_TOKENS
 from proxy.knowledge import Totals
 from proxy.placement import Load, PrefixIndex
 
@@ -90,7 +90,9 @@ class Engine:
         self.busy_until = 0.0
         self.totals = Totals()
         self.gaps = Counter[int]()
-        self.prompt_budget = pace.Pace(target_s, times.decode_step_tokens)
+        self.prompt_budget = prefill_budget.PrefillBudget(
+            target_s, times.decode_step_tokens
+        )
 
     def cached_blocks(self, hashes: Sequence[int]) -> int:
         """Return the number of leading blocks of a prompt that are cached."""
@@ -131,7 +133,7 @@ class Engine:
         position = len(self.waiting)
         while position:
             ahead = self.waiting[position - 1]
-            is_long = ahead.prompt_tokens >= LONG_TOKENS
+            is_long = ahead.prompt_tokens >= LONG_PROMPT_TOKENS
             if not is_long or request.prompt_tokens * 4 > ahead.prompt_tokens:
                 break
             overtaken_tokens = ahead.overtaken_tokens + request.prompt_tokens
@@ -195,8 +197,8 @@ class Engine:
         """Record a finished step for the prompt budget and for health reports."""
         num_streams = len(self.streams)
         if self.streams and not self.is_prefill:
-            load = pace.Load(num_streams, self.held_tokens, num_prompt_tokens)
-            self.prompt_budget.measured(load, seconds)
+            load = prefill_budget.Load(num_streams, self.held_tokens, num_prompt_tokens)
+            self.prompt_budget.record_step(load, seconds)
         num_tokens = num_streams + num_prompt_tokens
         step = Totals(1, num_tokens, num_prompt_tokens, seconds)
         if num_prompt_tokens:

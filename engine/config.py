@@ -10,14 +10,22 @@ from protocol.version import VERSION
 
 
 class EngineConfig(KVOptions, ModelOptions):
-    """The server's options, by their names, and what was made of them when it started. Facts
-    learned later live elsewhere."""
+    """The server's options, by their names, and values derived from them at the start.
+    Facts that are learned later are stored elsewhere.
+
+    Attributes:
+        incarnation: an id that is new at every start.
+        scales: scales of FP8 KV, by layer and component.
+        meeting: path of a file through which the ranks' collectives connect.
+        side_channel_host: the address that is bound here.
+        side_channel_advertise: the address that peers use; empty if none is known.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
     )
 
-    # Options that are not "auto" any more.
+    # Options that are no longer "auto".
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
@@ -25,21 +33,19 @@ class EngineConfig(KVOptions, ModelOptions):
     transfer: Literal["auto", "nixl", "mapped"] = "auto"
 
     engine_id: str
-    incarnation: str  # new at every start
+    incarnation: str
     model_dir: str
-    scales: tuple[float, ...] = ()  # of FP8 KV, by layer and component
+    scales: tuple[float, ...] = ()
     threads: int | None = None
-    meeting: str = (
-        ""  # the path of a file by which the ranks' collectives find each other
-    )
-    side_channel_host: str = "127.0.0.1"  # bound here
-    side_channel_advertise: str = "127.0.0.1"  # told to peers; empty: none is known
+    meeting: str = ""
+    side_channel_host: str = "127.0.0.1"
+    side_channel_advertise: str = "127.0.0.1"
     side_channel_port: int = 0
     cluster_secret: bytes = b""
 
     @property
     def kv_dtype(self) -> str:
-        """What KV is stored in."""
+        """The dtype in which KV is stored."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
@@ -49,7 +55,7 @@ class EngineConfig(KVOptions, ModelOptions):
 
     @property
     def geometry(self) -> dict[str, str | int | float]:
-        """What a server tells of its engine at GET /ready."""
+        """The description of the engine in the response of GET /ready."""
         return {
             "version": VERSION,
             "device": self.device,
@@ -65,5 +71,6 @@ class EngineConfig(KVOptions, ModelOptions):
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
-            "subscribes": 1,  # and is subscribed to: see protocol.kv_offers.Offer
+            # It subscribes to offers and makes them: see protocol.kv_params.Offer.
+            "subscribes": 1,
         }

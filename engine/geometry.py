@@ -1,4 +1,5 @@
-"""What cannot work, found before any process of the engine starts. No torch here."""
+"""Checks that find impossible options before any process of the engine starts. No torch
+here."""
 
 from pathlib import Path
 from typing import Final
@@ -10,29 +11,30 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.steps import min_staging_bytes
 from model.config import ModelConfig, load_config
-from model.files.safetensors_files import stored_elements
 from model.sizes import (
     check_files,
     check_parallelism,
-    largest_group,
+    largest,
+    stored_elements,
     weight_bytes,
 )
 from protocol.handshake import ITEMSIZE
 from protocol.settings.machine import free_host_bytes
 from protocol.settings.settings import EngineSettings
 
-_STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out
+_STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# More than any GPU has. The actual size is checked later, by the rank on that GPU.
+_MAX_BYTES_OF_A_GPU: Final = 2**41
 
 
 class InvalidGeometry(ValueError):
-    """Options that contradict each other; the message names them, their values and the fix."""
+    """Options contradict each other. The message names them, their values and the fix."""
 
 
 def read_config(
     model_dir: str | Path, options: EngineSettings | EngineConfig
 ) -> ModelConfig:
-    """What the options make of a model's config.json."""
+    """A model's config.json, with the options applied."""
     return load_config(
         model_dir,
         overrides=options.hf_overrides,
@@ -44,86 +46,87 @@ def read_config(
 def check_weights(
     config: EngineConfig, model: ModelConfig, free_bytes: int | None = None
 ) -> None:
-    """Refuses weights that the files do not have (ModelLoadError), or that no memory can hold
-    (InvalidGeometry): the sizes of all that follows are the model's.
+    """Checks the sizes of the weights, from which the sizes of all else follow.
 
     Args:
-        free_bytes: of this machine or container; None: what is free now.
+        free_bytes: memory of this machine or container; None: what is free now.
+
+    Raises:
+        ModelLoadError: the files do not have these weights.
+        InvalidGeometry: no memory can hold them.
     """
     fix = "use a smaller model, or a machine with more memory"
     itemsize = ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
-    needed = weight_bytes(model, itemsize, keep_quantised=config.device == "cuda")
+    needed_bytes = weight_bytes(model, itemsize, keeps=config.device == "cuda")
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
-        most, told = (
-            free_host_bytes() if free_bytes is None else free_bytes,
-            "are free here",
-        )
+        max_bytes = free_host_bytes() if free_bytes is None else free_bytes
+        limit = "are free here"
         if config.load_format != "dummy":
-            elements, fix = _elements_beside_files(config, model)
-            needed = elements * itemsize
+            num_elements, fix = _unmapped_elements(config, model)
+            needed_bytes = num_elements * itemsize
     else:
-        most, told = (
-            config.tp * _MOST_BYTES_OF_A_GPU,
-            f"is more than {config.tp} GPU(s) have",
-        )
-    if needed > most:
+        max_bytes = config.tp * _MAX_BYTES_OF_A_GPU
+        limit = f"is more than {config.tp} GPU(s) have"
+    if needed_bytes > max_bytes:
         raise InvalidGeometry(
-            f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "
-            f"{most / 2**30:,.1f} GiB {told}; most of them are {largest_group(model)}: correct "
-            f"config.json where that is wrong, else {fix}"
+            f"the model's weights take {needed_bytes / 2**30:,.1f} GiB in "
+            f"{config.dtype}, and {max_bytes / 2**30:,.1f} GiB {limit}; most of them are "
+            f"{largest(model)}: correct config.json if that is wrong, else {fix}"
         )
 
 
-def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
-    """Elements of weights that cannot be used where files are mapped, and what helps."""
+def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
+    """Elements of weights that take memory in addition to the mapped files, and the fix
+    that reduces them."""
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(
-        stored[name] for name, dtype in _STORED.items() if dtype == config.dtype
+        stored[name] for name, dtype in _STORED_DTYPES.items() if dtype == config.dtype
     )
-    copied, fix = stored.total() - mapped, "use --no-pack-weights"
-    if model.quantization:  # to be dequantised, and words hold several of them
-        copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - mapped)
+    copied = stored.total() - mapped
+    fix = "use --no-pack-weights"
+    if model.quantization:
+        # Quantised weights are dequantised, and one stored word has several of them.
+        copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
     if copied > mapped:
-        kept = max(_STORED, key=lambda name: stored[name])
-        fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
-    if model.moe or (
-        config.pack_weights and config.dtype == "float32"
-    ):  # experts are stacked
-        copied = max(
-            copied,
-            weight_bytes(model, 1, keep_quantised=False)
-            - model.vocab_size * model.hidden_size,
-        )
-    return copied, f"{fix}, or more memory: experts are copied" if model.moe else fix
+        stored_type = max(_STORED_DTYPES, key=lambda name: stored[name])
+        fix = f"use --dtype {_STORED_DTYPES[stored_type]}, as which the files can be mapped"
+    # Experts are stacked, and packed weights are copied as well.
+    if model.moe or (config.pack_weights and config.dtype == "float32"):
+        embeddings = model.vocab_size * model.hidden_size
+        copied = max(copied, weight_bytes(model, 1, keeps=False) - embeddings)
+    if model.moe:
+        fix = f"{fix}, or more memory: experts are copied"
+    return copied, fix
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
-    """The layout of rank 0's smallest pool, one block beside the null block.
+    """The layout of rank 0's smallest pool: one block and the null block.
 
     Raises:
-        InvalidParallelism: `tp` ranks cannot share the model, or not in groups of `dcp`.
-        InvalidGeometry: the model has fewer positions than are wanted.
+        InvalidParallelism: `tp` ranks, in groups of `dcp`, cannot share the model.
+        InvalidGeometry: --max-model-len exceeds the model's positions.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
     if config.max_model_len and config.max_model_len > model.max_position:
         raise InvalidGeometry(
-            f"--max-model-len is {config.max_model_len} tokens, but the model's positions end at "
-            f"{model.max_position}; use --max-model-len {model.max_position} or less, or, if its "
-            "rope is scaled to reach further, max_position_embeddings of --hf-overrides"
+            f"--max-model-len is {config.max_model_len} tokens, but the model's positions "
+            f"end at {model.max_position}; use --max-model-len {model.max_position} or "
+            "less, or, if its rope is scaled to reach further, max_position_embeddings "
+            "of --hf-overrides"
         )
     return layout_of(config, model, num_blocks=2)
 
 
 def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
-    """The layout of a rank's pool with `num_blocks` blocks, the null block included."""
-    _, dealt = kv_groups(model)
+    """The layout of a rank's pool with `num_blocks` blocks, including the null block."""
+    _, group_layers = kv_groups(model)
     return KVLayout(
         order=config.kv_layout,
         num_blocks=num_blocks,
         num_heads=len(heads_of(0, config.tp // config.dcp, model.kv_heads_total)),
-        num_layers=max(map(len, dealt)),
+        num_layers=max(map(len, group_layers)),
         num_components=model.kv_components,
         block_size=config.block_size,
         head_dim=model.kv_dim,
@@ -138,45 +141,54 @@ def kv_groups(model: ModelConfig) -> tuple[KVGroups, list[tuple[int, ...]]]:
 
 
 def check_scales(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises InvalidGeometry for scales of FP8 KV where layers have blocks in several groups."""
+    """Raises InvalidGeometry if FP8 KV has scales other than 1 and the model's layers
+    have blocks in several groups."""
     groups, _ = kv_groups(model)
     if groups.count > 1 and set(config.scales) - {1.0}:
         raise InvalidGeometry(
-            f"the scales of FP8 KV are {min(config.scales):g} to {max(config.scales):g}, and this "
-            f"model has KV in {groups.count} groups of layers, by their windows, which are served "
-            "with scales of 1 only: use --kv-scales 1, or --kv-cache-dtype auto"
+            f"the scales of FP8 KV are {min(config.scales):g} to "
+            f"{max(config.scales):g}, but this model has KV in {groups.count} groups of "
+            "layers, by their windows, which are served with scales of 1 only: use "
+            "--kv-scales 1, or --kv-cache-dtype auto"
         )
 
 
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:
-    """Raises InvalidGeometry when the staging memory cannot hold two blocks of `layout`. A peer's
-    may be larger still: the planner decides that, pull by pull."""
-    least = min_staging_bytes(layout)
-    if config.staging_bytes < least:
+    """Raises InvalidGeometry if the staging memory cannot hold two blocks of `layout`. A
+    peer's blocks may be larger; the planner checks them for each pull."""
+    min_bytes = min_staging_bytes(layout)
+    if config.staging_bytes < min_bytes:
         raise InvalidGeometry(
-            f"--staging-bytes is {config.staging_bytes}; a KV block of {config.block_size} tokens "
-            f"takes {layout.block_bytes} bytes on each rank, and two must fit: use "
-            f"--staging-bytes {least} or more, or a smaller --block-size"
+            f"--staging-bytes is {config.staging_bytes}; a KV block of "
+            f"{config.block_size} tokens takes {layout.block_bytes} bytes on each rank, "
+            f"and two must fit: use --staging-bytes {min_bytes} or more, or a smaller "
+            "--block-size"
         )
 
 
 def check_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises UnsupportedPool, with the option that helps, where no rank's attention backend would
-    serve the model."""
-    own = model.num_heads // config.tp
-    for num_q_heads, of_group in {own: False, own * config.dcp: config.dcp > 1}.items():
-        wanted = wanted_of(config, model, num_q_heads)
+    """Raises UnsupportedPool, with the option that helps, if no rank's attention backend
+    can serve the model."""
+    num_q_heads = model.num_heads // config.tp
+    check_supported(
+        config.attention_backend,
+        attention_spec(config, model, num_q_heads),
+        step_limits(config, model, of_group=False),
+    )
+    if config.dcp > 1:
         check_supported(
             config.attention_backend,
-            wanted,
-            step_limits(config, model, of_group=of_group),
+            attention_spec(config, model, num_q_heads * config.dcp),
+            step_limits(config, model, of_group=True),
         )
 
 
-def wanted_of(
+def attention_spec(
     config: EngineConfig, model: ModelConfig, num_q_heads: int
 ) -> AttentionSpec:
-    """What the attention backend of a rank with so many query heads is to read."""
+    """The requirements for the attention backend of a rank with `num_q_heads` heads."""
+    has_window = {window is not None for window in model.layer_windows or (None,)}
+    has_cap = bool(model.score_cap)
     return AttentionSpec(
         device=config.device,
         dtype=config.dtype,
@@ -184,20 +196,22 @@ def wanted_of(
         head_dim=model.kv_dim,
         num_components=model.kv_components,
         num_q_heads=num_q_heads,
-        kinds=tuple(
-            (has_window, bool(model.score_cap))
-            for has_window in sorted(
-                {each is not None for each in model.layer_windows or (None,)}
-            )
-        ),
+        kinds=tuple((windowed, has_cap) for windowed in sorted(has_window)),
     )
 
 
 def step_limits(
     config: EngineConfig, model: ModelConfig, *, of_group: bool
 ) -> StepLimits:
-    """The largest steps of a rank's attention backend; `of_group`: of that for the heads of all
-    ranks that share tokens, which only decodes attend with."""
-    seqs, longest = config.max_num_seqs, config.max_model_len or model.max_position
-    tokens = max(config.max_num_batched_tokens, seqs)
-    return StepLimits(seqs, seqs, 0) if of_group else StepLimits(seqs, tokens, longest)
+    """The largest steps of a rank's attention backend.
+
+    Args:
+        of_group: for the backend with the heads of all ranks that share tokens. Only
+            decodes use it.
+    """
+    max_seqs = config.max_num_seqs
+    if of_group:
+        return StepLimits(max_seqs, max_seqs, 0)
+    max_tokens = max(config.max_num_batched_tokens, max_seqs)
+    max_context = config.max_model_len or model.max_position
+    return StepLimits(max_seqs, max_tokens, max_context)

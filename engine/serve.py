@@ -1,10 +1,13 @@
-"""A server's main program: engine processes behind, HTTP in front, both ending together.
+"""The main program of a server: engine processes, and HTTP in front of them. Both end
+together.
 
-    start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady -> served
-    end:   SIGTERM, SIGINT, or the parent gone -> HTTP drains -> rank processes end
-           a rank process dies -> every open request gets its error -> this process ends, status 1
+    start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady
+           -> requests are served
+    end:   SIGTERM, SIGINT, or the parent has ended -> HTTP drains -> rank processes end
+           a rank process dies -> every open request gets its error -> this process ends
+           with status 1
 
-No torch here: the engine's processes have it.
+No torch here: only the engine's processes load it.
 """
 
 import asyncio
@@ -37,23 +40,24 @@ from protocol.settings.settings import EngineSettings, describe
 
 logger = logging.getLogger("baton.serve")
 
-_START_TIMEOUT_S = 600.0  # of an engine, without progress
-_ENDING_S = 5.0  # for the processes of an engine that failed or hung up
-_KILLED = 130  # exit status, as of `baton up`
+_START_TIMEOUT_S = 600.0  # longest time without progress during an engine's start
+_ENDING_TIMEOUT_S = 5.0  # for the processes of an engine that failed
+_KILLED_STATUS = 130  # the exit status, which is also that of `baton up`
 RANK = "engine.worker.worker"  # the program of a rank process
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
+_LISTEN_BACKLOG = 2048
 
-HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
+HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster secret
 
 
 def run_server(
     settings: EngineSettings, hooks: HooksFactory, module: str = RANK
 ) -> int:
-    """Serves until told to end. Returns the process's exit status.
+    """Serves until a signal or POST /drain ends it. Returns the exit status.
 
     Args:
         hooks: makes what the HTTP side adds for the legs of a request.
-        module: what each rank process runs.
+        module: the program of each rank process.
     """
     open_standard_streams()
     lifecycle.watch_parent()
@@ -67,22 +71,26 @@ def run_server(
     try:
         return uvloop.run(run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
-        lifecycle.report_failure(_told(error))
+        lifecycle.report_failure(_describe_failure(error))
         if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
-            lifecycle.exit_now(
-                1
-            )  # told to end: Python would wait for the threads of a download
+            # Exit directly, because Python would wait for the threads of a download.
+            lifecycle.exit_now(1)
         return 1
 
 
-def _told(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 class _Server:
-    """One server, on the running event loop."""
+    """One server, on the running event loop.
+
+    Attributes:
+        failure: completes with the reason if the engine ends or hangs.
+        stop: completes when the server is to end.
+    """
 
     def __init__(
         self, settings: EngineSettings, module: str, hooks: HooksFactory
@@ -91,40 +99,46 @@ class _Server:
         self.secret = cluster_secret(settings.cluster_secret)
         client = EngineClient(settings, caches_prefixes=settings.enable_prefix_caching)
         self.api = Api(client, settings, hooks(self.secret), self.secret)
-        self.api.client.on_progress = self._tell_progress
+        self.api.client.on_progress = self._report_progress
         self.api.on_drain = self._end
-        how = settings, self.api.access.certificate, KV_PARAMS_BYTES
         self.server = HttpServer(
-            create_app(self.api), *how, log_level="warning", lifespan="off"
+            create_app(self.api),
+            settings,
+            self.api.access.certificate,
+            KV_PARAMS_BYTES,
+            log_level="warning",
+            lifespan="off",
         )
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
-        self.stop: asyncio.Future[None] = self.loop.create_future()  # done: told to end
+        self.stop: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.loop.add_signal_handler(number, self._told_to_end)
+            self.loop.add_signal_handler(number, self._on_signal)
         try:
             listener = bind(self.settings.host, self.settings.port)
-            listener.listen(2048)
+            listener.listen(_LISTEN_BACKLOG)
             bound_clients(listener, self.settings.client_timeout_s)
             with listener:
                 serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))
                 try:
                     return await self._start_and_serve(listener, serving)
                 finally:
-                    self.server.should_exit = self.server.force_exit = True
+                    self.server.should_exit = True
+                    self.server.force_exit = True
                     await serving
         finally:
             await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
 
-    def _told_to_end(self) -> None:
-        """The first signal asks for an end in order; the next one waits for nothing."""
+    def _on_signal(self) -> None:
+        """The first signal starts an orderly shutdown. A second one kills all processes
+        immediately."""
         if self.stop.done():
             self.processes.kill()
-            lifecycle.report_failure("told twice to end: killed")
-            lifecycle.exit_now(_KILLED)
+            lifecycle.report_failure("received a second signal during shutdown: killed")
+            lifecycle.exit_now(_KILLED_STATUS)
         self._end()
 
     def _end(self) -> None:
@@ -132,13 +146,13 @@ class _Server:
             self.stop.set_result(None)
 
     def _engine_ended(self, reason: str) -> None:
-        def tell() -> None:
+        def set_failure() -> None:
             if not self.failure.done():
                 self.failure.set_result(reason)
 
-        self.loop.call_soon_threadsafe(tell)
+        self.loop.call_soon_threadsafe(set_failure)
 
-    def _tell_progress(self, text: str) -> None:
+    def _report_progress(self, text: str) -> None:
         self.api.client.progress = text
         logger.info("%s", text)
         lifecycle.report_progress(text)
@@ -146,33 +160,22 @@ class _Server:
     async def _start_and_serve(
         self, listener: socket.socket, serving: asyncio.Future[None]
     ) -> int:
-        settings, api, client = self.settings, self.api, self.api.client
+        api = self.api
+        client = api.client
         client.progress = "looking for the model"
-
-        def tell(text: str) -> None:
-            self.loop.call_soon_threadsafe(self._tell_progress, text)
-
-        resolve = partial(
-            resolve_model, settings.model, settings.revision, progress=tell
-        )
-        thread = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER)
-        resolving = self.loop.run_in_executor(thread, resolve)
-        thread.shutdown(
-            wait=False
-        )  # it ends with that; nobody waits for it who is told to end
-        model_dir = await self._or_stop(resolving)
+        model_dir = await self._or_stop(self._resolve_model())
         prepared = prepare(self.settings, self.secret, model_dir)
         with self.processes.start(prepared.config) as link:
-            self._tell_progress("loading the model")
-            # Before the weights are there: what is wrong with these files is known in a second.
+            self._report_progress("loading the model")
+            # These files are read while the weights load, so that errors in them are
+            # reported within a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            # Not on the event loop: to look through thousands of special tokens takes seconds.
+            # Not on the event loop: this takes seconds with thousands of special tokens.
             await asyncio.to_thread(
-                api.set_model, tokenizer, fingerprint, prepared.defaults
+                api.take_model, tokenizer, fingerprint, prepared.defaults
             )
-            await client.start(
-                link
-            )  # not before: an engine that is ready is asked at once
+            # Not earlier: requests are sent to the engine as soon as it is ready.
+            await client.start(link)
             watching = asyncio.create_task(api.access.watch())
             try:
                 await api.grammars.start()
@@ -183,8 +186,24 @@ class _Server:
                 api.grammars.close()
                 await client.close()
 
+    def _resolve_model(self) -> asyncio.Future[Any]:
+        """Starts the thread that finds, downloads or converts the model."""
+
+        def report(text: str) -> None:
+            self.loop.call_soon_threadsafe(self._report_progress, text)
+
+        resolve = partial(
+            resolve_model, self.settings.model, self.settings.revision, progress=report
+        )
+        pool = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER)
+        resolving = self.loop.run_in_executor(pool, resolve)
+        # The thread ends by itself. A server that is stopped does not wait for it.
+        pool.shutdown(wait=False)
+        return resolving
+
     async def _or_stop(self, work: Any) -> Any:
-        """Awaits `work`, unless the server is told to end or its engine dies first."""
+        """Awaits `work`. Raises StartFailure if the server is stopped or its engine ends
+        first."""
         task = asyncio.ensure_future(work)
         await asyncio.wait(
             {task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED
@@ -195,84 +214,99 @@ class _Server:
         await asyncio.gather(task, return_exceptions=True)
         if self.failure.done():
             raise StartFailure(self.failure.result())
-        raise StartFailure("told to end before it was ready")
+        raise StartFailure("stopped before it was ready")
 
     async def _serve(self, port: int, serving: asyncio.Future[None]) -> int:
         client = self.api.client
         gc.collect()
-        gc.freeze()  # a look through all of this would hold up every stream
-        where = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
-        logger.info("%s serves at %s", self.settings.role, where)
+        # Garbage collection skips all existing objects: a scan of them would delay every
+        # stream.
+        gc.freeze()
+        url = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
+        logger.info("%s serves at %s", self.settings.role, url)
         lifecycle.report_ready({"port": port})
         leave = self._register(port, client)
-        hung = asyncio.ensure_future(self._watch_for_hang(client))
-        ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        hung.cancel()
-        await leave()  # first of all: what proxies send from now on would be refused
-        until = self.loop.time() + self.settings.shutdown_grace_s / 2
-        handing = asyncio.ensure_future(client.hand_over(until))
-        ends = {serving, self.failure, handing}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        handing.cancel()
-        self.server.should_exit = (
-            True  # accepts nothing more; open requests may finish for a while
-        )
-        await self._drain(serving, client, until)
-        failed = self.failure.result() if self.failure.done() else None
-        if failed is not None:
-            client.fail(
-                failed
-            )  # the clients are told that, not that the server is ending
-        await (
-            client.close()
-        )  # every request still open gets its one error; the engine ends too
+        watching = asyncio.ensure_future(self._watch_for_hang(client))
+        await _first_of(serving, self.stop, self.failure)
+        watching.cancel()
+        # Proxies must learn first that this server leaves, because it refuses what they
+        # send from now on.
+        await leave()
+        deadline_s = self.loop.time() + self.settings.shutdown_grace_s / 2
+        handing_over = asyncio.ensure_future(client.hand_over(deadline_s))
+        await _first_of(serving, self.failure, handing_over)
+        handing_over.cancel()
+        # No new connections are accepted; open requests may finish during the drain.
+        self.server.should_exit = True
+        await self._drain(serving, client, deadline_s)
+        failure = self.failure.result() if self.failure.done() else None
+        if failure is not None:
+            # Clients receive this error rather than that the server is ending.
+            client.fail(failure)
+        # Every open request gets its one error, and the engine ends.
+        await client.close()
         await serving
-        if failed is not None:
-            raise StartFailure(failed)
+        if failure is not None:
+            raise StartFailure(failure)
         return 0
 
     def _register(
         self, port: int, client: EngineClient
     ) -> Callable[[], Awaitable[None]]:
-        """Registers with every proxy that the settings name; the result takes that back."""
-        if not self.settings.register_with:
+        """Registers with every proxy that the settings name. The returned function
+        removes the registrations."""
+        if not self.settings.register:
             return partial(asyncio.sleep, 0)
-        from engine.http.registrar import (
-            create_registrar,  # aiohttp: a fifth of this process's start
-        )
+        # Imported here because aiohttp would take a fifth of this process's start.
+        from engine.http.registrar import registrar_of
 
-        registrar = create_registrar(self.settings, port, client.ready, self.secret)
+        registrar = registrar_of(self.settings, port, client.ready, self.secret)
         registrar.start()
         return registrar.leave
 
     async def _drain(
-        self, serving: asyncio.Future[None], client: EngineClient, until: float
+        self, serving: asyncio.Future[None], client: EngineClient, deadline_s: float
     ) -> None:
-        """Lets open requests finish, and decode servers come for the KV they were promised, while
-        the engine lives and for half of the grace time."""
-        limit_s = max(0.0, until - self.loop.time())
-        ends: set[asyncio.Future[Any]] = {serving, self.failure}
-        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        """Waits until open requests have finished and decode servers have pulled the KV
+        that is leased to them. It ends with the engine, or after half of the grace
+        time."""
+        timeout_s = max(0.0, deadline_s - self.loop.time())
+        await _first_of(serving, self.failure, timeout_s=timeout_s)
         while client.stats.get(LEASES, 0) and not self.failure.done():
-            if self.loop.time() >= until:
+            if self.loop.time() >= deadline_s:
                 return
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
 
     async def _watch_for_hang(self, client: EngineClient) -> None:
-        """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a
-        collective that hangs, or an end that does. Its requests get their error, and whoever runs
-        us starts it anew. Looks are counted, not seconds: where this process was stopped, or all of
-        them were, the engine has done nothing wrong."""
-        limit_s = self.settings.hang_timeout_s
-        look_s, num_silent = min(1.0, limit_s / 4), 0
-        while not client.is_lost and num_silent * look_s < limit_s:
-            await asyncio.sleep(look_s)
-            num_silent = num_silent + 1 if client.is_stalled() else 0
-        reason = f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
+        """Gives up an engine whose processes live but make no progress: a stopped rank,
+        a GPU or collective that hangs, or a shutdown that does.
+
+        Its requests get their error, and the supervisor of this process starts it anew.
+        The silence is measured in checks instead of seconds: if this process or all of
+        them were stopped for a while, that is no failure of the engine.
+        """
+        timeout_s = self.settings.hang_timeout_s
+        interval_s = min(1.0, timeout_s / 4)
+        num_silent = 0
+        while not client.is_lost and num_silent * interval_s < timeout_s:
+            await asyncio.sleep(interval_s)
+            num_silent = num_silent + 1 if client.look() else 0
+        reason = (
+            f"the engine has requests and sent nothing for {timeout_s:g} s "
+            "(--hang-timeout-s)"
+        )
         if client.is_lost:
-            await asyncio.sleep(_ENDING_S)
-            reason = (
-                client.failure or "the engine hung up, and its process does not end"
+            await asyncio.sleep(_ENDING_TIMEOUT_S)
+            reason = client.failure or (
+                "the engine closed its connection, and its process does not end"
             )
         self._engine_ended(reason)
+
+
+async def _first_of(
+    *futures: asyncio.Future[Any], timeout_s: float | None = None
+) -> None:
+    """Waits until one of the futures is done, or the timeout has passed."""
+    await asyncio.wait(
+        set(futures), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+    )

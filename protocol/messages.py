@@ -208,7 +208,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     priority: int = 0
     cache_salt: bytes = b""
     share: str = ""
-    known: list[ResumedChoice] = []
+    resumed_choices: list[ResumedChoice] = []
     retain_kv: bool = False
     transfer_id: str | None = None
     remote: RemotePrefill | None = None

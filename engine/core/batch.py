@@ -1,7 +1,8 @@
-"""One step as it travels from rank 0 to every rank, and what comes back.
+"""One step as it travels from rank 0 to every rank, and its result.
 
-The scheduler's plan becomes flat host arrays; a rank derives positions and slots from them. The
-same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
+The scheduler's plan becomes flat host arrays, from which each rank derives positions
+and slots. On rank 0 the arrays stay in memory; they travel to the other ranks as
+msgpack bytes.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -22,29 +23,41 @@ Int64s = npt.NDArray[np.int64]
 
 
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens whose logprobs are wanted: that of targets[i] from row first_row + i of T."""
+    """Prompt tokens whose logprobs are requested. Those of targets[i] follow from row
+    first_row + i of the T tokens of the step."""
 
     first_row: int
     targets: list[int]
-    num_top: int  # most likely tokens to report beside each
+    num_top: int  # most likely tokens to report for each position
 
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """T tokens of S sequences; R of the sequences draw their next token at the end."""
+    """A step that computes T tokens of S sequences. R of the sequences draw their next
+    token at its end.
 
-    token_ids: Int64s  # [T]; -1 - r is the token that row r of the step launched before this drew
-    query_lens: Int32s  # [S] tokens to compute
-    context_lens: Int32s  # [S] tokens of KV once they are computed
-    block_tables: Int32s  # [S, max_blocks x groups], padded with the null block
-    sample_rows: (
-        Int32s  # [R] indices into S; a row that several choices draw from is repeated
-    )
-    sampling: list[SamplingParams]  # [R], without what travels in `shapes`
-    shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
-    is_masked: bool = (
-        False  # some row has a grammar: nothing is drawn before PendingStep.draw
-    )
+    Attributes:
+        token_ids: [T]; -1 - r stands for the token that row r of the step launched
+            before this one draws.
+        query_lens: [S] tokens to compute.
+        context_lens: [S] tokens of KV once they are computed.
+        block_tables: [S, max_blocks x groups], padded with the null block.
+        sample_rows: [R] indices into S. A row from which several choices draw is
+            repeated.
+        sampling: [R], without what travels in `shapes`.
+        shapes: None if no row has a bias, penalty or ban.
+        is_masked: whether some row has a grammar. Nothing is then drawn before
+            PendingStep.draw.
+    """
+
+    token_ids: Int64s
+    query_lens: Int32s
+    context_lens: Int32s
+    block_tables: Int32s
+    sample_rows: Int32s
+    sampling: list[SamplingParams]
+    shapes: StepShapes | None = None
+    is_masked: bool = False
     scores: list[ScoredRows] = field(default_factory=list)
 
     @property
@@ -57,7 +70,8 @@ class StepInput:
         return positions
 
     def attention_batch(self, block_size: int, num_groups: int = 1) -> AttentionBatch:
-        """Tables of all groups side by side, slots of the first one."""
+        """The step for an attention backend: the tables of all groups side by side, and
+        the slots of the first group."""
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         blocks = self.block_tables[rows, positions // block_size * num_groups].astype(
@@ -72,41 +86,48 @@ class StepInput:
 
     @property
     def last_token_rows(self) -> Int64s:
-        """[R] rows of T whose hidden state the next token is drawn from."""
+        """[R] rows of T whose hidden states the next tokens are drawn from."""
         ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
         return ends[self.sample_rows]
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """The drawn tokens, in the order of `StepInput.sample_rows`."""
+    """The drawn tokens, in the order of `StepInput.sample_rows`, and the logprobs of
+    prompt tokens, in the order of `StepInput.scores`."""
 
     token_ids: list[int]  # [R]
     logprobs: list[TokenLogprobs | None]  # [R]
-    scores: list[list[TokenLogprobs]] = field(
-        default_factory=list
-    )  # as StepInput.scores
+    scores: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
 class StepFailed(Exception):
-    """A step could not be launched, or its tokens not be drawn, and nothing is left behind that
-    taking it again, whole or one sequence at a time, would not overwrite: the device is well, and
-    no other rank has begun."""
+    """A step could not be launched, or its tokens could not be drawn.
+
+    The device is well, and no other rank has begun the step. The step, or one of its
+    sequences, may be launched again, which overwrites whatever is left of it.
+    """
 
 
 class PendingStep(Protocol):
     """A launched step."""
 
     def draw(self, masks: Int32s) -> None:
-        """Has the tokens of a masked step drawn, before anything else is launched; `masks` is
-        [R, ceil(V / 32)], bit t % 32 of word t // 32 set where a row may draw token t. Raises
-        StepFailed: the step has ended, and is not asked for its result."""
+        """Draws the tokens of a masked step, before anything else is launched.
+
+        Args:
+            masks: [R, ceil(V / 32)]; bit t % 32 of word t // 32 is set where a row may
+                draw token t.
+
+        Raises:
+            StepFailed: the step has ended. `result` must not be called.
+        """
 
     def has_ended(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return immediately."""
 
     def result(self) -> StepOutput:
-        """Waits until the step has finished on every rank; what it drew. Called once."""
+        """Waits until the step has finished on every rank. Called once."""
 
 
 class Executor(Protocol):
@@ -114,14 +135,22 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Steps that may be under way when another is launched."""
+        """How many steps may be in flight when another is launched."""
 
     def launch(self, step: StepInput) -> PendingStep:
-        """Begins a step. Raises StepFailed: it did not begin, and others still can."""
+        """Launches a step.
+
+        Raises:
+            StepFailed: the step did not begin; others may still be launched.
+        """
 
 
 def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
-    """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
+    """The arrays of a plan, which must not be empty.
+
+    Args:
+        book: the state rows of the engine's sequences.
+    """
     sequences = [item.sequence for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
     context_lens = query_lens + np.array(
@@ -154,7 +183,8 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
 
 
 def _scores(scheduled: Sequenceable[Scheduled]) -> list[ScoredRows]:
-    scores, row = [], 0
+    scores = []
+    row = 0
     for item in scheduled:
         if scored := item.scored:
             sequence = item.sequence

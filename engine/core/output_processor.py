@@ -1,4 +1,5 @@
-"""What goes to the HTTP process: deltas in the order in which things happened, and totals."""
+"""The messages of the engine core to the HTTP process: token deltas in the order in
+which they were made, and totals."""
 
 import time
 from collections.abc import Callable
@@ -6,112 +7,128 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.core.sequence import Sequence
-from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, Outputs, TokenDelta, TokenLogprobs
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.output import num_dropped_lines
 
-SILENT_S: Final = (
-    1.0  # after which an engine with requests speaks, if only to show that it lives
-)
-_INTERVAL_S: Final = 0.25
+# An engine with requests reports at least this often, to show that it is alive.
+MAX_SILENCE_S: Final = 1.0
+_REPORT_INTERVAL_S: Final = 0.25
 _PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step drew for a choice, or how that ended without."""
+    """What a step drew for a choice, or how the choice ended without a token.
+
+    Attributes:
+        reason: why the choice ends with this token; None if it continues.
+        error: the error that ends the whole request.
+    """
 
     sequence: Sequence
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
-    reason: str | None = None  # why the choice ends with it, None: it goes on
-    error: BatonError | None = None  # what the whole request ends with
+    reason: str | None = None
+    error: BatonError | None = None
 
 
 class OutputProcessor:
-    """Collects; `take` empties it."""
+    """Collects outputs until `take` returns them."""
 
     def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []
         self._compiled: list[str] = []
 
     def take(self) -> Outputs | None:
-        """What was collected, if anything."""
+        """Returns what was collected since the last call, or None."""
         if not (self._deltas or self._compiled):
             return None
-        taken = Outputs(self._deltas, self._compiled)
+        outputs = Outputs(self._deltas, self._compiled)
         self._deltas = []
         self._compiled = []
-        return taken
+        return outputs
 
-    def compiled(self, sequence: Sequence) -> None:
-        """The grammar of a sequence is there, if it has one: it is queued."""
+    def add_compiled(self, sequence: Sequence) -> None:
+        """Reports that the grammar of a sequence is compiled, if it has one."""
         if sequence.request.sampling.grammar is not None:
             self._compiled.append(sequence.request_id)
 
-    def found_elsewhere(self, sequence: Sequence) -> None:
-        """What the prefill server found, once, before any KV has moved: the prompt's logprobs and
-        the first token of every choice."""
+    def add_remote_results(self, sequence: Sequence) -> None:
+        """Adds what the prefill server computed, once and before any KV has moved: the
+        prompt's logprobs and the first token of every choice."""
         if not sequence.is_scoring:
-            self.prompt_logprobs(sequence)
+            self.add_prompt_logprobs(sequence)
         for choice in sequence.choices:
-            first, choice.first_token = choice.first_token, None
-            if first is not None and not choice.has_ended:
-                self.token(Draw(choice, first.id, first.logprobs))
+            token = choice.first_token
+            choice.first_token = None
+            if token is not None and not choice.has_ended:
+                self.add_token(Draw(choice, token.id, token.logprobs))
 
-    def prompt_logprobs(self, sequence: Sequence) -> None:
-        """Those that became known since the last call."""
-        known = sequence.prompt_logprobs
-        if (
-            known is None
-            or sequence.has_ended
-            or sequence.num_prompt_logprobs_sent == len(known)
-        ):
+    def add_prompt_logprobs(self, sequence: Sequence) -> None:
+        """Adds the prompt logprobs that were computed since the last call."""
+        logprobs = sequence.prompt_logprobs
+        if logprobs is None or sequence.has_ended:
             return
-        news = known[sequence.num_prompt_logprobs_sent :]
-        sequence.num_prompt_logprobs_sent = len(known)
+        unsent = logprobs[sequence.num_prompt_logprobs_sent :]
+        if not unsent:
+            return
+        sequence.num_prompt_logprobs_sent = len(logprobs)
         self._deltas.append(
-            TokenDelta(request_id=sequence.request_id, prompt_logprobs=news)
+            TokenDelta(request_id=sequence.request_id, prompt_logprobs=unsent)
         )
 
-    def token(self, draw: Draw, params: dict[str, Any] | None = None) -> None:
-        """A choice's next token, its end, or both; `params` are the answer's kv_transfer_params."""
-        sequence, logprobs = draw.sequence, draw.logprobs
-        if sequence.request.sampling.num_logprobs is None:
-            logprobs = None
+    def add_token(self, draw: Draw, params: dict[str, Any] | None = None) -> None:
+        """Adds a choice's next token, its end, or both.
+
+        Args:
+            params: kv_transfer_params of the response.
+        """
+        sequence = draw.sequence
+        token_ids = [] if draw.token_id is None else [draw.token_id]
+        logprobs: list[TokenLogprobs] | None = None
+        if draw.logprobs is not None:
+            if sequence.request.sampling.num_logprobs is not None:
+                logprobs = [draw.logprobs]
+        has_usage = draw.reason or sequence.num_outputs == 1
+        times = None
+        if draw.reason is not None:
+            times = sequence.choices[0].times
         self._deltas.append(
             TokenDelta(
                 request_id=sequence.request_id,
                 choice=sequence.choice,
-                token_ids=[] if draw.token_id is None else [draw.token_id],
-                logprobs=None if logprobs is None else [logprobs],
+                token_ids=token_ids,
+                logprobs=logprobs,
                 finish_reason=draw.reason,
-                usage=sequence.usage()
-                if draw.reason or sequence.num_outputs == 1
-                else None,
-                times=None if draw.reason is None else sequence.choices[0].times,
+                usage=sequence.usage() if has_usage else None,
+                times=times,
                 kv_transfer_params=params,
             )
         )
 
-    def error(self, sequence: Sequence, error: BatonError) -> None:
-        """The end of the request, whatever its choices."""
+    def add_error(self, sequence: Sequence, error: BatonError) -> None:
+        """Adds the error that ends a request with all its choices."""
         info = ErrorInfo.of(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))
 
 
 class CoreStats:
-    """Totals by series (protocol.metrics)."""
+    """Totals by series (protocol.metrics).
 
-    def __init__(self) -> None:
+    Args:
+        count_late_kernels: returns how many kernels were loaded after the start.
+    """
+
+    def __init__(self, count_late_kernels: Callable[[], int] = lambda: 0) -> None:
         names = (*ENGINE_TOTALS, *_PREFIX_TOTALS)
         self._totals = dict.fromkeys((f"baton_{name}" for name in names), 0.0)
-        self._told: dict[str, float] = {}
+        self._count_late_kernels = count_late_kernels
+        self._reported: dict[str, float] = {}
         self._due_s = 0.0
 
-    def step_ended(
+    def count_step(
         self, num_tokens: int, num_prompt_tokens: int, seconds: float
     ) -> None:
         self._totals["baton_engine_steps"] += 1
@@ -123,8 +140,8 @@ class CoreStats:
             self._totals["baton_engine_mixed_step_tokens"] += num_tokens
             self._totals["baton_engine_mixed_step_seconds"] += seconds
 
-    def admitted(self, sequence: Sequence) -> None:
-        """Its blocks are there, and what the prefix cache had of them is known."""
+    def count_admission(self, sequence: Sequence) -> None:
+        """Counts an admitted sequence and its hits in the prefix cache."""
         if sequence.times.admitted is None:
             sequence.times.admitted = time.monotonic()
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -134,20 +151,25 @@ class CoreStats:
     def totals(self) -> dict[str, float]:
         return {
             **self._totals,
-            "baton_kernels_loaded_late": float(KERNELS.num_after),
+            "baton_kernels_loaded_late": float(self._count_late_kernels()),
             "baton_engine_log_lines_dropped": float(num_dropped_lines()),
         }
 
-    def news(
+    def due_report(
         self, collect: Callable[[], dict[str, float]], *, is_idle: bool
     ) -> dict[str, float] | None:
-        """What is to be told now, if anything: a change, of which an idle engine tells at once,
-        or the same again after a silence."""
+        """The values to report now, or None.
+
+        An idle engine reports changes immediately. An engine with requests reports
+        changes once per interval, and unchanged values after MAX_SILENCE_S.
+        """
         now_s = time.monotonic()
         if not is_idle and now_s < self._due_s:
             return None
         values = collect()
-        if values == self._told and (is_idle or now_s < self._due_s + SILENT_S):
-            return None
-        self._told, self._due_s = values, now_s + _INTERVAL_S
+        if values == self._reported:
+            if is_idle or now_s < self._due_s + MAX_SILENCE_S:
+                return None
+        self._reported = values
+        self._due_s = now_s + _REPORT_INTERVAL_S
         return values

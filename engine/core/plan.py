@@ -3,18 +3,19 @@
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 
-from engine.core.pace import Load
+from engine.core.prefill_budget import Load
 from engine.core.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`sequence` computes `num_tokens` tokens from index `start` on."""
+    """`sequence` computes `num_tokens` tokens from index `start`."""
 
     sequence: Sequence
     start: int
     num_tokens: int
-    # Choices whose next token is drawn at the step's end: none unless that is the last token.
+    # Choices whose next token is drawn at the end of the step. Empty unless the step
+    # computes the last token of the sequence.
     draws: tuple[Sequence, ...]
 
     @classmethod
@@ -25,12 +26,14 @@ class Scheduled:
 
     @property
     def is_prompt(self) -> bool:
-        """Else it is a stream's: one token after the prompt."""
+        """Whether this computes prompt tokens. A stream computes one token after its
+        prompt."""
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property
     def scored(self) -> range:
-        """Prompt tokens whose logprobs the step finds: each from the KV of those before it."""
+        """Indices of prompt tokens whose logprobs the step computes. The logprobs of a
+        token follow from the hidden state of the token before it."""
         sequence = self.sequence
         if sequence.prompt_logprobs is None:
             return range(0)
@@ -40,26 +43,41 @@ class Scheduled:
 
 @dataclass
 class Plan:
-    """One round of decisions."""
+    """The outcome of one scheduling round.
 
-    budget: int  # tokens that the step has left
+    Attributes:
+        budget: tokens that the step has left.
+        admitted: sequences that got their blocks in this round.
+        receiving: those of `admitted` whose KV is to be pulled.
+        stuck: sequences that need more blocks than the whole pool has.
+    """
+
+    budget: int
     scheduled: list[Scheduled] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # that got their blocks
-    receiving: list[Sequence] = field(
-        default_factory=list
-    )  # those of them to be pulled
+    admitted: list[Sequence] = field(default_factory=list)
+    receiving: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    stuck: list[Sequence] = field(
-        default_factory=list
-    )  # that the whole pool cannot hold
+    stuck: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduled.append(Scheduled.next_of(sequence, num_tokens))
         self.budget -= num_tokens
 
+    def remove(self, sequence: Sequence) -> None:
+        """Takes back what was scheduled of a sequence."""
+        for item in [item for item in self.scheduled if item.sequence is sequence]:
+            self.scheduled.remove(item)
+            self.budget += item.num_tokens
+
 
 def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
-    """What a step of these sequences costs: its streams, the KV that they read, prompt tokens."""
-    prompts = [item.num_tokens for item in scheduled if item.is_prompt]
-    held = sum(item.start + item.num_tokens for item in scheduled)
-    return Load(len(scheduled) - len(prompts), held, sum(prompts))
+    """The terms that determine how long a step with these sequences takes."""
+    num_prompts = 0
+    prompt_tokens = 0
+    context_tokens = 0
+    for item in scheduled:
+        context_tokens += item.start + item.num_tokens
+        if item.is_prompt:
+            num_prompts += 1
+            prompt_tokens += item.num_tokens
+    return Load(len(scheduled) - num_prompts, context_tokens, prompt_tokens)

@@ -1,177 +1,221 @@
-"""Who computes what in the next step: pure decisions over the block allocator and prefix index.
+"""Decides which sequences compute which tokens in the next step: pure decisions over
+the block allocator and the prefix index.
 
 Policy, in order:
-1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
-2. Prompts that are under way get what is left of the token budget, in order of admission, but for
-   what shorter ones need: half at most. Beside streams it is what `itl_target_s` leaves.
-3. Waiting sequences are admitted in the order of `waiting.py`, when blocks for all their tokens
-   are available; each takes what the prefix index holds and only allocates the rest. One that would
-   not even fit into what is not quarantined, or is to be pulled beside too much that is being
-   written to, lets others pass until it does. So does one whose beginning a running sequence
-   computes just now: it finds it in the index then.
-When a running sequence needs a block and there is none, the latest admitted one is preempted: it
-gives its blocks back and waits at the head of the queue. One that fits the pool alone always ends;
-engines take no others (worker/memory.py), and one that is found not to fit all the same is `stuck`.
+1. Sequences that decode come first, so that a long prompt delays them by at most one
+   chunk.
+2. Running prompts get the rest of the token budget, in order of admission. Shorter
+   waiting prompts get at most half of it. In steps with streams, the budget for prompts
+   follows from `itl_target_s` (prefill_budget.py).
+3. Waiting sequences are admitted in the order of waiting.py, when blocks for all their
+   tokens are available. Each shares the blocks that the prefix index has, and allocates
+   the rest.
 
-A sequence with a `remote` reference is not computed: its new blocks become RECEIVING, a pull fills
-them, and `received`, `recompute_in_place` or `abandon` brings it back. It ends or times out alone.
+A waiting sequence lets others pass in three cases. It needs more blocks than are
+outside quarantine; it waits for a pull while too many blocks are being written to; or a
+running sequence computes its prefix (prefix_sharing.py).
 
-A step may be planned while others have not finished. Blocks go back to the allocator only when
-every launched step that refers to them has (I8); none is preempted under a step (`may_preempt`).
+When a running sequence needs a block and none is available, the latest admitted one is
+preempted: its blocks are released, and it waits at the head of the queue. A sequence
+that fits the pool alone always ends. Engines accept no others (worker/memory.py); if
+one does not fit nevertheless, it is `stuck`.
+
+A sequence with a `remote` reference is not computed. Its new blocks become RECEIVING
+and a pull fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this.
+
+A step may be planned while others have not finished (step_ledger.py). No sequence is
+preempted while a launched step uses it (`may_preempt`).
 """
 
 from collections import deque
 from collections.abc import Sequence as Sequenceable
 
-from engine.core.pace import Load, Pace
 from engine.core.plan import Plan as Plan
 from engine.core.plan import Scheduled as Scheduled
 from engine.core.plan import load_of
+from engine.core.prefill_budget import PrefillBudget
+from engine.core.prefix_sharing import PrefixSharing
 from engine.core.sequence import Phase, Sequence
+from engine.core.step_ledger import StepLedger
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
-from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones, work_of
+from engine.core.waiting import MAX_OVERTAKEN, enqueue, select_short_prompts, work_of
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from protocol.metrics import stat_key
 
-_MUCH_SHARED = (
-    256  # tokens of a prefix that are worth a wait, or half of what there is to compute
-)
-
 
 class Scheduler:
-    """Owns the queue, the running set and the receiving set, and their blocks."""
+    """Owns the queue, the running set and the receiving set, and their blocks.
+
+    Attributes:
+        prefix: the prefix index; None if caching is off.
+        waiting: sequences that wait for blocks, in order.
+        running: sequences that take part in steps, in order of admission.
+        receiving: sequences whose blocks a pull writes to, by request id.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, num_blocks: int, *, cached: bool
     ) -> None:
         self.limits = limits
-        self.allocator = allocator = BlockAllocator(num_blocks)
-        self.prefix = (
-            PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
-        )
+        self.allocator = BlockAllocator(num_blocks)
+        self.prefix: PrefixIndex | None = None
+        if cached:
+            self.prefix = PrefixIndex(self.allocator, limits.block_size, limits.groups)
         self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
-        most, target_s = limits.max_num_batched_tokens, limits.itl_target_s
-        self._pace = Pace(target_s, most) if target_s else None
-        self._loads: deque[Load] = deque()  # of the launched steps
-        self._num_finished_steps = 0
-        self._deferred: list[
-            tuple[int, list[int]]
-        ] = []  # step to finish, blocks to release
+        self._prefill_budget: PrefillBudget | None = None
+        if limits.itl_target_s:
+            self._prefill_budget = PrefillBudget(
+                limits.itl_target_s, limits.max_num_batched_tokens
+            )
+        self.steps = StepLedger(self.allocator, self._prefill_budget)
+        self._sharing = PrefixSharing(limits, self.tables, self.prefix)
 
     @property
-    def stands(self) -> bool:
-        """Whether some wait, and nobody has blocks but who borrows them, or READs that hang; beside
-        streams, whether the first would have its own if what is lent were here."""
+    def is_deadlocked(self) -> bool:
+        """Whether waiting requests cannot get blocks until leases or hanging READs end.
+
+        Without running sequences that is so if any request waits. Otherwise it is so if
+        the first waiting request would fit once all leased blocks are returned.
+        """
         if not self.waiting or self.receiving:
             return False
-        first, lent = self.waiting[0], self.allocator.counts()[BlockState.LEASED]
+        if not self.running:
+            return True
+        first = self.waiting[0]
         num_tokens = len(first.token_ids) if first.remote is None else first.num_to_hold
         needed = self.tables.num_blocks_for(first, num_tokens) + self._num_spare(first)
-        return not self.running or 0 < needed - self.allocator.num_available <= lent
+        num_missing = needed - self.allocator.num_available
+        return 0 < num_missing <= self.allocator.counts()[BlockState.LEASED]
+
+    def is_blocked_on_quarantine(self, sequence: Sequence) -> bool:
+        """Whether only the end of hanging READs can give a waiting sequence its
+        blocks."""
+        num_quarantined = self.allocator.num_quarantined
+        if not num_quarantined:
+            return False
+        needed = self.tables.num_blocks_for(sequence, len(sequence.token_ids))
+        return needed > self.allocator.capacity - num_quarantined
 
     def add(self, sequence: Sequence) -> None:
-        assert len(sequence.token_ids) <= self.limits.max_model_len, (
-            "it would wait for ever"
-        )
-        assert len(sequence.choices) <= self.limits.max_num_seqs, (
-            "it would wait for ever"
-        )
+        is_too_long = len(sequence.token_ids) > self.limits.max_model_len
+        has_too_many_choices = len(sequence.choices) > self.limits.max_num_seqs
+        assert not is_too_long, "it would wait forever"
+        assert not has_too_many_choices, "it would wait forever"
         sequence.phase = Phase.WAITING
         enqueue(self.waiting, sequence)
 
-    # -- one round ---------------------------------------------------------------------------
+    # -- one round ----------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Decides the next step. An empty `scheduled` means nothing can be computed now."""
+        """Decides the next step. If nothing can be computed now, `scheduled` is
+        empty."""
         plan = Plan(self.limits.max_num_batched_tokens)
-        going_on = [
-            s for s in self.running if not s.awaits_result(self.limits.max_model_len)
-        ]
-        decoding = [s for s in going_on if s.is_decoding]
-        prefilling = [s for s in going_on if not s.is_decoding]
-        self._go_on(decoding, plan)
-        if self._pace is not None and (prefilling or self.waiting):
-            if (
-                plan.scheduled or self.receiving
-            ):  # one that is pulled is a stream already
-                load = load_of(plan.scheduled)
-                room = self._pace.prompt_tokens(load.streams, load.held)
-                plan.budget = min(plan.budget, room)
-        kept = self._kept_for_short(prefilling, plan.budget)
-        plan.budget -= kept
-        self._go_on(prefilling, plan)
-        plan.budget += kept
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.awaits_result(self.limits.max_model_len):
+                continue
+            if sequence.is_decoding:
+                decoding.append(sequence)
+            else:
+                prefilling.append(sequence)
+        self._schedule_running(decoding, plan)
+        if prefilling or self.waiting:
+            self._limit_prompts(plan)
+        num_reserved = self._reserve_for_short_prompts(prefilling, plan.budget)
+        plan.budget -= num_reserved
+        self._schedule_running(prefilling, plan)
+        plan.budget += num_reserved
         if not plan.preempted:
             self._admit_waiting(plan)
         return plan
 
-    def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
-        """Tokens of the step that long prompts leave to short ones, which get their blocks."""
-        found = short_ones(
-            self.waiting, sum(work_of(s, s.num_uncomputed) for s in under_way), budget
-        )
-        needed = sum(self.tables.num_blocks_for(s, len(s.token_ids)) for s in found)
-        has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))
-        is_one_too_many = self._num_choices() + len(found) > self.limits.max_num_seqs
-        return (
-            sum(len(s.token_ids) for s in found)
-            if has_room and not is_one_too_many
-            else 0
-        )
+    def _limit_prompts(self, plan: Plan) -> None:
+        """Limits the prompt tokens of a step with streams. A sequence whose KV is being
+        pulled counts as a stream already."""
+        if self._prefill_budget is None:
+            return
+        if not (plan.scheduled or self.receiving):
+            return
+        load = load_of(plan.scheduled)
+        allowed = self._prefill_budget.prompt_tokens(load.streams, load.context_tokens)
+        plan.budget = min(plan.budget, allowed)
 
-    def _go_on(self, sequences: list[Sequence], plan: Plan) -> None:
+    def _reserve_for_short_prompts(
+        self, prefilling: list[Sequence], budget: int
+    ) -> int:
+        """Tokens of the step that running prompts leave to short waiting ones. None are
+        left if these would not get their blocks."""
+        prefill_tokens = sum(work_of(s, s.num_uncomputed) for s in prefilling)
+        prompts = select_short_prompts(self.waiting, prefill_tokens, budget)
+        needed = len(self.running) + len(prompts)
+        num_tokens = 0
+        for sequence in prompts:
+            num_tokens += len(sequence.token_ids)
+            needed += self.tables.num_blocks_for(sequence, len(sequence.token_ids))
+        if not self.allocator.can_allocate(needed):
+            return 0
+        if self._num_choices() + len(prompts) > self.limits.max_num_seqs:
+            return 0
+        return num_tokens
+
+    def _schedule_running(self, sequences: list[Sequence], plan: Plan) -> None:
         for sequence in sequences:
             if plan.budget == 0:
                 break
             if sequence.phase is not Phase.RUNNING:
                 continue  # preempted earlier in this round
             num_tokens = min(sequence.num_uncomputed, plan.budget)
-            if self._make_room(sequence, num_tokens, plan):
+            if self._allocate_for_step(sequence, num_tokens, plan):
                 plan.add(sequence, num_tokens)
 
     def admit_remote(self) -> Plan:
-        """Admits whoever waits in front with KV to be pulled: that needs no step."""
+        """Admits requests at the head of the queue whose KV is to be pulled. This needs
+        no step."""
         plan = Plan(budget=0)
         self._admit_waiting(plan)
         return plan
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
-        """Allocates blocks for the step, preempting if it must; False: the sequence itself."""
+    def _allocate_for_step(
+        self, sequence: Sequence, num_tokens: int, plan: Plan
+    ) -> bool:
+        """Allocates the blocks of a step, if necessary by preempting other sequences.
+        False if the sequence itself was preempted."""
         places = self.tables.places_for_next(sequence, num_tokens)
-        needed = len(places)
-        while not self.allocator.can_allocate(needed):
+        num_blocks = len(places)
+        while not self.allocator.can_allocate(num_blocks):
             victim = self.running[-1]
-            for item in [item for item in plan.scheduled if item.sequence is victim]:
-                plan.scheduled.remove(item)
-                plan.budget += item.num_tokens
+            plan.remove(victim)
             self._preempt(victim, plan)
             if victim is sequence:
-                plan.stuck += [sequence] * self.allocator.is_all_available
+                if self.allocator.is_all_available:
+                    plan.stuck.append(sequence)
                 return False
-        self.limits.groups.fill_entries(
-            sequence.block_ids, places, self.allocator.allocate(needed)
-        )
+        blocks = self.allocator.allocate(num_blocks)
+        self.limits.groups.fill_entries(sequence.block_ids, places, blocks)
         return True
 
     def may_preempt(self) -> bool:
-        """Whether the running sequences may need more blocks for the next step than there are.
-        Then `schedule` wants every launched step finished: it takes blocks away."""
+        """Whether the running sequences may need more blocks for the next step than are
+        available. `schedule` then takes blocks away, so that every launched step must
+        have finished."""
         budget = self.limits.max_num_batched_tokens
-        next_ = ((s, min(s.num_uncomputed, budget)) for s in self.running)
-        return not self.allocator.can_allocate(
-            sum(len(self.tables.places_for_next(*one)) for one in next_)
-        )
+        needed = 0
+        for sequence in self.running:
+            num_tokens = min(sequence.num_uncomputed, budget)
+            needed += len(self.tables.places_for_next(sequence, num_tokens))
+        return not self.allocator.can_allocate(needed)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        assert victim.last_step <= self._num_finished_steps, (
-            "preempted under a launched step"
+        assert not self.steps.is_in_launched_step(victim), (
+            "preempted while a launched step uses it"
         )
         self.running.remove(victim)
         self._release_blocks(victim)
@@ -179,33 +223,35 @@ class Scheduler:
         plan.preempted.append(victim)
         self.num_preemptions += 1
 
+    # -- admission ----------------------------------------------------------------
+
     def _admit_waiting(self, plan: Plan) -> None:
-        passed, pulls_wait = 0, False
-        room = self.limits.max_num_seqs - self._num_choices()
-        while passed < len(self.waiting):
-            sequence = self.waiting[passed]
-            is_remote, is_locked_out = (
-                sequence.remote is not None,
-                self.is_locked_out(sequence),
-            )
+        num_passed = 0
+        pulls_must_wait = False
+        max_choices = self.limits.max_num_seqs - self._num_choices()
+        while num_passed < len(self.waiting):
+            sequence = self.waiting[num_passed]
+            is_remote = sequence.remote is not None
             num_choices = 1 + len(sequence.children)
-            if num_choices > room or not (is_remote or plan.budget):
+            if num_choices > max_choices or not (is_remote or plan.budget):
                 return
-            if is_remote and not (is_locked_out or pulls_wait):
+            is_blocked = self.is_blocked_on_quarantine(sequence)
+            if is_remote and not (is_blocked or pulls_must_wait):
                 needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
-                pulls_wait = not self.allocator.can_receive(needed)
+                pulls_must_wait = not self.allocator.can_receive(needed)
             if (
-                is_locked_out
-                or (is_remote and pulls_wait)
-                or self._awaits_prefix(sequence)
+                is_blocked
+                or (is_remote and pulls_must_wait)
+                or self._sharing.should_wait(sequence, self.running)
             ):
-                passed += 1
+                num_passed += 1
                 continue
             if not self._admit(sequence, plan.budget):
-                plan.stuck += [sequence] * self.allocator.is_all_available
+                if self.allocator.is_all_available:
+                    plan.stuck.append(sequence)
                 return
-            del self.waiting[passed]
-            room -= num_choices
+            del self.waiting[num_passed]
+            max_choices -= num_choices
             plan.admitted.append(sequence)
             if is_remote:
                 plan.receiving.append(sequence)
@@ -213,164 +259,117 @@ class Scheduler:
                 self._run(sequence)
                 plan.add(sequence, min(sequence.num_uncomputed, plan.budget))
 
-    def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running sequence computes much of what this one would compute as well."""
-        if self.prefix is None or sequence.remote is not None or sequence.is_scoring:
-            return False
-        if sequence.awaited is not None:  # each round, so this is all it takes
-            owner, stop = sequence.awaited
-            if owner.phase is Phase.RUNNING and owner.num_computed < stop:
-                return True
-            sequence.awaited = None
-        owners = [s for s in self.running if s.num_computed < s.num_prompt_tokens]
-        if not owners:
-            return False
-        start = self.tables.num_tokens(self._match(sequence))
-        for owner in owners:
-            shared = self._num_shared(sequence, owner, start)
-            if shared and shared >= min(
-                _MUCH_SHARED, (len(sequence.token_ids) - start) // 2
-            ):
-                sequence.awaited = owner, start + shared
-                return True
-        return False
-
-    def _num_shared(self, sequence: Sequence, owner: Sequence, start: int) -> int:
-        """Tokens of full blocks from `start` on that are the same, after the same ones. Sequences
-        of different salts share none."""
-        if sequence.request.cache_salt != owner.request.cache_salt:
-            return 0
-        size, mine, other = self.limits.block_size, sequence.token_ids, owner.token_ids
-        at, limit = start, min(len(mine) - 1, owner.num_prompt_tokens) - size
-        while at <= limit and mine[at : at + size] == other[at : at + size]:
-            at += size
-        return at - start if at > start and mine[:start] == other[:start] else 0
-
-    def is_locked_out(self, sequence: Sequence) -> bool:
-        """Whether only the end of READs that hang can give a waiting sequence its blocks."""
-        quarantined = self.allocator.num_quarantined
-        if not quarantined:
-            return False
-        needed = self.tables.num_blocks_for(sequence, len(sequence.token_ids))
-        return needed > self.allocator.capacity - quarantined
-
     def _num_choices(self) -> int:
-        """Those that run, are pulled, or are children of one that does."""
-        return sum(
-            1 + len(s.children) for s in (*self.running, *self.receiving.values())
-        )
+        """Choices that run, receive, or have yet to fork off one that does."""
+        sequences = (*self.running, *self.receiving.values())
+        return sum(1 + len(sequence.children) for sequence in sequences)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
-        is_remote = sequence.remote is not None  # what needs blocks now
+        """Shares cached blocks and allocates the others. If there are too few, it
+        changes nothing and returns False."""
+        is_remote = sequence.remote is not None
         num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
-        table = self._match(sequence)
-        start, hits = self.tables.num_tokens(table), without_null_blocks(table)
-        idle = sum(self.allocator.state(block) is BlockState.CACHED for block in hits)
-        room = self.allocator.num_available - idle - self._num_spare(sequence)
-        if room < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
-            return False  # each round, so this is all that a long one takes
+        table = self._sharing.match(sequence)
+        start = self.tables.num_tokens(table)
+        hits = without_null_blocks(table)
+        num_idle = sum(
+            self.allocator.state(block) is BlockState.CACHED for block in hits
+        )
+        num_free = self.allocator.num_available - num_idle - self._num_spare(sequence)
+        # A long sequence that does not fit comes here in each round. This cheap check
+        # comes first for that reason.
+        if num_free < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
+            return False
         places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
-        if room < len(places):
+        if num_free < len(places):
             return False
         self.allocator.share(hits)
-        fresh = self.allocator.allocate(len(places))
-        self.limits.groups.fill_entries(table, places, fresh)
-        sequence.block_ids, sequence.num_computed = table, start
+        fresh_blocks = self.allocator.allocate(len(places))
+        self.limits.groups.fill_entries(table, places, fresh_blocks)
+        sequence.block_ids = table
+        sequence.num_computed = start
         if self.limits.groups.drops_blocks:
-            sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill
+            sequence.prefix_cursor = PrefixCursor()  # the index may have gaps to fill
         sequence.count_skipped()
-        if sequence.remote is not None:
-            self.allocator.receive(fresh)
+        if is_remote:
+            self.allocator.receive(fresh_blocks)
             sequence.phase = Phase.RECEIVING
             self.receiving[sequence.request_id] = sequence
         return True
 
     def _num_spare(self, sequence: Sequence) -> int:
-        """Blocks that are left when it is admitted: one for each running sequence, so that this
-        causes no preemption."""
-        return len(self.running) and len(self.running) + len(sequence.children)
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to start from. The last token is always computed: its logits are wanted,
-        like those of each token before one whose logprobs are still to be had."""
-        if self.prefix is None:
-            return []
-        max_tokens = len(sequence.token_ids) - 1
-        if sequence.remote is not None:
-            max_tokens = min(max_tokens, sequence.num_to_hold)
-        elif sequence.children:  # they fork off what it computes
-            max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
-        if sequence.is_scoring:
-            max_tokens = len(sequence.prompt_logprobs or ()) - 1
-        reach = self.tables.reach(sequence, len(sequence.token_ids))
-        how = {"max_tokens": max_tokens, "reach": reach}
-        return self.prefix.match(
-            sequence.token_ids,
-            **how,
-            cursor=sequence.prefix_cursor,
-            salt=sequence.request.cache_salt,
-        )
+        """Blocks that stay available when a sequence is admitted: one for each running
+        sequence, so that the admission causes no preemption."""
+        if not self.running:
+            return 0
+        return len(self.running) + len(sequence.children)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
         self.running.append(sequence)
 
-    # -- receiving ---------------------------------------------------------------------------
+    def requeue(self, sequence: Sequence) -> None:
+        """Puts a sequence without blocks at the head of the queue."""
+        sequence.phase = Phase.WAITING
+        sequence.num_overtaken = MAX_OVERTAKEN
+        self.waiting.appendleft(sequence)
 
-    def received(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """The pull is done and fenced: the bytes are the prompt's, and may be used.
+    # -- pulls --------------------------------------------------------------------
 
-        Of KV that was converted, several choices use the blocks that they share only. Each computes
-        the rest of the prompt itself, so that equal choices stay equal.
+    def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
+        """Runs a sequence whose pull is done and fenced, so that its KV may be used.
+
+        If the KV was converted from another layout or dtype, several choices use only
+        the blocks that they share. Each choice computes the rest of the prompt itself,
+        so that equal choices stay equal.
         """
         num_cached = sequence.num_computed
         num_received = max(sequence.num_to_receive, num_cached)
         if is_converted and sequence.children:
-            shared = min(
+            num_shared = min(
                 self._num_forked(sequence, child) for child in sequence.children
             )
-            num_received = max(min(num_received, shared), num_cached)
-        self.tables.pulled(sequence)
+            num_received = max(min(num_received, num_shared), num_cached)
+        self.tables.mark_partial_blocks(sequence)
         self.recompute_in_place(sequence)
-        ends = [min(n, sequence.num_prompt_tokens) for n in (num_cached, num_received)]
-        sequence.num_transferred = ends[1] - ends[0]
+        num_prompt_tokens = sequence.num_prompt_tokens
+        sequence.num_transferred = min(num_received, num_prompt_tokens) - min(
+            num_cached, num_prompt_tokens
+        )
         sequence.num_computed = num_received
         self._publish(sequence, num_cached)
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """The pull failed and all its reads have ended: the sequence is computed here, in the
-        blocks it holds."""
+        """Runs a sequence in the blocks that it has, after its pull failed and all READs
+        have ended."""
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.remote = None
         self._run(sequence)
 
-    def requeue(self, sequence: Sequence) -> None:
-        """A sequence without blocks waits again, at the head of the queue."""
-        sequence.phase, sequence.num_overtaken = Phase.WAITING, MAX_OVERTAKEN
-        self.waiting.appendleft(sequence)
+    def abandon_pull(
+        self, sequence: Sequence, *, quarantine: bool = False
+    ) -> list[int]:
+        """Takes the blocks from a receiving sequence whose READs may still write.
 
-    def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
-        """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
-        become QUARANTINED, and are returned; their owner frees them when the reads have ended."""
-        fresh, blocks = (
-            self.tables.fresh(sequence),
-            without_null_blocks(sequence.block_ids),
-        )
+        Its fresh blocks stay RECEIVING, or become QUARANTINED, and are returned. The
+        caller frees them when the READs have ended.
+        """
+        fresh_blocks = self.tables.fresh(sequence)
+        blocks = without_null_blocks(sequence.block_ids)
         if quarantine:
-            self.allocator.quarantine(fresh)
-        self.allocator.release(blocks[: len(blocks) - len(fresh)])
+            self.allocator.quarantine(fresh_blocks)
+        self.allocator.release(blocks[: len(blocks) - len(fresh_blocks)])
         del self.receiving[sequence.request_id]
-        sequence.forget_blocks()
-        return fresh
+        sequence.reset_blocks()
+        return fresh_blocks
 
-    # -- choices -----------------------------------------------------------------------------
+    # -- choices ------------------------------------------------------------------
 
     def fork_choices(self, parent: Sequence) -> None:
-        """Lets the children go their own ways, if the KV of the whole prompt is there. A
-        parent that has ended itself ends with that."""
+        """Forks the children off their parent, if the KV of the whole prompt is there.
+        A parent that ran only for its children then finishes."""
         if parent.num_computed < parent.num_prompt_tokens:
             return
         for child in parent.children:
@@ -379,85 +378,75 @@ class Scheduler:
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """What the prompt holds of its last block the child computes by itself, and the last token
-        where it has no output yet while its parent has."""
+        """Makes a child run. It computes the last, partial block of the prompt itself.
+
+        If it has no output while its parent has, it also computes the last prompt token.
+        """
         child.fork_from(parent)
-        size = self.limits.block_size
         child.num_computed = self._num_forked(parent, child)
         child.block_ids = self.limits.groups.prefix_table(
-            parent.block_ids, child.num_computed, size
+            parent.block_ids, child.num_computed, self.limits.block_size
         )
         self.allocator.share(without_null_blocks(child.block_ids))
-        child.whole_from = parent.whole_from
+        child.complete_from = parent.complete_from
         self._run(child)
 
     def _num_forked(self, parent: Sequence, child: Sequence) -> int:
-        """Returns the prompt tokens whose blocks a choice shares with the first one."""
-        num_tokens = parent.num_prompt_tokens - (not child.num_outputs)
+        """The prompt tokens whose blocks a choice shares with choice 0."""
+        num_tokens = parent.num_prompt_tokens
+        if not child.num_outputs:
+            num_tokens -= 1
         return num_tokens // self.limits.block_size * self.limits.block_size
 
-    # -- around a step -----------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------
 
-    def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
-        """The step was launched; steps finish in the order of their launches."""
-        self._loads.append(load_of(scheduled))
-        row, number = 0, self._num_finished_steps + len(self._loads)
-        for item in scheduled:
-            sequence = item.sequence
-            sequence.last_step = number
-            sequence.num_launched += item.num_tokens
-            if item.draws:
-                sequence.num_awaited += 1
-                sequence.awaited_row = row
-                row += len(item.draws)
+    def step_launched(self, scheduled: Sequenceable[Scheduled]) -> None:
+        self.steps.launch(scheduled)
 
     def step_finished(self, seconds: float | None = None) -> None:
-        """The oldest launched step, which took so long, reads and writes no block any more, on any
-        rank."""
-        self._num_finished_steps += 1
-        load = self._loads.popleft()
-        if self._pace is not None and seconds is not None:
-            self._pace.measured(load, seconds)
-        deferred, self._deferred = self._deferred, []
-        for due, blocks in deferred:
-            if due <= self._num_finished_steps:
-                self.allocator.release(blocks)
-            else:
-                self._deferred.append((due, blocks))
+        """The oldest launched step has ended on every rank, after `seconds`."""
+        self.steps.finish(seconds)
 
     def step_undrawn(self, scheduled: Sequenceable[Scheduled]) -> None:
-        """The only launched step has ended without its tokens: it shall be taken again."""
+        """The only launched step has ended without drawing tokens. It is to be run
+        again."""
         self.step_finished()
         for item in scheduled:
             item.sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
 
-    def computed(self, item: Scheduled) -> None:
+    def commit(self, item: Scheduled) -> None:
         """A finished step wrote the KV of what was scheduled."""
         sequence = item.sequence
-        before, length = sequence.num_computed, sequence.num_prompt_tokens
+        num_before = sequence.num_computed
+        num_prompt_tokens = sequence.num_prompt_tokens
         sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
         sequence.num_computed += item.num_tokens
-        if before < length <= sequence.num_computed:
-            found = sequence.num_skipped + sequence.num_transferred
-            sequence.num_recomputed = length - found
-        self._publish(sequence, before)
+        if num_before < num_prompt_tokens <= sequence.num_computed:
+            num_reused = sequence.num_skipped + sequence.num_transferred
+            sequence.num_recomputed = num_prompt_tokens - num_reused
+        self._publish(sequence, num_before)
 
     def _publish(self, sequence: Sequence, num_before: int) -> None:
-        """Offers blocks that are full now, and were not with so many tokens, to the prefix index
-        (I4); gives back what is needed no more."""
+        """Adds the blocks that became full to the prefix index (I4), and releases those
+        that are no longer needed.
+
+        Args:
+            num_before: tokens that were computed at the last call.
+        """
         num_full = sequence.num_computed // self.limits.block_size
         if self.prefix is not None and num_full != num_before // self.limits.block_size:
-            full = self.tables.published(sequence, num_full)
             self.prefix.publish(
                 sequence.token_ids,
-                full,
+                self.tables.publishable(sequence, num_full),
                 cursor=sequence.prefix_cursor,
                 salt=sequence.request.cache_salt,
             )
-        self._release(sequence, self.tables.take_passed(sequence))
+        self.steps.release(sequence, self.tables.take_passed_blocks(sequence))
+
+    # -- ends ---------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a waiting or running sequence out and releases its blocks."""
+        """Removes a waiting or running sequence and releases its blocks."""
         if sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
@@ -466,41 +455,32 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence, which holds no block, out of the queue."""
+        """Removes a waiting sequence, which has no blocks, from the queue."""
         self.waiting.remove(sequence)
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self._release(sequence, without_null_blocks(sequence.block_ids))
-        sequence.forget_blocks()
-
-    def _release(self, sequence: Sequence, blocks: list[int]) -> None:
-        """The blocks' uses end now, or with the last launched step that refers to them."""
-        if blocks and sequence.last_step > self._num_finished_steps:
-            self._deferred.append((sequence.last_step, blocks))
-        else:
-            self.allocator.release(blocks)
+        self.steps.release(sequence, without_null_blocks(sequence.block_ids))
+        sequence.reset_blocks()
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         counts = self.allocator.counts()
-        states = {
-            stat_key("baton_kv_blocks", state=s.name.lower()): counts[s]
-            for s in BlockState
-        }
         values = {
-            **states,
-            "baton_kv_blocks_capacity": self.allocator.capacity,
-            "baton_kv_block_size_tokens": self.limits.block_size,
-            "baton_requests_running": len(self.running),
-            "baton_requests_waiting": len(self.waiting),
-            "baton_requests_receiving": len(self.receiving),
-            "baton_preemptions": self.num_preemptions,
+            stat_key("baton_kv_blocks", state=state.name.lower()): counts[state]
+            for state in BlockState
         }
+        values["baton_kv_blocks_capacity"] = self.allocator.capacity
+        values["baton_kv_block_size_tokens"] = self.limits.block_size
+        values["baton_requests_running"] = len(self.running)
+        values["baton_requests_waiting"] = len(self.waiting)
+        values["baton_requests_receiving"] = len(self.receiving)
+        values["baton_preemptions"] = self.num_preemptions
         return {name: float(value) for name, value in values.items()}
 
     def check_integrity(self) -> None:
-        """Blocks add up, and an idle scheduler leaves none in use."""
+        """Raises if the blocks do not add up, or if an idle scheduler has blocks in
+        use."""
         self.allocator.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()

@@ -1,6 +1,9 @@
-"""Where a sequence's block table lacks blocks, and which it needs no more: of several KV groups
-(kvcache/groups.py) a table has a block of each for every block_size tokens. Those of groups with a
-window come step by step, and go home once nobody who may go on from them looks back so far."""
+"""Which blocks a sequence's block table lacks, and which it no longer needs.
+
+With several KV groups (kvcache/groups.py), a table has one block of each group for
+every block_size tokens. Blocks of groups with a window are allocated step by step. They
+are released once no sequence that may continue from them looks back so far.
+"""
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
@@ -13,31 +16,37 @@ from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What bounds a step and a sequence."""
+    """The limits of a step and of a sequence.
+
+    Attributes:
+        max_model_len: tokens of a sequence, prompt and outputs.
+        block_size: tokens of a block.
+        itl_target_s: target duration of a step with streams. None: prompts are not
+            limited.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int  # tokens, prompt and outputs
-    block_size: int  # tokens
-    itl_target_s: float | None = (
-        None  # of a step with streams; None: however long prompts make it
-    )
+    max_model_len: int
+    block_size: int
+    itl_target_s: float | None = None
     groups: KVGroups = ONE_GROUP
 
 
 class BlockTables:
-    """Of all sequences of an engine."""
+    """Calculations on the block tables of all sequences of an engine."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._groups, self._block_size = limits.groups, limits.block_size
+        self._groups = limits.groups
+        self._block_size = limits.block_size
         self._max_step_tokens = limits.max_num_batched_tokens
 
     def num_tokens(self, table: Sequenceable[int]) -> int:
-        """That a table has room for."""
+        """Tokens that a table has space for."""
         return len(table) // self._groups.count * self._block_size
 
     def num_blocks_for(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that a waiting sequence takes at most at a time for so many tokens."""
+        """Most blocks that a waiting sequence needs at a time for `num_tokens`."""
         pulled = 0 if sequence.remote is None else sequence.num_to_pull
         step = min(max(num_tokens - pulled, 0), self._max_step_tokens)
         return self._groups.num_blocks_for(num_tokens, step, self._block_size)
@@ -45,21 +54,32 @@ class BlockTables:
     def places_to_admit(
         self, sequence: Sequence, table: list[int], num_tokens: int, budget: int
     ) -> list[int]:
-        """What a sequence that has `table` lacks: for so many tokens, but in groups with a window
-        for those only that are pulled, or computed first."""
-        groups, tokens = self._groups, range(self.num_tokens(table), num_tokens)
-        first = [
-            range(tokens.start, min(num_tokens, tokens.start + budget))
-        ] * groups.count
-        if sequence.remote is not None:
+        """The places of `table` that need a block before a sequence can be admitted.
+
+        Groups without a window need blocks for all `num_tokens`. Groups with a window
+        need them only for the tokens that are pulled, or else computed first.
+        """
+        groups = self._groups
+        start = self.num_tokens(table)
+        tokens = range(start, num_tokens)
+        if sequence.remote is None:
+            first_tokens = range(start, min(num_tokens, start + budget))
+            window_ranges = [first_tokens] * groups.count
+        else:
             stop = sequence.num_to_pull
-            first = groups.token_ranges(tokens.start, stop, self.reach(sequence, stop))
-        spans = [f if w else tokens for f, w in zip(first, groups.windows, strict=True)]
-        return groups.missing_entries(table, spans, self._block_size)
+            limit = self.resume_limit(sequence, stop)
+            window_ranges = groups.token_ranges(start, stop, limit)
+        token_ranges = [
+            window_range if window else tokens
+            for window_range, window in zip(window_ranges, groups.windows, strict=True)
+        ]
+        return groups.missing_entries(table, token_ranges, self._block_size)
 
     def places_for_next(self, sequence: Sequence, num_tokens: int) -> Sequenceable[int]:
-        """What a running sequence lacks for so many tokens more."""
-        groups, table = self._groups, sequence.block_ids
+        """The places that a running sequence needs blocks for, to compute `num_tokens`
+        more."""
+        groups = self._groups
+        table = sequence.block_ids
         start = sequence.num_computed + sequence.num_launched
         stop = start + num_tokens
         if not groups.drops_blocks:
@@ -69,72 +89,87 @@ class BlockTables:
         )
 
     def full(self, sequence: Sequence, num_full: int) -> list[int]:
-        """The table of so many full blocks of each group."""
+        """The table of the first `num_full` blocks of each group."""
         return sequence.block_ids[: num_full * self._groups.count]
 
-    def published(self, sequence: Sequence, num_full: int) -> list[int]:
-        """The same, without blocks of which a pull has filled a part only."""
-        table, count = self.full(sequence, num_full), self._groups.count
+    def publishable(self, sequence: Sequence, num_full: int) -> list[int]:
+        """As `full`, with the null block in place of blocks that a pull has filled only
+        partially."""
+        count = self._groups.count
+        table = self.full(sequence, num_full)
         for group, (window, first) in enumerate(
-            zip(self._groups.windows, sequence.whole_from, strict=False)
+            zip(self._groups.windows, sequence.complete_from, strict=False)
         ):
             if window is not None:
-                partial = min(first, num_full)
-                table[group : partial * count : count] = [NULL_BLOCK] * partial
+                num_partial = min(first, num_full)
+                places = slice(group, num_partial * count, count)
+                table[places] = [NULL_BLOCK] * num_partial
         return table
 
     def fresh(self, sequence: Sequence) -> list[int]:
-        """The blocks that hold nothing yet."""
+        """The blocks of a sequence that hold no KV yet."""
         num_cached = sequence.num_computed // self._block_size
         return without_null_blocks(
             sequence.block_ids[num_cached * self._groups.count :]
         )
 
-    def reach(self, sequence: Sequence, num_tokens: int) -> int:
-        """The fewest of so many tokens that anybody may go on from: of n choices all but the first
-        compute the prompt's last block by themselves, and so does who borrows a lent one."""
-        found = [num_tokens]
-        if (
-            self._groups.drops_blocks and sequence.request.retain_kv
-        ):  # whatever a borrower's blocks
-            of_last = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
-            found.append(sequence.num_prompt_tokens - of_last)
-        if self._groups.drops_blocks and sequence.children:
-            found.append(
-                (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
-            )
-        return max(0, min(found))
+    def resume_limit(self, sequence: Sequence, num_tokens: int) -> int:
+        """The fewest of the first `num_tokens` from which any sequence may continue.
 
-    def pulled(self, sequence: Sequence) -> None:
-        """A pull has begun in the middle of a window's block: it is no block of the prefix."""
-        stop, size = sequence.num_to_pull, self._block_size
-        if self._groups.drops_blocks:
-            spans = self._groups.token_ranges(
-                sequence.num_computed, stop, self.reach(sequence, stop)
-            )
-            sequence.whole_from = [-(-span.start // size) for span in spans]
+        All choices but the first compute the prompt's last block themselves, and so
+        does a borrower of leased blocks, whatever its block size.
+        """
+        if not self._groups.drops_blocks:
+            return max(0, num_tokens)
+        limits = [num_tokens]
+        if sequence.request.retain_kv:
+            of_last_block = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
+            limits.append(sequence.num_prompt_tokens - of_last_block)
+        if sequence.children:
+            num_full = (sequence.num_prompt_tokens - 1) // self._block_size
+            limits.append(num_full * self._block_size)
+        return max(0, min(limits))
 
-    def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The table that is lent of so many tokens."""
-        reach = num_tokens if sequence.is_moving else self.reach(sequence, num_tokens)
+    def mark_partial_blocks(self, sequence: Sequence) -> None:
+        """Records where complete blocks begin after a pull. A pull into a group with a
+        window may begin in the middle of a block, which is then no block of the
+        prefix."""
+        if not self._groups.drops_blocks:
+            return
+        stop = sequence.num_to_pull
+        token_ranges = self._groups.token_ranges(
+            sequence.num_computed, stop, self.resume_limit(sequence, stop)
+        )
+        sequence.complete_from = [
+            -(-token_range.start // self._block_size) for token_range in token_ranges
+        ]
+
+    def leased_table(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The table that is leased for the first `num_tokens`."""
+        limit = num_tokens
+        if not sequence.is_moving:
+            limit = self.resume_limit(sequence, num_tokens)
         return self._groups.prefix_table(
-            sequence.block_ids, num_tokens, self._block_size, reach
+            sequence.block_ids, num_tokens, self._block_size, limit
         )
 
-    def take_passed(self, sequence: Sequence) -> list[int]:
-        """Takes out of the table the blocks before the windows of all who may go on from it."""
+    def take_passed_blocks(self, sequence: Sequence) -> list[int]:
+        """Removes from the table the blocks that lie before the windows of all
+        sequences that may continue from it. Returns these blocks."""
         groups = self._groups
         if not groups.drops_blocks:
             return []
-        reach = self.reach(sequence, sequence.num_computed)
-        before = sequence.kept_from or [0] * groups.count
-        sequence.kept_from = groups.first_needed_blocks(reach, self._block_size)
+        limit = self.resume_limit(sequence, sequence.num_computed)
+        released_until = sequence.retained_from or [0] * groups.count
+        sequence.retained_from = groups.first_needed_blocks(limit, self._block_size)
         places = sorted(
             block * groups.count + group
-            for group, kept in enumerate(zip(before, sequence.kept_from, strict=True))
-            for block in range(*kept)
+            for group, (start, stop) in enumerate(
+                zip(released_until, sequence.retained_from, strict=True)
+            )
+            for block in range(start, stop)
         )
-        passed = without_null_blocks(sequence.block_ids[at] for at in places)
-        for at in places:
-            sequence.block_ids[at] = NULL_BLOCK
+        passed = without_null_blocks(sequence.block_ids[place] for place in places)
+        for place in places:
+            sequence.block_ids[place] = NULL_BLOCK
         return passed

@@ -1,7 +1,14 @@
-"""Who of those that wait is served next: answers that go on from another server, as their clients
-have waited already; then the more urgent, of equals a much shorter prompt before a long one, else
-by keys in equal shares, else who came first. A sequence lets others go first `MAX_OVERTAKEN` times
-at most; short prompts together for no longer than it would have kept them waiting.
+"""The order of the waiting queue.
+
+1. Requests that continue on this server come first, because their clients have waited
+   already.
+2. More urgent requests (a smaller `priority`) precede less urgent ones.
+3. Among equally urgent requests, a much shorter prompt precedes a long one.
+4. Requests of different API keys are served in turn, in equal shares of work.
+5. Otherwise, requests are served in order of arrival.
+
+A request is overtaken at most `MAX_OVERTAKEN` times. Short prompts together overtake it
+for no longer than it would have kept them waiting.
 """
 
 from collections import Counter, deque
@@ -10,84 +17,109 @@ from itertools import islice
 from engine.core.sequence import Sequence
 
 MAX_OVERTAKEN = 64
-LONG_TOKENS = 1024  # of a prompt that lets others pass
-_SHORTER = 4  # times, that these are
-# A token of a prompt whose logprobs are wanted counts as so many: all of the vocabulary is computed
-# and sorted at each, which on small models takes longer than the model itself.
+LONG_PROMPT_TOKENS = 1024  # a prompt of at least this length may be overtaken
+_SHORTER_FACTOR = 4  # how many times shorter a prompt must be to overtake
+# A prompt token with logprobs counts as this many usual ones. For each, the logits of
+# the whole vocabulary are computed and sorted. With small models, this takes longer
+# than the model itself.
 SCORED_WEIGHT = 4
-_LOOKED_AT = 64  # of those that wait, in each step
+_MAX_SHORT_PROMPTS = 64  # waiting sequences that are considered in each step
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Puts a sequence where its turn is."""
-    turns, own_turn = _turns(waiting, sequence)
-    at = len(waiting)
-    while at:
-        before = waiting[at - 1]
-        counts = _overtakes(sequence, before)
-        if not counts and _is_owed(sequence, before):
-            counts = int(own_turn < turns[at - 1])
-        if not counts or before.num_overtaken + counts > MAX_OVERTAKEN:
+    """Inserts a sequence at its place in the queue."""
+    shares, share = _completed_shares(waiting, sequence)
+    place = len(waiting)
+    while place:
+        earlier = waiting[place - 1]
+        cost = _overtaking_cost(sequence, earlier)
+        if not cost and _competes_by_key(sequence, earlier):
+            cost = int(share < shares[place - 1])
+        if not cost or earlier.num_overtaken + cost > MAX_OVERTAKEN:
             break
-        before.num_overtaken += counts
-        at -= 1
-    waiting.insert(at, sequence)
+        earlier.num_overtaken += cost
+        place -= 1
+    waiting.insert(place, sequence)
 
 
-def _turns(waiting: deque[Sequence], sequence: Sequence) -> tuple[list[int], int]:
-    """How much work of its own key each of `waiting` completes when it is served, and how much
-    `sequence` would behind them. Served in this order, keys get equal shares."""
+def _completed_shares(
+    waiting: deque[Sequence], sequence: Sequence
+) -> tuple[list[int], int]:
+    """The work that each key has completed when each of its requests has been served.
+
+    Returns one value for each request of `waiting`, and one for `sequence` if it is
+    served last. Served in ascending order, keys get equal shares.
+    """
     completed = Counter[str]()
-    turns = []
-    for each in waiting:
-        completed[each.request.share] += work_of(each, len(each.token_ids))
-        turns.append(completed[each.request.share])
-    own_work = work_of(sequence, len(sequence.token_ids))
-    return turns, completed[sequence.request.share] + own_work
+    shares = []
+    for queued in waiting:
+        key = queued.request.share
+        completed[key] += work_of(queued, len(queued.token_ids))
+        shares.append(completed[key])
+    work = work_of(sequence, len(sequence.token_ids))
+    return shares, completed[sequence.request.share] + work
 
 
-def _is_owed(later: Sequence, before: Sequence) -> bool:
-    """Whether these two share the engine by keys: equally urgent ones of different keys."""
-    urgency, own = (_urgency(each) for each in (later, before))
-    return urgency == own and later.request.share != before.request.share
+def _competes_by_key(later: Sequence, earlier: Sequence) -> bool:
+    """Whether two sequences are equally urgent and have different keys."""
+    has_same_key = later.request.share == earlier.request.share
+    return _urgency(later) == _urgency(earlier) and not has_same_key
 
 
 def _urgency(sequence: Sequence) -> tuple[bool, int]:
-    return not sequence.request.known, sequence.request.priority
+    """A sort key: smaller is more urgent."""
+    return not sequence.request.resumed_choices, sequence.request.priority
 
 
 def work_of(sequence: Sequence, num_tokens: int) -> int:
-    """What it takes to compute so many of its tokens, in tokens of a usual prompt."""
+    """The work to compute `num_tokens` of a sequence, in usual prompt tokens."""
     return num_tokens * (SCORED_WEIGHT if sequence.is_scoring else 1)
 
 
-def _overtakes(later: Sequence, before: Sequence) -> int:
-    """As how many of MAX_OVERTAKEN it counts that the later one goes first; 0: it does not."""
-    urgency, own = (_urgency(each) for each in (later, before))
-    if urgency != own:
-        return int(urgency < own)
-    own_work, work = (work_of(each, len(each.token_ids)) for each in (later, before))
-    if not is_much_shorter(later, work) or before.remote is not None:
+def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
+    """What counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0 if it must
+    not."""
+    later_urgency = _urgency(later)
+    earlier_urgency = _urgency(earlier)
+    if later_urgency != earlier_urgency:
+        return int(later_urgency < earlier_urgency)
+    later_work = work_of(later, len(later.token_ids))
+    earlier_work = work_of(earlier, len(earlier.token_ids))
+    if not is_much_shorter(later, earlier_work) or earlier.remote is not None:
         return 0
-    return -(-MAX_OVERTAKEN * own_work // work)
+    return -(-MAX_OVERTAKEN * later_work // earlier_work)
 
 
-def is_much_shorter(sequence: Sequence, tokens: int) -> bool:
-    """Whether it takes much less work than a usual prompt of so many tokens."""
+def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
+    """Whether a sequence takes much less work than a prompt of `num_tokens`, which is
+    long."""
     work = work_of(sequence, len(sequence.token_ids))
-    is_short = work * _SHORTER <= tokens >= LONG_TOKENS
-    return is_short and sequence.remote is None
+    is_short = work * _SHORTER_FACTOR <= num_tokens
+    is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS
+    return is_short and is_long_prompt and sequence.remote is None
 
 
-def short_ones(waiting: deque[Sequence], under_way: int, budget: int) -> list[Sequence]:
-    """Who shall be computed in the next step of so many tokens beside prompts that have `under_way`
-    left, and would take all of it: the first that wait, if much shorter, for half of it at most."""
-    found: list[Sequence] = []
-    left = budget // 2
-    for sequence in islice(waiting, _LOOKED_AT if under_way > budget - left else 0):
-        left -= len(sequence.token_ids)
-        is_one = not sequence.children and sequence.awaited is None
-        if left < 0 or not (is_one and is_much_shorter(sequence, under_way)):
+def select_short_prompts(
+    waiting: deque[Sequence], prefill_tokens: int, budget: int
+) -> list[Sequence]:
+    """The waiting prompts that the next step computes before running prompts.
+
+    They are the first of the queue, much shorter than the running prompts, and take at
+    most half of the step.
+
+    Args:
+        prefill_tokens: work that the running prompts have left.
+        budget: tokens of the step.
+    """
+    num_left = budget // 2
+    if prefill_tokens <= budget - num_left:
+        return []  # the running prompts leave enough of the step
+    selected: list[Sequence] = []
+    for sequence in islice(waiting, _MAX_SHORT_PROMPTS):
+        num_left -= len(sequence.token_ids)
+        is_single = not sequence.children and sequence.awaited_prefix is None
+        is_short = is_single and is_much_shorter(sequence, prefill_tokens)
+        if num_left < 0 or not is_short:
             break
-        found.append(sequence)
-    return found
+        selected.append(sequence)
+    return selected

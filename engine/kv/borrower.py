@@ -1,29 +1,30 @@
-"""The half of an engine that borrows: it admits a prompt whose KV is elsewhere, and pulls it.
+"""The borrower component of an engine: admits prompts whose KV is on another engine,
+and pulls that KV.
 
-    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> go on
+    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> run
                        |                                |        |
-                       `------------ failure policy: recompute here, or fail
+                       `------- failure policy: recompute here, or fail
 
-Rank 0's transfer thread does all waiting; this half moves sequences and blocks, each round,
-according to the events they left. A sequence's id is the id of its pull.
+All waiting happens on the transfer thread of rank 0. In each round, the borrower moves
+sequences and blocks according to the events that this thread has left. The id of a
+sequence is also the id of its pull.
 """
 
 import logging
 import math
 import time
-from collections import defaultdict
 
 import msgspec
 from msgspec.structs import replace
 
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
+from engine.kv.borrower_counters import BorrowerCounters
 from engine.kv.rates import Rates
+from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
-    PATHS,
-    UNVERIFIED,
     LookedUp,
     PeerDecided,
     PullBegun,
@@ -37,61 +38,30 @@ from kvcache.transfer.pulls.messages import (
 from protocol import kv_params
 from protocol.errors import (
     BatonError,
-    InternalError,
     KVCorrupt,
     KVParamsRejected,
     Overloaded,
     PullCircuitOpen,
-    RemoteKVError,
     from_code,
 )
 from protocol.handshake import Lookup
 from protocol.messages import RemotePrefill
-from protocol.metrics import EngineHistogram, stat_key
+from protocol.metrics import stat_key
 
 logger = logging.getLogger("baton.kv")
 
-_STANDS_S = 5.0  # for which nobody gets blocks, until a sequence that waits for KV lets go of it
-
-
-def _zeros(policy: str) -> dict[str, float]:
-    """Counters that are exposed from the start: a rate does not show the event with which its
-    counter appeared, and what should not happen may happen once."""
-    kinds: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
-    names = (
-        "baton_kv_params_rejected",
-        "baton_kv_first_tokens_redrawn",
-        "baton_requests_locked_out",
-        "baton_kv_transfer_bytes",
-        "baton_kv_transfer_descriptors",
-        "baton_kv_verified_tokens",
-        *(
-            stat_key("baton_kv_unverified_tokens", reason=reason)
-            for reason in UNVERIFIED
-        ),
-        "baton_kv_verify_failures",
-        *(
-            stat_key("baton_kv_lookups", outcome=o)
-            for o in ("found", "none", "late", "computed")
-        ),
-        stat_key("baton_kv_recoveries", policy=policy),
-        stat_key("baton_kv_transfers", outcome="failed", path="none"),
-        *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
-        *(stat_key("baton_kv_transfers", outcome="done", path=path) for path in PATHS),
-    )
-    return dict.fromkeys(names, 0.0)
-
 
 class Borrower(KVConnector):
-    """Connects, pulls, recovers.
+    """Connects to prefill engines, pulls KV, and recovers from failed pulls.
 
     Args:
-        policy: when a pull fails, `recompute`: the prompt is computed here; `fail`: the client gets
-            the error. Either way nobody receives text from the bytes that failed.
-        quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
-            READs can give it.
-        rates: say whether a prefix that is hinted at is pulled.
-        engine_id: its own.
+        policy: what follows a failed pull. With `recompute` the prompt is computed
+            here; with `fail` the client receives the error. In both cases no text is
+            made from the bytes that failed.
+        quarantine_timeout_s: longest time that a request waits for blocks that only
+            the end of hanging READs can free.
+        rates: measurements that decide whether a hinted prefix is pulled.
+        engine_id: the id of this engine.
     """
 
     def __init__(
@@ -102,98 +72,116 @@ class Borrower(KVConnector):
         rates: Rates,
         engine_id: str,
     ) -> None:
-        self._coordinator, self._policy = coordinator, policy
-        self._quarantine_timeout_s = quarantine_timeout_s
-        self._rates, self._engine_id = rates, engine_id
-        self._looking: dict[str, Sequence] = {}  # while somebody is asked for a prefix
-        self._locked_out: dict[Sequence, float] = {}  # and since when
-        self._stands_since = (
-            math.inf
-        )  # while nobody has blocks to run, or to receive, here
-        self._remote: dict[
-            str, Sequence
-        ] = {}  # all whose KV is still to come from elsewhere
-        self._undrained: dict[
-            str, list[int]
-        ] = {}  # blocks that READs may still write to
-        self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
-        self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
+        self._coordinator = coordinator
+        self._policy = policy
+        self._rates = rates
+        self._engine_id = engine_id
+        # Sequences whose prefix is being looked up on another engine.
+        self._looking_up: dict[str, Sequence] = {}
+        # Sequences whose KV is still to come from another engine.
+        self._remote: dict[str, Sequence] = {}
+        # Blocks of ended pulls to which READs may still write.
+        self._undrained: dict[str, list[int]] = {}
+        self._deadlock = DeadlockTimer()
+        self._quarantine = QuarantineTimer(quarantine_timeout_s)
+        self._counters = BorrowerCounters(policy)
 
-    # -- requests ----------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------
 
     def on_add(self, sequence: Sequence) -> None:
-        remote, request = sequence.remote, sequence.request
+        request = sequence.request
         if request.kv_rejected is not None:
-            self._totals["baton_kv_params_rejected"] += 1
-            told = "request %s: %s (computing the prompt here)"
-            logger.warning(told, sequence.request_id, request.kv_rejected)
+            self._counters.count_rejected_params()
+            logger.warning(
+                "request %s: %s (computing the prompt here)",
+                sequence.request_id,
+                request.kv_rejected,
+            )
             if request.kv_unused is not None:
                 self.on_release(request.kv_unused)
+        remote = sequence.remote
         if remote is None:
-            if not self._looks_up(sequence):
+            if not self._start_lookup(sequence):
                 self.core.enqueue(sequence)
             return
         # DecodeLeg checks that a reference has what the request asks for.
-        assert (
-            len(remote.first_tokens) in (0, len(sequence.choices))
-            and not sequence.is_scoring
-        )
-        is_offer = remote.transfer_id is not None  # then they come later
-        draws = request.max_tokens and not request.known
-        if draws and not (remote.first_tokens or is_offer):
-            self._totals["baton_kv_first_tokens_redrawn"] += 1
-        self._await(sequence, remote)
+        assert len(remote.first_tokens) in (0, len(sequence.choices))
+        assert not sequence.is_scoring
+        # The first tokens of an offer come later, when the offer is sealed.
+        is_offer = remote.transfer_id is not None
+        needs_first_token = request.max_tokens and not request.resumed_choices
+        if needs_first_token and not (remote.first_tokens or is_offer):
+            self._counters.count_redrawn_first_token()
+        self._hold_and_enqueue(sequence, remote)
 
-    def _looks_up(self, sequence: Sequence) -> bool:
-        """Asks who is said to hold the prompt's beginning, where that is worth while."""
-        hint, rates, scheduler = sequence.request.hint, self._rates, self.core.scheduler
+    def _start_lookup(self, sequence: Sequence) -> bool:
+        """Asks the hinted engine for the beginning of the prompt, if a pull is likely
+        to be quicker than computing. True if a lookup was sent."""
+        hint = sequence.request.hint
         if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
             return False
-        tables, index, tokens = scheduler.tables, scheduler.prefix, sequence.token_ids
-        wanted = tables.reach(sequence, sequence.num_prompt_tokens - 1)
+        tables = self.core.scheduler.tables
+        prefix = self.core.scheduler.prefix
         salt = sequence.request.cache_salt
-        here = index.match(tokens, max_tokens=wanted, salt=salt) if index else []
-        cached, least = tables.num_tokens(here), rates.least_tokens(key_of(hint))
-        is_asked = min(hint.num_tokens, wanted) - cached >= least
-        told = "request %s: %d tokens here, perhaps %d on %s; a pull is quicker from %g on: %s"
-        found = sequence.request_id, cached, hint.num_tokens, hint.engine_id, least
-        logger.debug(told, *found, "asking" if is_asked else "computing")
-        if not is_asked:
-            self._totals[stat_key("baton_kv_lookups", outcome="computed")] += 1
+        max_tokens = tables.resume_limit(sequence, sequence.num_prompt_tokens - 1)
+        cached_blocks: list[int] = []
+        if prefix:
+            cached_blocks = prefix.match(
+                sequence.token_ids, max_tokens=max_tokens, salt=salt
+            )
+        num_cached = tables.num_tokens(cached_blocks)
+        min_tokens = self._rates.min_pull_tokens(key_of(hint))
+        should_pull = min(hint.num_tokens, max_tokens) - num_cached >= min_tokens
+        logger.debug(
+            "request %s: %d prompt tokens cached here, perhaps %d on %s, "
+            "pull threshold %g tokens: %s",
+            sequence.request_id,
+            num_cached,
+            hint.num_tokens,
+            hint.engine_id,
+            min_tokens,
+            "looking up" if should_pull else "computing",
+        )
+        if not should_pull:
+            self._counters.count_lookup("computed")
             return False
-        self._looking[sequence.request_id] = sequence
-        asked = Lookup(
+        self._looking_up[sequence.request_id] = sequence
+        lookup = Lookup(
             nonce=f"lookup-{new_id()}",
             incarnation=hint.incarnation,
-            token_ids=tokens[:wanted],
-            min_tokens=cached + math.ceil(least),
+            token_ids=sequence.token_ids[:max_tokens],
+            min_tokens=num_cached + math.ceil(min_tokens),
             cache_salt=salt,
         )
-        self._coordinator.look_up(sequence.request_id, hint, asked)
+        self._coordinator.look_up(sequence.request_id, hint, lookup)
         return True
 
     def _on_looked_up(self, event: LookedUp) -> None:
-        self._totals[stat_key("baton_kv_lookups", outcome=event.outcome)] += 1
-        sequence, remote = self._looking.pop(event.pull_id, None), event.remote
-        if sequence is None:  # aborted meanwhile
+        self._counters.count_lookup(event.outcome)
+        sequence = self._looking_up.pop(event.pull_id, None)
+        remote = event.remote
+        if sequence is None:  # the request was aborted during the lookup
             if remote is not None:
                 self.on_release(remote)
         elif remote is None:
             self.core.enqueue(sequence)
         else:
-            self._rates.looked_up(key_of(remote), event.seconds)
+            self._rates.record_lookup(key_of(remote), event.seconds)
             sequence.remote = remote
-            self._await(sequence, remote)
+            self._hold_and_enqueue(sequence, remote)
 
-    def _await(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Has it wait for its turn, its lease held."""
+    def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
+        """Keeps the lease of a remote prompt renewed while its sequence waits."""
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
-        self._enqueue_begun(sequence, remote)
+        self._enqueue_when_ready(sequence, remote)
 
-    def _enqueue_begun(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Once hands are shaken, and some of its prompt is computed: it shall hold no blocks before
-        that."""
+    def _enqueue_when_ready(self, sequence: Sequence, remote: RemotePrefill) -> None:
+        """Enqueues the sequence if the handshake is complete and the lease exists.
+
+        An offer has its lease once a part of its prompt is computed. Until then the
+        sequence must not hold blocks.
+        """
         if not self._coordinator.can_pull_from(remote):
             self._coordinator.connect(remote)
         elif remote.lease_id:
@@ -201,41 +189,41 @@ class Borrower(KVConnector):
 
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
-        stop, scheduler = sequence.num_to_pull, self.core.scheduler
-        if sequence.num_computed >= stop:
-            # Every block was cached here: nothing to read, so nothing to fence.
+        scheduler = self.core.scheduler
+        start = sequence.num_computed
+        stop = sequence.num_to_pull
+        if start >= stop:
+            # Every block was cached here: there is nothing to read or to fence.
             self._release_remote(sequence)
-            scheduler.received(sequence)
+            scheduler.finish_pull(sequence)
             return
-        blocks = scheduler.tables.full(
-            sequence, -(-stop // scheduler.limits.block_size)
-        )
-        span, reach = (
-            (sequence.num_computed, stop),
-            scheduler.tables.reach(sequence, stop),
-        )
+        num_blocks = -(-stop // scheduler.limits.block_size)
         self._coordinator.pull(
-            sequence.request_id, sequence.remote, *span, blocks, reach=reach
+            sequence.request_id,
+            sequence.remote,
+            start,
+            stop,
+            scheduler.tables.full(sequence, num_blocks),
+            reach=scheduler.tables.resume_limit(sequence, stop),
         )
 
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
             seconds = times.drawn - (times.pulled or times.admitted)
-            self._rates.computed(sequence.num_recomputed, seconds)
-        if (
-            sequence.remote is not None
-        ):  # it ended with the first token, before any pull
+            self._rates.record_compute(sequence.num_recomputed, seconds)
+        if sequence.remote is not None:
+            # The request ended with its first token, before any pull.
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
-        self._looking.pop(sequence.request_id, None)
+        self._looking_up.pop(sequence.request_id, None)
         if self._remote.get(sequence.request_id) is not sequence:
             return False
         self._release_remote(sequence)
         if sequence.phase is Phase.RECEIVING:
-            fresh = self.core.scheduler.abandon(sequence)
-            self._undrained[sequence.request_id] = fresh
+            fresh_blocks = self.core.scheduler.abandon_pull(sequence)
+            self._undrained[sequence.request_id] = fresh_blocks
             return True
         return False
 
@@ -245,12 +233,14 @@ class Borrower(KVConnector):
         self._coordinator.cancel(pull_id)
 
     def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
-        """Lets the prefill server have its blocks back, as soon as no read is under way; with
-        `lend` another decode server, if one may be asked."""
+        """Releases the lease on the prefill server once no READ is in flight.
+
+        With `lend`, another decode server may use the lease instead.
+        """
         del self._remote[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, lend=lend)
 
-    # -- events ------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------
 
     def poll(self) -> None:
         allocator = self.core.scheduler.allocator
@@ -268,138 +258,108 @@ class Borrower(KVConnector):
                     self._on_done(event)
                 case PullFailed():
                     self._on_failed(event)
-                case PullStuck():  # of an aborted sequence: as of a pull that failed
+                case PullStuck():
+                    # The sequence was aborted; quarantine as for a failed pull.
                     allocator.quarantine(self._undrained.get(event.pull_id, []))
                 case PullDrained():
                     allocator.drained(self._undrained.pop(event.pull_id, []))
-        self._compute_beside_hung()
-        self._compute_where_all_wait()
-        self._fail_locked_out()
+        self._compute_pulls_without_capacity()
+        self._break_deadlock()
+        self._fail_blocked_on_quarantine()
 
-    def _compute_beside_hung(self) -> None:
-        """What could be pulled only when READs that hang have ended, and can be computed before."""
-        scheduler, quarantined = (
-            self.core.scheduler,
-            self.core.scheduler.allocator.num_quarantined,
-        )
-        for sequence in list(scheduler.waiting) if quarantined else ():
-            if sequence.remote is None or scheduler.is_locked_out(sequence):
-                continue
-            needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
-            if not scheduler.allocator.can_receive(needed, ignore_receiving=True):
-                told = f"READs that hang hold {quarantined} blocks: there is no room for more"
-                self._give_up_untouched(sequence, PullCircuitOpen(told))
+    def _compute_pulls_without_capacity(self) -> None:
+        scheduler = self.core.scheduler
+        num_quarantined = scheduler.allocator.num_quarantined
+        for sequence in pulls_without_capacity(scheduler):
+            error = PullCircuitOpen(
+                f"hanging READs hold {num_quarantined} KV blocks, and a pull needs more "
+                "than are left"
+            )
+            self._give_up_waiting_pull(sequence, error)
 
-    def _compute_where_all_wait(self) -> None:
-        """Who has this engine's blocks may wait for blocks of an engine whose blocks are held for
-        who waits here, and both would for ever: the last of these lets go, one a round, or beside
-        streams one in so long."""
-        scheduler, now = self.core.scheduler, time.monotonic()
-        self._stands_since = (
-            min(self._stands_since, now) if scheduler.stands else math.inf
-        )
-        if now - self._stands_since >= _STANDS_S:
-            self._stands_since = now if scheduler.running else self._stands_since
-            for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
-                told = f"nobody who waits got KV blocks for {_STANDS_S} s: others have them"
-                self._give_up_untouched(sequence, PullCircuitOpen(told))
+    def _break_deadlock(self) -> None:
+        victim = self._deadlock.find_victim(self.core.scheduler)
+        if victim is not None:
+            error = PullCircuitOpen(self._deadlock.explanation())
+            self._give_up_waiting_pull(victim, error)
 
-    def _fail_locked_out(self) -> None:
-        scheduler, now = self.core.scheduler, time.monotonic()
-        hung, total = scheduler.allocator.num_quarantined, scheduler.allocator.capacity
-        found = (
-            [s for s in scheduler.waiting if scheduler.is_locked_out(s)] if hung else []
-        )
-        self._locked_out = {s: self._locked_out.get(s, now) for s in found}
-        for sequence, since in self._locked_out.items():
-            if (
-                now - since < self._quarantine_timeout_s
-                or sequence.phase is not Phase.WAITING
-            ):
-                continue
+    def _fail_blocked_on_quarantine(self) -> None:
+        scheduler = self.core.scheduler
+        for sequence in self._quarantine.find_overdue(scheduler):
+            if sequence.phase is not Phase.WAITING:
+                continue  # it ended with another request of this loop
             if sequence.remote is not None:
                 self._release_remote(sequence, lend=True)
-            self._totals["baton_requests_locked_out"] += 1
-            told = (
-                f"this request needs more KV blocks than are left: {hung} of {total} are held by "
-                "reads from a prefill server that hangs, for longer than "
-                f"{self._quarantine_timeout_s:g} s (--quarantine-timeout-s)"
-            )
-            self.core.fail(sequence, Overloaded(told))
+            self._counters.count_blocked_request()
+            explanation = self._quarantine.explanation(scheduler)
+            self.core.fail(sequence, Overloaded(explanation))
 
     def _on_decided(self, event: PeerDecided) -> None:
-        """Who is to pull from there and does not wait for blocks yet goes on, or does without."""
-        for sequence in [s for s in self._remote.values() if s.phase is Phase.NEW]:
+        """A handshake succeeded or failed: its sequences are enqueued, or give up their
+        pulls."""
+        new_sequences = [s for s in self._remote.values() if s.phase is Phase.NEW]
+        for sequence in new_sequences:
             remote = sequence.remote
             if remote is None or key_of(remote) != event.peer:
                 continue
             if event.error is None:
-                self._enqueue_begun(sequence, remote)
+                self._enqueue_when_ready(sequence, remote)
             else:
-                self._give_up_untouched(sequence, event.error)
+                self._give_up_waiting_pull(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
         sequence = self._remote.get(event.pull_id)
         if sequence is None or sequence.remote is None:
-            return  # aborted meanwhile
+            return  # the request was aborted
         sequence.remote = replace(sequence.remote, lease_id=event.lease_id)
-        self._enqueue_begun(sequence, sequence.remote)
+        self._enqueue_when_ready(sequence, sequence.remote)
 
     def _on_sealed(self, event: PullSealed) -> None:
-        """P has the first tokens: a stream begins before the rest of its KV is here."""
+        """The prefill server has drawn the first tokens. The stream begins before the
+        rest of its KV is here."""
         sequence = self._remote.get(event.pull_id)
         if sequence is None:
             return
         request = sequence.request
         try:
             params = kv_params.parse(msgspec.json.decode(event.reference))
-        except (
-            KVParamsRejected,
-            msgspec.DecodeError,
-        ) as error:  # its KV is pulled all the same
+        except (KVParamsRejected, msgspec.DecodeError) as error:
+            # The KV is pulled all the same.
             logger.warning(
                 "request %s: %s (drawing its first token here)", event.pull_id, error
             )
-            self._totals["baton_kv_first_tokens_redrawn"] += 1
+            self._counters.count_redrawn_first_token()
             return
-        draws = bool(
-            request.max_tokens and not request.known
-        )  # else its client has them
-        is_usable = draws and kv_params.are_first_tokens_of(
+        # The client of a resumed request has its first tokens already.
+        needs_first_token = bool(request.max_tokens and not request.resumed_choices)
+        is_usable = needs_first_token and kv_params.are_first_tokens_of(
             params, request, request.sampling.seed
         )
-        self._totals["baton_kv_first_tokens_redrawn"] += draws and not is_usable
-        sequence.find_first(kv_params.to_remote_prefill(params), is_usable=is_usable)
+        if needs_first_token and not is_usable:
+            self._counters.count_redrawn_first_token()
+        sealed = kv_params.to_remote_prefill(params)
+        sequence.seal_prompt(sealed, is_usable=is_usable)
         if sequence.phase in (Phase.WAITING, Phase.RECEIVING):
-            self.core.found(sequence)
+            self.core.accept_first_tokens(sequence)
 
     def _on_done(self, event: PullDone) -> None:
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
-            return  # aborted meanwhile; PullDrained follows
-        self._totals[
-            stat_key("baton_kv_transfers", outcome="done", path=event.path)
-        ] += 1
-        self._totals["baton_kv_transfer_bytes"] += event.nbytes
-        self._totals["baton_kv_transfer_descriptors"] += event.descriptors
-        if event.verified in UNVERIFIED:
-            told = stat_key("baton_kv_unverified_tokens", reason=event.verified)
-            self._totals[told] += event.num_tokens
-        elif event.verified != "off":
-            self._totals["baton_kv_verified_tokens"] += event.num_tokens
-        self._transfer_seconds.observe(event.seconds)
+            return  # the request was aborted; PullDrained follows
+        self._counters.count_transfer(event)
         if sequence.remote is not None:
-            self._rates.pulled(key_of(sequence.remote), event.nbytes, event.seconds)
+            peer = key_of(sequence.remote)
+            self._rates.record_pull(peer, event.nbytes, event.seconds)
         times = sequence.times
-        if times.admitted is not None:  # the pull began with that
+        if times.admitted is not None:  # the pull began at the admission
             times.pulled = times.admitted + event.seconds
             times.read = times.pulled - event.fence_s
-        self.core.scheduler.received(sequence, is_converted=event.is_converted)
+        self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
 
     def _on_failed(self, event: PullFailed) -> None:
-        """Blocks that a read may still write to are quarantined."""
+        """Quarantines blocks to which a READ may still write."""
         if isinstance(event.error, KVCorrupt):
-            self._totals["baton_kv_verify_failures"] += 1
+            self._counters.count_verify_failure()
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return
@@ -407,29 +367,33 @@ class Borrower(KVConnector):
         scheduler = self.core.scheduler
         if sequence.phase is Phase.RECEIVING:
             if event.drained and self._may_recompute(sequence):
-                self._count_failure(sequence, event.error)
+                self._report_failure(sequence, event.error)
                 scheduler.recompute_in_place(sequence)
                 return
-            fresh = scheduler.abandon(sequence, quarantine=not event.drained)
+            fresh_blocks = scheduler.abandon_pull(
+                sequence, quarantine=not event.drained
+            )
             if event.drained:
-                scheduler.allocator.drained(fresh)
+                scheduler.allocator.drained(fresh_blocks)
             else:
-                self._undrained[event.pull_id] = fresh
+                self._undrained[event.pull_id] = fresh_blocks
         self._give_up_remote(sequence, event.error)
 
-    def _give_up_untouched(self, sequence: Sequence, error: BatonError) -> None:
-        """Before any READ: where the request fails, another server may have its KV."""
+    def _give_up_waiting_pull(self, sequence: Sequence, error: BatonError) -> None:
+        """Gives up a pull before its first READ. If the request fails, another server
+        may use the KV."""
         self._release_remote(sequence, lend=not self._may_recompute(sequence))
         self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
-        """No KV will come to a sequence that holds no block."""
+        """Recomputes or fails a sequence that holds no block and receives no KV."""
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
-        self._count_failure(sequence, error)
-        # Nothing proves that a peer without a handshake runs this model: its token may be no
-        # token of ours. What has been sent came from a proven one, and stays.
-        sequence.forget_remote()
+        self._report_failure(sequence, error)
+        # Without a handshake nothing proves that the peer runs this model, so its first
+        # token may not be in our vocabulary. What was sent to the client already came
+        # from a verified peer, and stays.
+        sequence.discard_remote()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
         elif sequence.was_admitted:  # it has waited its turn already
@@ -438,33 +402,32 @@ class Borrower(KVConnector):
             self.core.enqueue(sequence)
 
     def _may_recompute(self, sequence: Sequence) -> bool:
-        """Nobody asked for the pull of a prefix: that it failed is no client's concern."""
+        """Whether a failed pull is followed by computing the prompt here. No client
+        requested the pull of a looked-up prefix, so its failure fails no request."""
         return self._policy == "recompute" or sequence.request.remote is None
 
-    def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
-        self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
-        self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
-        action = "recomputing" if self._may_recompute(sequence) else "failing"
-        if self._may_recompute(sequence):
-            self._totals[stat_key("baton_kv_recoveries", policy=self._policy)] += 1
+    def _report_failure(self, sequence: Sequence, error: BatonError) -> None:
+        is_recomputed = self._may_recompute(sequence)
+        self._counters.count_failure(error, is_recomputed=is_recomputed)
         logger.warning(
-            "request %s: %s (%s)", sequence.request_id, error.message, action
+            "request %s: %s (%s)",
+            sequence.request_id,
+            error.message,
+            "recomputing" if is_recomputed else "failing",
         )
 
-    # -- the rest ----------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        handshakes = self._coordinator.handshakes().items()
-        counts = {
-            stat_key("baton_handshakes", outcome=name): float(n)
-            for name, n in handshakes
-        }
-        return {**self._totals, **counts, **self._transfer_seconds.values()}
+        values = self._counters.values()
+        for outcome, count in self._coordinator.handshakes().items():
+            values[stat_key("baton_handshakes", outcome=outcome)] = float(count)
+        return values
 
 
 def _without_address(error: BatonError, remote: RemotePrefill | None) -> BatonError:
-    """As clients are told it: the log has the address of the prefill server."""
+    """The error for the client. Only the log has the address of the prefill server."""
     if remote is None:
         return error
-    told = error.message.replace(f"{remote.host}:{remote.port}", "its address")
-    return from_code(error.code, told, error.param)
+    message = error.message.replace(f"{remote.host}:{remote.port}", "its address")
+    return from_code(error.code, message, error.param)

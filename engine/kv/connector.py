@@ -1,4 +1,4 @@
-"""Both halves of an engine's KVConnector: what it lends to others and what it borrows of them."""
+"""Combines the lender and the borrower component into the KVConnector of one engine."""
 
 from typing import Any
 
@@ -10,21 +10,24 @@ from protocol.messages import RemotePrefill
 
 
 class Connector(KVConnector):
-    """Each engine has both; the legs that it is sent decide which of them has work."""
+    """Every engine has both components. The request legs that it receives decide which
+    of them has work."""
 
     def __init__(self, lender: Lender, borrower: Borrower) -> None:
-        self._lender, self._borrower = lender, borrower
+        self._lender = lender
+        self._borrower = borrower
 
     def bind(self, core: CoreServices) -> None:
         self._lender.bind(core)
         self._borrower.bind(core)
 
     def on_add(self, sequence: Sequence) -> None:
-        if sequence.remote is not None and self._lender.take_back(sequence.remote):
-            sequence.remote = (
-                None  # this engine did the prompt, too: its prefix cache has it
-            )
-        self._lender.expect(sequence)
+        if sequence.remote is not None and self._lender.end_local_lease(
+            sequence.remote
+        ):
+            # This engine also computed the prompt, so its prefix cache has it.
+            sequence.remote = None
+        self._lender.offer_prompt(sequence)
         self._borrower.on_add(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
@@ -47,7 +50,7 @@ class Connector(KVConnector):
         self._lender.on_abort_unknown(request_id)
 
     def on_release(self, remote: RemotePrefill) -> None:
-        if not self._lender.take_back(remote):
+        if not self._lender.end_local_lease(remote):
             self._borrower.on_release(remote)
 
     def poll(self) -> None:

@@ -1,11 +1,12 @@
-"""The half of an engine that lends: blocks pass from USED to LEASED, and a reference says how to
-read them.
+"""The lender component of an engine: leases KV blocks to other engines.
 
-The lease server's thread owns the leases and answers borrowers without waiting for a step; this
-half grants leases and, each round, gives the blocks of ended ones back to the allocator.
+A leased block passes from USED to LEASED, and a signed reference tells the reader how
+to read it. The thread of the lease server owns the leases and answers borrowers without
+waiting for a step. The lender grants leases and, in each round, gives the blocks of
+ended leases back to the allocator.
 """
 
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,121 +23,147 @@ from protocol.handshake import Lookup, LookupResult
 from protocol.messages import FirstToken, RemotePrefill, call_of
 from protocol.metrics import stat_key
 
-_MAX_LOOKUPS = 4  # answered between two steps
-# Of the pool, that lookups may keep from running sequences, and where who waits needs no more.
-_MAX_LENT_SHARE = 0.5
+_MAX_LOOKUPS_PER_ROUND = 4
+# Share of the pool that leases of lookups may take away from running sequences.
+_MAX_LEASED_SHARE = 0.5
 
 
 class Lender(KVConnector):
-    """Retains, leases, releases."""
+    """Retains the KV of finished prompts, grants leases on it, and ends them."""
 
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
-        self._by_request: dict[
-            str, str
-        ] = {}  # lease ids of ended requests and of lookups
-        self._named: dict[
-            str, str
-        ] = {}  # whose a transfer id is: two requests may come with one
+        # Lease ids, by the ids of ended requests and of lookups.
+        self._by_request: dict[str, str] = {}
+        # Request ids by transfer id. If two requests have the same transfer id, the
+        # later one owns it.
+        self._offer_owners: dict[str, str] = {}
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
-        self._stands = False  # as of the scheduler, at the last look
+        self._was_deadlocked = False  # whether the scheduler was, in the last round
 
-    def expect(self, sequence: Sequence) -> None:
-        """A prompt has come, which may be subscribed to."""
-        if name := sequence.request.transfer_id:
-            request, config = sequence.request, self._config
-            digest = kv_params.prompt_digest(request.token_ids, request.cache_salt)
-            size = config.block_size
-            with self._leases.offers() as (offers, now):
-                offers.expect(
-                    name, sequence.request_id, digest, config.lease_s, size, now
-                )
-            self._named[name] = sequence.request_id
+    def offer_prompt(self, sequence: Sequence) -> None:
+        """Announces a new prompt with a transfer id, so that borrowers can subscribe to
+        it."""
+        transfer_id = sequence.request.transfer_id
+        if not transfer_id:
+            return
+        request = sequence.request
+        config = self._config
+        digest = kv_params.prompt_digest(request.token_ids, request.cache_salt)
+        with self._leases.offers() as (offers, now):
+            offers.expect(
+                transfer_id,
+                sequence.request_id,
+                digest,
+                config.lease_s,
+                config.block_size,
+                now,
+            )
+        self._offer_owners[transfer_id] = sequence.request_id
 
-    def _name_of(self, sequence: Sequence) -> str:
-        """Its transfer id; empty where it has none, or has lost it to a later request."""
-        name = sequence.request.transfer_id or ""
-        return name if self._named.get(name) == sequence.request_id else ""
+    def _transfer_id(self, sequence: Sequence) -> str:
+        """The transfer id of a sequence. It is empty if the request has none, or if a
+        later request has taken it over."""
+        transfer_id = sequence.request.transfer_id or ""
+        owner = self._offer_owners.get(transfer_id)
+        return transfer_id if owner == sequence.request_id else ""
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Leases what is full of the prompt to who listens. It stays so though the sequence be
-        preempted: it finds these blocks in the prefix index then, so that it needs no others."""
-        name, scheduler = self._name_of(sequence), self.core.scheduler
-        if scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
-            return  # as another one would, or on_finish does
-        if scheduler.limits.groups.drops_blocks:
-            return  # preempted, it would not find what its windows have passed
-        with self._leases.offers() as (offers, _):
-            first = offers.num_leased_blocks(name)
-        num_full = sequence.num_computed // self._config.block_size
-        if first is not None and first < num_full:
-            self._grow(sequence, name, sequence.block_ids[first:num_full])
+        """Leases the full blocks of a prompt to its subscriber.
 
-    def _grow(
-        self, sequence: Sequence, name: str, blocks: list[int], *, seals: bool = False
+        The blocks stay leased if the sequence is preempted. It then finds them in the
+        prefix index, so that it needs no others.
+        """
+        transfer_id = self._transfer_id(sequence)
+        scheduler = self.core.scheduler
+        if scheduler.prefix is None:
+            return
+        if sequence.num_computed >= len(sequence.token_ids):
+            return  # the prompt is complete: on_finish leases the rest
+        if scheduler.limits.groups.drops_blocks:
+            return  # once preempted, it would not find what its windows have passed
+        with self._leases.offers() as (offers, _):
+            first_block = offers.num_leased_blocks(transfer_id)
+        num_full = sequence.num_computed // self._config.block_size
+        if first_block is not None and first_block < num_full:
+            block_ids = sequence.block_ids[first_block:num_full]
+            self._grow_lease(sequence, transfer_id, block_ids)
+
+    def _grow_lease(
+        self,
+        sequence: Sequence,
+        transfer_id: str,
+        block_ids: list[int],
+        *,
+        seals: bool = False,
     ) -> str:
-        """The lease's id; empty: it has ended."""
+        """Adds blocks to the lease of an offer. Returns the id of the lease; it is
+        empty if the lease has ended."""
         with self._leases.offers() as (offers, now):
-            lease_id = offers.grow(name, new_id(), blocks, now, seals=seals)
+            lease_id = offers.grow(transfer_id, new_id(), block_ids, now, seals=seals)
         if lease_id:
-            self.core.scheduler.allocator.lease(without_null_blocks(blocks))
+            self.core.scheduler.allocator.lease(without_null_blocks(block_ids))
             self._by_request[sequence.request_id] = lease_id
         return lease_id
 
     def on_end(self, sequence: Sequence) -> None:
-        if name := self._name_of(sequence):
-            del self._named[name]
+        transfer_id = self._transfer_id(sequence)
+        if transfer_id:
+            del self._offer_owners[transfer_id]
             with self._leases.offers() as (offers, now):
-                offers.withdraw(name, now)
+                offers.withdraw(transfer_id, now)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        if not (
-            sequence.is_moving or (sequence.request.retain_kv and not sequence.choice)
-        ):
-            return None  # one choice answers for all
-        is_whole = (
-            sequence.is_moving and len(sequence.choices) == 1
-        )  # else what all have in common
-        num_tokens = sequence.num_computed if is_whole else sequence.num_prompt_tokens
-        if (
-            sequence.is_moving
-            and not is_whole
-            and self.core.scheduler.limits.groups.drops_blocks
-        ):
-            return None  # the windows of the prompt's end have passed
-        table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
-        name = self._name_of(sequence)
-        with self._leases.offers() as (offers, _):
-            leased = offers.leased_blocks(name)
-        lease_id = (
-            self._grow(sequence, name, table[len(leased) :], seals=True)
-            if leased
-            else ""
-        )
-        block_ids = [*leased, *table[len(leased) :]] if lease_id else table
-        if not lease_id:  # or it has ended, and another reader may come
-            self.core.scheduler.allocator.lease(without_null_blocks(table))
-            lease_id = self._leases.grant(
-                sequence.request_id, table, self._config.lease_s
-            )
-            self._by_request[sequence.request_id] = lease_id
+        is_retained = sequence.request.retain_kv and not sequence.choice
+        if not (sequence.is_moving or is_retained):
+            return None  # choice 0 leases the KV for all choices
+        # A migrated request with one choice also leases the KV of its outputs. Several
+        # choices have only the prompt in common.
+        includes_outputs = sequence.is_moving and len(sequence.choices) == 1
+        num_tokens = sequence.num_prompt_tokens
+        if includes_outputs:
+            num_tokens = sequence.num_computed
+        has_windows = self.core.scheduler.limits.groups.drops_blocks
+        if sequence.is_moving and not includes_outputs and has_windows:
+            return None  # the windows have passed the end of the prompt
+        table = self.core.scheduler.tables.leased_table(sequence, num_tokens)
+        transfer_id = self._transfer_id(sequence)
+        block_ids, lease_id = self._lease_table(sequence, transfer_id, table)
         try:
             params = self._params(sequence, block_ids, lease_id, num_tokens)
         except Exception:
-            self._leases.abort(lease_id)  # nobody will hear of it
+            self._leases.abort(lease_id)  # no reader will learn of it
             raise
-        if name:
+        if transfer_id:
             reference = msgspec.json.encode(params)
             with self._leases.offers() as (offers, now):
-                offers.finish(name, lease_id, block_ids, reference, now)
+                offers.finish(transfer_id, lease_id, block_ids, reference, now)
         return params
+
+    def _lease_table(
+        self, sequence: Sequence, transfer_id: str, table: list[int]
+    ) -> tuple[list[int], str]:
+        """Leases all blocks of a table. Returns the leased blocks and the lease's id."""
+        with self._leases.offers() as (offers, _):
+            leased = offers.leased_blocks(transfer_id)
+        if leased:
+            rest = table[len(leased) :]
+            lease_id = self._grow_lease(sequence, transfer_id, rest, seals=True)
+            if lease_id:
+                return [*leased, *rest], lease_id
+        # There is no lease that could grow. If one has ended, another reader may come.
+        self.core.scheduler.allocator.lease(without_null_blocks(table))
+        lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
+        self._by_request[sequence.request_id] = lease_id
+        return table, lease_id
 
     def _params(
         self, sequence: Sequence, block_ids: list[int], lease_id: str, num_tokens: int
     ) -> dict[str, Any]:
-        request, sampling = sequence.request, sequence.request.sampling
-        digest = kv_params.sampling_digest(sampling, request.stop_token_ids)
+        """The kv_transfer_params of the response."""
+        request = sequence.request
+        sampling = request.sampling
         remote = self._reference(
             sequence.request_id,
             block_ids,
@@ -154,50 +181,52 @@ class Lender(KVConnector):
             ],
             prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
         )
-        return kv_params.build(
+        digest = kv_params.sampling_digest(sampling, request.stop_token_ids)
+        params = kv_params.build(
             self._config.cluster_secret, remote, digest, sampling.seed
-        ).to_json()
+        )
+        return params.to_json()
 
     def _reference(
         self,
-        name: str,
+        request_id: str,
         block_ids: list[int],
         lease_id: str,
         num_tokens: int,
-        **found: Any,
+        **details: Any,
     ) -> RemotePrefill:
-        """Blocks as readers see them: of ranks that share tokens each has its own."""
+        """A reference to leased blocks. If `dcp` ranks share tokens, each has its own
+        blocks, so that a reader sees every block of a table `dcp` times."""
         config = self._config
-        num_blocks = (
-            -(-num_tokens // config.block_size)
-            * self.core.scheduler.limits.groups.count
-        )
+        num_groups = self.core.scheduler.limits.groups.count
+        num_blocks = -(-num_tokens // config.block_size) * num_groups
+        rank_block_ids = [block for block in block_ids for _ in range(config.dcp)]
         return RemotePrefill(
             host=config.side_channel_advertise,
             port=self._leases.address[1],
             engine_id=config.engine_id,
             incarnation=config.incarnation,
-            request_id=name,
+            request_id=request_id,
             lease_id=lease_id,
             lease_s=config.lease_s,
-            block_ids=[block for block in block_ids for _ in range(config.dcp)][
-                :num_blocks
-            ],
+            block_ids=rank_block_ids[:num_blocks],
             block_size=config.block_size,
             num_tokens=num_tokens,
             tp_size=config.tp,
-            **found,
+            **details,
         )
 
     def on_abort_unknown(self, request_id: str) -> None:
-        """The client went away after the prompt was done: nobody will come for its KV."""
+        """Ends the lease of a client that disconnected after its prompt was done."""
         if lease_id := self._by_request.get(request_id):
             self._leases.abort(lease_id)
 
-    def take_back(self, remote: RemotePrefill) -> bool:
-        """Ends the lease of a reference that is of no use; whether it is this engine's."""
-        is_ours = remote.engine_id == self._config.engine_id
-        return is_ours and (self._leases.abort(remote.lease_id) or True)
+    def end_local_lease(self, remote: RemotePrefill) -> bool:
+        """Ends the lease of an unused reference if this engine made it. True if so."""
+        if remote.engine_id != self._config.engine_id:
+            return False
+        self._leases.abort(remote.lease_id)
+        return True
 
     def poll(self) -> None:
         for ended in self._leases.drain_ended():
@@ -206,84 +235,104 @@ class Lender(KVConnector):
             )
             if self._by_request.get(ended.request_id) == ended.lease_id:
                 del self._by_request[ended.request_id]
-        self._let_lent_go_on()
-        for _ in range(_MAX_LOOKUPS):
+        self._advance_leased_prompts()
+        for _ in range(_MAX_LOOKUPS_PER_ROUND):
             if not self._leases.lookups:
                 return
-            asked, reader = self._leases.lookups.popleft()
-            self._leases.answer_lookup(
-                reader, LookupResult(nonce=asked.nonce, remote=self._look_up(asked))
-            )
-        self.core.wake()  # for those that are left
+            lookup, reader = self._leases.lookups.popleft()
+            result = LookupResult(nonce=lookup.nonce, remote=self._look_up(lookup))
+            self._leases.answer_lookup(reader, result)
+        self.core.wake()  # more lookups wait for the next round
 
-    def _let_lent_go_on(self) -> None:
-        """Where nobody fits beside what is lent of half a prompt, or of some of a call's, its rest
-        goes first: what is lent comes home only then. If there are several such prompts they
-        take turns, as one of them may be in another's way."""
-        waiting, stood = self.core.scheduler.waiting, self._stands
-        self._stands = self.core.scheduler.stands
-        if not (stood and self._stands and self._by_request):
+    def _advance_leased_prompts(self) -> None:
+        """Moves a prompt of which a part is leased to the head of the queue, if leases
+        keep every waiting request from running.
+
+        Its leases end only when its rest is computed. If there are several such
+        prompts, each gets its turn, because one may block another.
+        """
+        was_deadlocked = self._was_deadlocked
+        self._was_deadlocked = self.core.scheduler.is_deadlocked
+        if not (was_deadlocked and self._was_deadlocked and self._by_request):
             return
-        calls = {call_of(name) for name in self._by_request}
-        if lent := [each for each in waiting if call_of(each.request_id) in calls]:
-            waiting.remove(lent[-1])
-            waiting.appendleft(lent[-1])
+        waiting = self.core.scheduler.waiting
+        leased_calls = {call_of(request_id) for request_id in self._by_request}
+        for sequence in reversed(waiting):
+            if call_of(sequence.request_id) in leased_calls:
+                waiting.remove(sequence)
+                waiting.appendleft(sequence)
+                return
 
-    def _look_up(self, asked: Lookup) -> RemotePrefill | None:
-        """Leases the longest prefix that is here, whoever else uses its blocks."""
+    def _look_up(self, lookup: Lookup) -> RemotePrefill | None:
+        """Leases the longest cached prefix of a prompt. Other sequences may use its
+        blocks at the same time."""
         scheduler = self.core.scheduler
-        tables = scheduler.tables
-        found: list[int] = []
+        cached_blocks: list[int] = []
         if scheduler.prefix is not None:
-            found = scheduler.prefix.match(asked.token_ids, salt=asked.cache_salt)
-        if tables.num_tokens(found) < asked.min_tokens:
+            cached_blocks = scheduler.prefix.match(
+                lookup.token_ids, salt=lookup.cache_salt
+            )
+        if scheduler.tables.num_tokens(cached_blocks) < lookup.min_tokens:
             self._lookups["none"] += 1
             return None
-        allocator = scheduler.allocator
-        needed = [
-            tables.num_blocks_for(s, len(s.token_ids))
-            for s in islice(scheduler.waiting, 1)
-        ]
-        most = min(
-            allocator.capacity * _MAX_LENT_SHARE, allocator.capacity - sum(needed)
-        )
-        room = most - allocator.counts()[BlockState.LEASED]
-        taken = accumulate(
-            allocator.state(block) is BlockState.CACHED for block in found
-        )
-        block_ids = [
-            block for block, num in zip(found, taken, strict=True) if num <= room
-        ]
-        if scheduler.limits.groups.drops_blocks and len(block_ids) < len(found):
-            block_ids = []  # of a shorter one the windows may be gone
-        num_tokens = tables.num_tokens(block_ids)
-        if not block_ids or num_tokens < asked.min_tokens:
+        block_ids = self._leasable_prefix(cached_blocks)
+        num_tokens = scheduler.tables.num_tokens(block_ids)
+        if not block_ids or num_tokens < lookup.min_tokens:
             self._lookups["full"] += 1
             return None
         self._lookups["found"] += 1
-        allocator.lease(without_null_blocks(block_ids))
-        lease_id = self._leases.grant(asked.nonce, block_ids, self._config.lease_s)
-        self._by_request[asked.nonce] = lease_id
-        about = asked.nonce, block_ids, lease_id, num_tokens
-        return self._reference(*about, cached_tokens=num_tokens, first_tokens=[])
+        scheduler.allocator.lease(without_null_blocks(block_ids))
+        lease_id = self._leases.grant(lookup.nonce, block_ids, self._config.lease_s)
+        self._by_request[lookup.nonce] = lease_id
+        return self._reference(
+            lookup.nonce,
+            block_ids,
+            lease_id,
+            num_tokens,
+            cached_tokens=num_tokens,
+            first_tokens=[],
+        )
+
+    def _leasable_prefix(self, block_ids: list[int]) -> list[int]:
+        """The blocks at the beginning of `block_ids` that leave enough others free.
+
+        Leases may take half of the pool, and nothing that the first waiting request
+        needs. Only blocks that no sequence uses count.
+        """
+        scheduler = self.core.scheduler
+        allocator = scheduler.allocator
+        num_needed = 0
+        for sequence in islice(scheduler.waiting, 1):
+            num_needed = scheduler.tables.num_blocks_for(
+                sequence, len(sequence.token_ids)
+            )
+        max_leased = min(
+            allocator.capacity * _MAX_LEASED_SHARE, allocator.capacity - num_needed
+        )
+        num_left = max_leased - allocator.counts()[BlockState.LEASED]
+        leasable: list[int] = []
+        for block in block_ids:
+            num_left -= allocator.state(block) is BlockState.CACHED
+            if num_left < 0:
+                break
+            leasable.append(block)
+        if scheduler.limits.groups.drops_blocks and len(leasable) < len(block_ids):
+            return []  # the windows of a shorter prefix may have been dropped
+        return leasable
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()
-        ended = {
-            stat_key("baton_leases", event=event): float(counters[event])
-            for event in ("granted", "completed", "expired", "aborted")
-        }
-        found = self._lookups.items()
-        return {
-            **{
-                stat_key("baton_kv_lookups_answered", outcome=o): float(n)
-                for o, n in found
-            },
-            **ended,
+        values = {
             "baton_leases_held": float(len(self._by_request)),
             "baton_lease_renewals": float(counters["renewed"]),
             "baton_lease_gone": float(counters["gone"]),
         }
+        for outcome, count in self._lookups.items():
+            key = stat_key("baton_kv_lookups_answered", outcome=outcome)
+            values[key] = float(count)
+        for event in ("granted", "completed", "expired", "aborted"):
+            values[stat_key("baton_leases", event=event)] = float(counters[event])
+        return values
 
     def close(self) -> None:
         self._leases.close()

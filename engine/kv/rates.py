@@ -1,4 +1,5 @@
-"""Whether to pull the beginning of a prompt or to compute it, by what both have taken here."""
+"""Decides whether to pull the beginning of a prompt or to compute it, from measurements
+of how long both took on this engine."""
 
 import math
 import time
@@ -11,13 +12,14 @@ from kvcache.transfer.pulls.messages import PeerKey
 
 Borrow = Literal["auto", "always", "never"]
 
-_LATENCY_S = (
-    0.005  # of a lookup, a pull of nothing and its fence, until they are measured
-)
-_SAMPLE_BYTES = 1 << 20  # less says nothing about a link's speed
-_SAMPLE_TOKENS = 16
-_SHARE = 0.3  # of what was believed, that a worse measurement replaces: the first is of a new link
-_BELIEVED_S = 60.0  # after which a link that is not used is taken for a usual one again
+# Latency of a lookup, an empty pull and its fence, until they have been measured.
+_DEFAULT_LATENCY_S = 0.005
+_MIN_SAMPLE_BYTES = 1 << 20  # smaller pulls say nothing about the speed of a link
+_MIN_SAMPLE_TOKENS = 16
+# Weight of a new measurement that is worse than the estimate. The first measurements of
+# a link include its setup, so that a worse one replaces the estimate only gradually.
+_WORSE_WEIGHT = 0.3
+_ESTIMATE_LIFETIME_S = 60.0  # an unused link gets the default estimate after this time
 _MAX_PEERS = 1024
 
 
@@ -25,69 +27,85 @@ _MAX_PEERS = 1024
 class _Link:
     bytes_per_s: float
     latency_s: float
-    known_at: float
+    created_at: float
 
 
 class Rates:
-    """
+    """Measured speeds of this engine and of its links to other engines.
+
     Args:
-        bytes_per_token: of KV, on all ranks.
-        usual_bytes_per_s: of a link that nothing was read from lately.
+        mode: `always` and `never` pull regardless of the measurements.
+        bytes_per_token: bytes of KV of a token, on all ranks.
+        default_bytes_per_s: assumed speed of a link without recent measurements.
     """
 
     def __init__(
         self,
         mode: Borrow,
         bytes_per_token: int,
-        usual_bytes_per_s: float,
+        default_bytes_per_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mode, self._bytes_per_token, self._clock = mode, bytes_per_token, clock
-        self._usual = usual_bytes_per_s
-        self.token_s = 0.0  # that a token of a prompt takes here; 0: not known yet
+        self._mode = mode
+        self._bytes_per_token = bytes_per_token
+        self._default_bytes_per_s = default_bytes_per_s
+        self._clock = clock
+        # Time to compute a prompt token here; 0 until it has been measured.
+        self.seconds_per_token = 0.0
         self._links: OrderedDict[PeerKey, _Link] = OrderedDict()
 
-    def least_tokens(self, peer: PeerKey) -> float:
-        """From how many tokens on a pull from there is quicker; infinity for never."""
+    def min_pull_tokens(self, peer: PeerKey) -> float:
+        """The number of tokens from which a pull from `peer` is quicker than computing;
+        infinity if it never is."""
         if self._mode == "never":
             return math.inf
-        if self._mode == "always" or not self.token_s:
+        if self._mode == "always" or not self.seconds_per_token:
             return 1.0
         link = self._link(peer)
-        gain_s = self.token_s - self._bytes_per_token / link.bytes_per_s
+        gain_s = self.seconds_per_token - self._bytes_per_token / link.bytes_per_s
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """So much of a prompt was computed in this time, beside whatever else there was to do."""
-        if num_tokens >= _SAMPLE_TOKENS:
-            rate, before = seconds / num_tokens, self.token_s
-            self.token_s = before + (rate - before) * _SHARE if before else rate
+    def record_compute(self, num_tokens: int, seconds: float) -> None:
+        """Records how long this engine took for a prompt, together with its other
+        work."""
+        if num_tokens < _MIN_SAMPLE_TOKENS:
+            return
+        measured = seconds / num_tokens
+        estimate = self.seconds_per_token
+        if estimate:
+            measured = estimate + (measured - estimate) * _WORSE_WEIGHT
+        self.seconds_per_token = measured
 
-    def looked_up(self, peer: PeerKey, seconds: float) -> None:
-        """A lookup there took so long, with its answer."""
+    def record_lookup(self, peer: PeerKey, seconds: float) -> None:
+        """Records the time from a lookup to its answer."""
         link = self._link(peer)
-        # Whoever answers it between two steps does not slow the pull and its fence down.
-        link.latency_s = _believed(link.latency_s, _LATENCY_S + seconds, smaller=True)
+        # The peer answers lookups between two of its steps. The pull and its fence do
+        # not wait for a step, so the default latency is added for them.
+        link.latency_s = _blend(
+            link.latency_s, _DEFAULT_LATENCY_S + seconds, smaller_is_better=True
+        )
 
-    def pulled(self, peer: PeerKey, nbytes: int, seconds: float) -> None:
-        if nbytes >= _SAMPLE_BYTES:
+    def record_pull(self, peer: PeerKey, nbytes: int, seconds: float) -> None:
+        if nbytes >= _MIN_SAMPLE_BYTES:
             link = self._link(peer)
-            link.bytes_per_s = _believed(
-                link.bytes_per_s, nbytes / seconds, smaller=False
+            link.bytes_per_s = _blend(
+                link.bytes_per_s, nbytes / seconds, smaller_is_better=False
             )
 
     def _link(self, peer: PeerKey) -> _Link:
         now = self._clock()
         link = self._links.pop(peer, None)
-        if link is None or now - link.known_at > _BELIEVED_S:
-            link = _Link(self._usual, _LATENCY_S, now)
+        if link is None or now - link.created_at > _ESTIMATE_LIFETIME_S:
+            link = _Link(self._default_bytes_per_s, _DEFAULT_LATENCY_S, now)
         self._links[peer] = link
         if len(self._links) > _MAX_PEERS:
             self._links.popitem(last=False)
         return link
 
 
-def _believed(before: float, measured: float, *, smaller: bool) -> float:
-    """A better measurement at once, a worse one little by little."""
-    blended = (1 - _SHARE) * before + _SHARE * measured
-    return min(measured, blended) if smaller else max(measured, blended)
+def _blend(estimate: float, measured: float, *, smaller_is_better: bool) -> float:
+    """Takes over a better measurement at once, and a worse one gradually."""
+    blended = (1 - _WORSE_WEIGHT) * estimate + _WORSE_WEIGHT * measured
+    if smaller_is_better:
+        return min(measured, blended)
+    return max(measured, blended)

@@ -1,12 +1,13 @@
-"""Counter-based noise: the Gumbel variate of a token is a pure function of what is being drawn.
+"""Counter-based noise: the Gumbel variate of a token is a pure function of what is drawn.
 
     noise = f(seed, choice, position, token id)
 
-So a draw comes out the same on any server, in any batch, before and after a preemption. Rows are
-keyed by 64 bits of splitmix64 (Steele, Lea, Flood 2014) chained over (seed, choice, position).
-Tokens are mixed in 32 bits with the constants of lowbias32 (C. Wellons 2018), half of the key
-entering before the first multiplication and half before the second. The same integers come out on
-every device; only the two logarithms at the end may differ in the last bit.
+A draw therefore has the same result on any server, in any batch, and before and after a
+preemption. Rows are keyed by 64 bits of splitmix64 (Steele, Lea, Flood 2014), chained
+over (seed, choice, position). Tokens are mixed in 32 bits with the constants of lowbias32
+(C. Wellons 2018). Half of the key enters before the first multiplication and half before
+the second. All devices compute the same integers; only the two logarithms at the end may
+differ in the last bit.
 """
 
 import functools
@@ -15,9 +16,11 @@ import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-_LOWBIAS_1, _LOWBIAS_2 = 0x7FEB352D, 0x846CA68B - 2**32
+_LOWBIAS_1 = 0x7FEB352D
+_LOWBIAS_2 = 0x846CA68B - 2**32
 
-# 31 bits to (0, 1): a little less than 2**-31, so that the largest stays below 1 in float32.
+# Maps 31 bits to (0, 1). It is a little less than 2**-31, so that the largest result
+# stays below 1 in float32.
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
@@ -27,7 +30,8 @@ def row_keys(
     """One 64-bit key per drawn token, as int32 [S, 2].
 
     Args:
-        seed, choice, position: int64 [S]; the position is that of the token in the sequence.
+        seed, choice, position: int64 [S]. The position is the index of the token in the
+            sequence.
     """
     key = _splitmix64(seed)
     for counter in (choice, position):
@@ -59,22 +63,24 @@ def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     first, second = keys[:, :1], keys[:, 1:]
     x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
     x = _xorshift_(x, 15).mul_(_LOWBIAS_2)
-    # The last shift need not be masked: what the sign adds keeps each 31-bit result equally likely.
+    # The last shift needs no mask: the sign bits that it adds leave all 31-bit results
+    # equally likely.
     x.bitwise_xor_(x >> 16)
-    # Small uniforms make the large variates that win: those are the ones held with full precision.
+    # Small uniforms make the large variates, which win. They have full precision.
     minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
     exponential = minus_uniform.log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def _lowbias32(x: torch.Tensor) -> torch.Tensor:
-    # + 1, because a hash of this kind maps 0 to 0.
+    # + 1, because lowbias32 maps 0 to 0.
     x = _xorshift_(x + 1, 16).mul_(_LOWBIAS_1)
     return _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
 
 
 def _xorshift_(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x ^= x >>> bits, for int32: torch shifts the sign in, so it is masked off."""
+    """x ^= x >>> bits, for int32. torch shifts copies of the sign in, which are masked
+    off."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 

@@ -1,13 +1,15 @@
-"""Drawing a step's tokens on a GPU: what engine/sampling/sampler.py says, in a few Triton kernels.
+"""Draws a step's tokens on a GPU, as engine/sampling/sampler.py specifies, in a few
+Triton kernels.
 
-No kernel sorts, and no step waits for the device. A row's smallest allowed value is searched for
-among the bit patterns of floats, which ascend as the values do: a token is allowed if all larger
-ones together weigh less than the limit, which holds from some value on. Each pass over the row
-compares with seven values at once and so cuts the range to an eighth, until one value is left:
-after at most eleven passes.
+No kernel sorts, and no step waits for the device. The smallest allowed value of a row is
+searched for among the bit patterns of floats, which ascend as the values do. A token is
+allowed if all larger ones together weigh less than the limit, which is true from some
+value upwards. Each pass over the row compares with seven values at once, and so reduces
+the range to an eighth, until one value is left. That takes at most eleven passes.
 
-The largest logit of a row tells how it is read: a finite one is subtracted; +inf leaves only the
-tokens that have it; where there is nothing but NaN and -inf, token 0 is sure.
+The largest logit of a row decides how the row is read. A finite one is subtracted. If it
+is +inf, only the tokens that have it can be drawn. If the row has only NaN and -inf,
+token 0 is certain.
 """
 
 from typing import Any, Final
@@ -20,7 +22,8 @@ from triton.language.extra import libdevice
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 from engine.sampling.sampling_batch import SamplingBatch
 
-# Where a batch's tensors begin depends on its size; it shall not compile anything anew.
+# The alignment of a batch's tensors depends on its size, and must not cause another
+# compilation.
 _jit_any_alignment: Any = triton.jit(
     do_not_specialize_on_alignment=(
         *(
@@ -37,9 +40,8 @@ _jit_any_alignment: Any = triton.jit(
 )
 _TILE: Final = 4096  # logits of one program
 _ALL: Final = 0x7FFFFFFF  # the key that allows every token
-_PASSES: Final = tl.constexpr(
-    11
-)  # of three bits each: all the bit patterns up to infinity's
+# Passes of three bits each, for all bit patterns up to that of infinity.
+_PASSES: Final = tl.constexpr(11)
 _GOLDEN: Final = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND: Final = tl.constexpr(0x94D049BB133111EB)
@@ -51,7 +53,8 @@ _MIN_TEMPERATURE: Final = tl.constexpr(1e-30)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest number of each tile of each row, NaN counting as -inf, and its first token."""
+    """The largest number of each tile of each row, and its first token. NaN counts as
+    -inf."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
     let_next_begin_and_wait()
@@ -64,7 +67,7 @@ def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-untyped-def]
-    """Differences to the row's largest logit over the temperature: at most 0."""
+    """Differences to the row's largest logit, divided by the temperature: at most 0."""
     x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
     is_sure = largest == float("inf")
@@ -77,16 +80,17 @@ def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _search(  # type: ignore[no-untyped-def]
-    scaled, vocab, most, limit, COUNTS: tl.constexpr, TILE: tl.constexpr
+    scaled, vocab, max_key, limit, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The largest key (bits of -value) up to which what is larger weighs less than `limit`.
+    """The largest key (bits of -value) below which all tokens weigh less than `limit`.
 
-    Tokens of keys above `most` weigh nothing. Weights are 1 where COUNTS, else probabilities of
-    which `limit` is a share. A thread adds few of them, so float32 will do until they are summed.
+    Tokens with keys above `max_key` have no weight. Weights are 1 if COUNTS is set,
+    otherwise probabilities, of which `limit` is a share. A thread adds few of them, so
+    that float32 suffices until they are summed.
     """
-    low, step = most * 0, most * 0 + (1 << 28)
+    low, step = max_key * 0, max_key * 0 + (1 << 28)
     pivots = tl.arange(0, 8)
-    number = most * 0
+    number = max_key * 0
     while number < _PASSES:
         keys = low + pivots * step
         weights = tl.zeros((8, TILE), tl.float32)
@@ -100,7 +104,7 @@ def _search(  # type: ignore[no-untyped-def]
             weight = (
                 tl.full((TILE,), 1.0, tl.float32) if COUNTS else libdevice.exp(value)
             )
-            weight = tl.where((key <= most) & (token < vocab), weight, 0.0)
+            weight = tl.where((key <= max_key) & (token < vocab), weight, 0.0)
             weights += tl.where(key[None, :] < keys[:, None], weight[None, :], 0.0)
             total += weight
             is_inside = (key >= low) & ((key - low) >> 3 < step)
@@ -109,10 +113,10 @@ def _search(  # type: ignore[no-untyped-def]
         bound = limit if COUNTS else limit * tl.sum(total.to(tl.float64), 0)
         larger = tl.sum(weights.to(tl.float64), 1)
         first, last = tl.min(nearest, 0), tl.max(farthest, 0)
-        is_found = first == last  # one value is left, which tokens may share
-        low = tl.where(is_found, first, tl.max(tl.where(larger < bound, keys, low), 0))
+        is_single = first == last  # one value is left, which several tokens may have
+        low = tl.where(is_single, first, tl.max(tl.where(larger < bound, keys, low), 0))
         step = tl.where(number < 9, step >> 3, 1)
-        number = tl.where(is_found, _PASSES, number + 1)
+        number = tl.where(is_single, _PASSES, number + 1)
     return low
 
 
@@ -130,10 +134,11 @@ def _threshold(  # type: ignore[no-untyped-def]
     vocab,
     TILE: tl.constexpr,
 ):
-    """Each row's key of the smallest allowed value, int32; `work` is [S, V] to write to."""
+    """The key of the smallest allowed value of each row, int32. `work` is scratch memory,
+    [S, V]."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
-    most = tl.program_id(0) * 0 + 0x7FFFFFFF
+    max_key = tl.program_id(0) * 0 + 0x7FFFFFFF
     top, of_row = tl.load(largest + row), work + row * vocab
     k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     if heat > 0:
@@ -144,14 +149,14 @@ def _threshold(  # type: ignore[no-untyped-def]
                 tl.store(of_row + token, value, mask=token < vocab)
             tl.debug_barrier()
         if k > 0:
-            most = _search(of_row, vocab, most, k.to(tl.float64), True, TILE)
+            max_key = _search(of_row, vocab, max_key, k.to(tl.float64), True, TILE)
         if p < 1:
-            by_p = _search(of_row, vocab, most, p.to(tl.float64), False, TILE)
-            most = tl.minimum(most, by_p)
+            by_p = _search(of_row, vocab, max_key, p.to(tl.float64), False, TILE)
+            max_key = tl.minimum(max_key, by_p)
         if floor > 0:
             key = (-libdevice.log(floor)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            most = tl.minimum(most, key)
-    tl.store(keys + row, most)
+            max_key = tl.minimum(max_key, key)
+    tl.store(keys + row, max_key)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -164,7 +169,7 @@ def _splitmix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _noise(seed, choice, position, token):  # type: ignore[no-untyped-def]
-    """engine/sampling/counter_rng.py's, of tokens of one row."""
+    """The noise of engine/sampling/counter_rng.py, for tokens of one row."""
     row = _splitmix(seed.to(tl.uint64))
     row = _splitmix(row ^ choice.to(tl.uint64))
     row = _splitmix(row ^ position.to(tl.uint64))
@@ -186,7 +191,7 @@ def _draw(  # type: ignore[no-untyped-def]
     logits, largest, temperature, keys, seed, choice, position, best, best_token,
     stride, vocab, parts, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best token of each tile of each row and its score."""
+    """The token with the highest score in each tile of each row, and this score."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + row)
@@ -216,48 +221,75 @@ def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[
 def draw(
     logits: torch.Tensor, batch: SamplingBatch | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Draws a token for each row, int64 [S], in `out` where given.
+    """Draws a token for each row, int64 [S], in `out` if given.
 
     Args:
-        logits: float32 [S, V] on a GPU, rows contiguous; may hold NaN and infinities.
-        batch: S rows on the same device. None: the largest logits are wanted, of any float dtype.
+        logits: float32 [S, V] on a GPU, rows contiguous; may contain NaN and infinities.
+        batch: S rows on the same device. None: the largest logits are drawn, of any
+            float dtype.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    # Of one row any stride will do: with one that depends on where it came from, Triton would
-    # compile a variant of its own.
+    # With a single row the stride is irrelevant. A fixed one prevents Triton from
+    # compiling another variant for the stride of the tensor it was taken from.
     stride = logits.stride(0) if rows > 1 else vocab
-    parts, device = triton.cdiv(vocab, _TILE), logits.device
-    grid, sizes = (rows, parts), (stride, vocab, parts)
-    best = (
-        torch.empty(grid, dtype=torch.float32, device=device),
-        torch.empty(grid, dtype=torch.int32, device=device),
-    )
+    parts = triton.cdiv(vocab, _TILE)
+    grid = (rows, parts)
+    device = logits.device
+    best = torch.empty(grid, dtype=torch.float32, device=device)
+    best_token = torch.empty(grid, dtype=torch.int32, device=device)
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=device)
-    _largest[grid](logits, *best, *sizes, TILE=_TILE, num_warps=8, launch_pdl=PDL)
+    _largest[grid](
+        logits,
+        best,
+        best_token,
+        stride,
+        vocab,
+        parts,
+        TILE=_TILE,
+        num_warps=8,
+        launch_pdl=PDL,
+    )
     if batch is not None:
-        heat, counters = batch.temperature, (batch.seed, batch.choice, batch.position)
-        largest = best[0].amax(-1)
-        keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
-        if batch.restricted_rows is not None:
-            limits = (batch.top_k, batch.top_p, batch.min_p)
-            scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            _threshold[(rows,)](
-                logits,
-                largest,
-                heat,
-                *limits,
-                keys,
-                scaled,
-                stride,
-                vocab,
-                TILE=2048,
-                num_warps=32,
-            )
-        of_rows = (logits, largest, heat, keys, *counters)
-        _draw[grid](*of_rows, *best, *sizes, TILE=_TILE, num_warps=8)
+        largest = best.amax(-1)
+        keys = _smallest_allowed(logits, batch, largest, stride)
+        _draw[grid](
+            logits, largest, batch.temperature, keys, batch.seed, batch.choice,
+            batch.position, best, best_token, stride, vocab, parts,
+            TILE=_TILE, num_warps=8,
+        )  # fmt: skip
     _finish[(rows,)](
-        *best, out, parts, PARTS=triton.next_power_of_2(parts), launch_pdl=PDL
+        best,
+        best_token,
+        out,
+        parts,
+        PARTS=triton.next_power_of_2(parts),
+        launch_pdl=PDL,
     )
     return out
+
+
+def _smallest_allowed(
+    logits: torch.Tensor, batch: SamplingBatch, largest: torch.Tensor, stride: int
+) -> torch.Tensor:
+    """The key of the smallest allowed value of each row, int32 [S]."""
+    rows, vocab = logits.shape
+    keys = torch.full((rows,), _ALL, dtype=torch.int32, device=logits.device)
+    if batch.restricted_rows is not None:
+        scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _threshold[(rows,)](
+            logits,
+            largest,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            keys,
+            scaled,
+            stride,
+            vocab,
+            TILE=2048,
+            num_warps=32,
+        )
+    return keys

@@ -1,22 +1,26 @@
 """Draws the next token of every sequence of a step, and scores the tokens of prompts.
 
-A row of temperature 0 takes the largest logit (the lowest id among equals). Another row takes
+A row with temperature 0 takes the largest logit (the lowest id among equals). Another
+row takes
 
     argmax over the allowed tokens of  logit / temperature + Gumbel noise,
 
-which draws from softmax(logit / temperature) over them. The noise is counter-based, see
-counter_rng.py: a row's token depends on its own logits and parameters, never on its neighbours.
+which draws from softmax(logit / temperature) over them. The noise is counter-based (see
+counter_rng.py): a row's token depends on its own logits and parameters, never on its
+neighbours.
 
-The allowed tokens are found in this order, after the temperature is applied:
+The allowed tokens are determined in this order, after the temperature is applied:
   top_k  the k largest logits;
-  top_p  the fewest largest whose probabilities, renormalised over the above, reach p; at least one;
+  top_p  the fewest largest whose probabilities, renormalised over the above, reach p;
+         at least one;
   min_p  those whose probability is at least min_p times the largest one's.
-A token equal to the smallest allowed one is allowed too, so the set is a function of the values,
-not of the order in which a sort leaves equal ones. The first two are vLLM's semantics; min_p acts
-last, as in transformers. Bias, penalties and masks come before (engine/core/logits_processing.py).
+A token equal to the smallest allowed one is allowed too. The set is therefore a
+function of the values, not of the order in which a sort leaves equal ones. top_k and
+top_p have vLLM's semantics; min_p is applied last, as in transformers. Bias, penalties
+and masks come before (engine/core/logits_processing.py).
 
-NaN counts as -inf, +inf takes all the probability. A row with nothing but NaN and -inf counts as
-sure of token 0: it is the model that failed, not the batch.
+NaN counts as -inf, and +inf takes all the probability. A row with only NaN and -inf
+draws token 0 with certainty: its model failed, and the other rows must not.
 """
 
 from collections.abc import Sequence
@@ -34,48 +38,49 @@ from engine.sampling.sampling_batch import SamplingBatch
 from model.decoder import CausalLM
 from protocol.messages import SamplingParams, TokenLogprobs
 
-_MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
+_MIN_TEMPERATURE = 1e-30  # float32 would round a smaller one to 0
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
-# Enough for the matmul to run at full speed, and few enough that the allocator keeps their logits
-# from chunk to chunk: what it gives back costs page faults.
+# Rows of one chunk. The matmul reaches full speed with these. The allocator retains the
+# logits of so few rows from chunk to chunk; memory that it returns costs page faults.
 _SCORED_ROWS = 64
 
 
 class Logprobs(NamedTuple):
-    """Of one token in each of S rows, and of the k most likely ones beside it."""
+    """Logprobs of one token in each of S rows, and of the k most likely tokens."""
 
     chosen: torch.Tensor  # float32 [S]
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
-    ranks: torch.Tensor  # int64 [S], how many are as likely as the one, or more
+    ranks: torch.Tensor  # int64 [S], number of tokens that are at least as likely
 
     def on_host(self) -> "Logprobs":
-        """Perhaps later: once the device has come so far."""
-        return Logprobs(*(each.to("cpu", non_blocking=True) for each in self))
+        """Copies to the host. On a GPU the copy may complete later."""
+        return Logprobs(*(column.to("cpu", non_blocking=True) for column in self))
 
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Each with so many of the most likely tokens."""
-        rows = zip(*(each.tolist() for each in self), counts, strict=True)
+        """One entry for each row, with counts[i] of the most likely tokens in row i."""
+        columns = [column.tolist() for column in self]
         return [
-            TokenLogprobs(one, ids[:k], top[:k], rank)
-            for one, ids, top, rank, k in rows
+            TokenLogprobs(chosen, top_ids[:k], top[:k], rank)
+            for chosen, top_ids, top, rank, k in zip(*columns, counts, strict=True)
         ]
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
     token_ids: torch.Tensor  # int64 [S]
-    logprobs: Logprobs | None = None  # None unless some row wants them
+    logprobs: Logprobs | None = None  # None if no row requests them
 
 
 def is_greedy(params: Sequence[SamplingParams]) -> bool:
-    """Whether `greedy` alone draws for all rows: no temperature, and no logprobs wanted."""
+    """Whether `greedy` suffices for all rows: no temperature, and no logprobs."""
     return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """What `sample` draws at temperature 0, int64 [S], `out` if given; without any upload."""
+    """What `sample` draws at temperature 0, int64 [S], in `out` if given. It uploads
+    nothing."""
     if logits.device.type == "cuda":
         return _draw_on_gpu(logits, None, out)
     numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -85,12 +90,13 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, shaping: Shaping | None = None
 ) -> SampledTokens:
-    """Draws a token per row, and has `shaping` count it.
+    """Draws a token per row, and counts it in `shaping`.
 
     Args:
         logits: float32 [S, V], unmodified; not written to.
         batch: S rows on the same device.
-        shaping: what to do to the logits first; logprobs are those of the logits as given.
+        shaping: changes to the logits before the draw. Logprobs are those of the logits
+            as given.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
     on_gpu = logits.device.type == "cuda"
@@ -106,7 +112,7 @@ def sample(
     else:
         _draw_on_cpu(logits, largest, token_ids, batch)
     if shaping is not None:
-        shaping.drew(token_ids)
+        shaping.count_drawn(token_ids)
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
     total = unshaped.logsumexp(-1, keepdim=True)
@@ -129,11 +135,11 @@ def _draw_on_cpu(
     token_ids: torch.Tensor,
     batch: SamplingBatch,
 ) -> None:
-    """Replaces, in `token_ids`, those of rows of a temperature."""
+    """Replaces the entries of `token_ids` in rows with a temperature."""
     for rows, is_free in ((batch.free_rows, True), (batch.restricted_rows, False)):
         if rows is None:
             continue
-        # Differences to the largest logit, so that a tiny temperature overflows nothing.
+        # Differences to the largest logit, so that a tiny temperature cannot overflow.
         scaled = logits[rows] - largest[rows, None]
         scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
         keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
@@ -152,10 +158,10 @@ def _draw_on_cpu(
 def _without_non_numbers(
     logits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits without NaN and +inf and with a finite maximum, as the module says; the maxima, and
-    where they are."""
+    """Makes logits without NaN and +inf and with a finite maximum, as the module
+    documentation specifies. Returns them, the maxima, and the positions of these."""
     largest, token_ids = logits.max(-1)
-    # A maximum is NaN where any logit is. On a GPU asking costs more than always cleaning.
+    # A maximum is NaN if any logit is. On a GPU this test costs more than cleaning.
     if logits.device.type == "cpu" and bool(largest.isfinite().all()):
         return logits, largest, token_ids
     logits = logits.masked_fill(logits.isnan(), float("-inf"))
@@ -172,12 +178,13 @@ def _without_non_numbers(
 def _candidates(
     scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest values [R, n], descending, their ids, and the smallest allowed value [R, 1].
+    """The largest values [R, n], descending, their ids, and the smallest allowed value
+    [R, 1].
 
-    n is large enough that no allowed token is left out, those equal to the smallest one included.
+    n is large enough to include all allowed tokens, with those equal to the smallest.
     """
     limits = [x[rows, None] for x in (batch.top_k, batch.top_p, batch.min_p)]
-    mass = None  # of all tokens, where nothing but top_p restricts them
+    mass = None  # total mass of all tokens, for rows that only top_p restricts
     if batch.has_bare_top_p:
         mass = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocab_size = scaled.shape[1]
@@ -197,11 +204,12 @@ def _smallest_allowed(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """[R, 1], the value of the smallest allowed token, as far as `values` [R, n] reach."""
+    """[R, 1] the value of the smallest allowed token, among `values` [R, n]."""
     no_limit = torch.full_like(values[:, :1], float("-inf"))
     kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1))
     by_top_k = torch.where(top_k > 0, kth, no_limit)
-    # In float64, because whether a sum reaches top_p must not hang on the order of summation.
+    # In float64, because the order of summation must not decide whether a sum reaches
+    # top_p.
     mass = values.exp().double().masked_fill(values < by_top_k, 0.0)
     total = mass.sum(-1, keepdim=True)
     if mass_of_all is not None:
@@ -219,7 +227,7 @@ def _logprobs(
     token_ids: torch.Tensor,
     num_top: int,
 ) -> Logprobs:
-    """Of logits [S, V] whose probabilities add up to exp(`total`)."""
+    """Logprobs for logits [S, V] whose probabilities add up to exp(`total`)."""
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     ranks = _ranks(logits, chosen, top)
@@ -229,101 +237,117 @@ def _logprobs(
 def _ranks(
     logits: torch.Tensor, chosen: torch.Tensor, top: torch.Tensor
 ) -> torch.Tensor:
-    """How many of each row of `logits` [S, V] are at least `chosen` [S, 1]. On a CPU, counting in
-    all of a row takes as long as computing it, so only rows are counted whose token is not above
-    the last of the `top` ones [S, k]. A GPU would have to wait to know which these are."""
+    """How many logits of each row [S, V] are at least `chosen` [S, 1].
+
+    On a CPU, counting over a whole row takes as long as computing it. Only those rows
+    are counted whose token is not above the last of the `top` ones [S, k]. A GPU would
+    have to wait to learn which rows these are.
+    """
     if logits.device.type != "cpu":
         return (logits >= chosen).sum(-1)
-    ranks = (top >= chosen).sum(-1)
-    is_counted = (top >= chosen).all(-1)  # of no top ones, too
-    values, least = logits.numpy(), chosen.numpy()
-    for row in (
-        is_counted.nonzero().squeeze(1).tolist()
-    ):  # no copies, which cost page faults
-        ranks[row] = int(np.count_nonzero(values[row] >= least[row]))
+    is_larger = top >= chosen
+    ranks = is_larger.sum(-1)
+    needs_count = is_larger.all(-1)  # true for all rows if k is 0
+    # Views of single rows, because copies would cost page faults.
+    values = logits.numpy()
+    thresholds = chosen.numpy()
+    for row in needs_count.nonzero().squeeze(1).tolist():
+        ranks[row] = int(np.count_nonzero(values[row] >= thresholds[row]))
     return ranks
 
 
 class LastSampledTokens:
-    """The tokens of the last step, where the next one finds them: a buffer that stays in place, of
-    `size` draws at most."""
+    """The tokens of the last step, in a buffer with a fixed address from which the next
+    step reads them.
+
+    A step's token id t is looked up at index ~t. For t = -1 - r this is index r, which
+    holds the token that row r drew. For the id of a token it is a negative index, at
+    which the buffer has that id.
+
+    Args:
+        size: most draws of a step.
+    """
 
     def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
-        known = torch.arange(vocab_size - 1, -1, -1, device=device)
+        descending_ids = torch.arange(vocab_size - 1, -1, -1, device=device)
         self._by_complement = torch.cat(
-            (known.new_zeros(size), known)
-        )  # of -1 - r: what r drew
-        self.token_ids, self._num_kept = self._by_complement[:size], 0
+            (descending_ids.new_zeros(size), descending_ids)
+        )
+        self.token_ids = self._by_complement[:size]
+        self._num_stored = 0
 
-    def keep(self, drawn: torch.Tensor) -> None:
-        """Takes the draws of the step launched last, int64 [R]."""
-        self._num_kept = min(len(drawn), len(self.token_ids))
-        if (
-            drawn.data_ptr() != self.token_ids.data_ptr()
-        ):  # else they were drawn into it
-            self.token_ids[: self._num_kept] = drawn[: self._num_kept]
+    def store(self, drawn: torch.Tensor) -> None:
+        """Takes over the draws of the step launched last, int64 [R]."""
+        self._num_stored = min(len(drawn), len(self.token_ids))
+        # A captured graph draws directly into the buffer.
+        if drawn.data_ptr() != self.token_ids.data_ptr():
+            self.token_ids[: self._num_stored] = drawn[: self._num_stored]
 
     def complements(self, token_ids: Int64s) -> Int64s:
-        """Of a step's token ids, of which -1 - r stands for what row r drew."""
-        row, token, known = (
-            ~int(token_ids.min()),
-            int(token_ids.max()),
-            self._by_complement,
+        """The indices for `resolve` of a step's token ids, where -1 - r stands for what
+        row r drew."""
+        max_row = ~int(token_ids.min())
+        max_token = int(token_ids.max())
+        vocab_size = len(self._by_complement) - len(self.token_ids)
+        assert max_row < max(self._num_stored, 1), (
+            f"the draw of row {max_row} was not stored"
         )
-        assert row < max(self._num_kept, 1), f"no draw of row {row} was kept"
-        # What lies before the tokens are draws, and others'.
-        assert token < len(known) - len(self.token_ids), f"no token has the id {token}"
+        assert max_token < vocab_size, f"no token has the id {max_token}"
         return ~token_ids
 
-    def fill_in(self, complements: torch.Tensor) -> torch.Tensor:
-        """Token ids of a step, int64 [T], of their complements: of r what row r drew."""
+    def resolve(self, complements: torch.Tensor) -> torch.Tensor:
+        """The token ids of a step, int64 [T], from their complements."""
         return self._by_complement[complements]
 
 
-# -- logprobs of prompt tokens ---------------------------------------------------------------------
+# -- logprobs of prompt tokens ---------------------------------------------------------
 
 
 class PendingScores:
-    """What a launched step finds out about prompt tokens."""
+    """The logprobs of prompt tokens that a launched step computes."""
 
-    def __init__(self, wanted: list[ScoredRows], chunks: list[Logprobs]) -> None:
-        self._wanted = wanted
+    def __init__(self, requests: list[ScoredRows], chunks: list[Logprobs]) -> None:
+        self._requests = requests
         self._chunks = chunks
 
     def result(self) -> list[list[TokenLogprobs]]:
-        """Of each of `wanted`. To be asked for once the device has finished the step."""
-        counts = iter([w.num_top for w in self._wanted for _ in w.targets])
-        rows = (
-            row
-            for chunk in self._chunks
-            for row in chunk.rows(list(islice(counts, len(chunk.chosen))))
+        """One list for each request. Called once the device has finished the step."""
+        counts = iter(
+            [request.num_top for request in self._requests for _ in request.targets]
         )
-        return [list(islice(rows, len(w.targets))) for w in self._wanted]
+        rows: list[TokenLogprobs] = []
+        for chunk in self._chunks:
+            rows += chunk.rows(list(islice(counts, len(chunk.chosen))))
+        remaining = iter(rows)
+        return [
+            list(islice(remaining, len(request.targets))) for request in self._requests
+        ]
 
 
 def score(
-    model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]
+    model: CausalLM, hidden: torch.Tensor, requests: list[ScoredRows]
 ) -> PendingScores:
-    """Log-probabilities, of the unmodified distribution, of the tokens that `wanted` names. Every
-    rank of a model takes part. On a GPU nothing is waited for.
+    """Computes logprobs, of the unmodified distribution, of the requested tokens.
+
+    Every rank of a model takes part. On a GPU this does not wait for the device.
 
     Args:
         hidden: [T, hidden] of a step.
     """
-    if not wanted:
+    if not requests:
         return PendingScores([], [])
-    rows = torch.cat(
-        [torch.arange(w.first_row, w.first_row + len(w.targets)) for w in wanted]
+    host_rows = torch.cat(
+        [torch.arange(r.first_row, r.first_row + len(r.targets)) for r in requests]
     )
-    targets = torch.tensor([target for w in wanted for target in w.targets])
-    rows, targets = (to_device(ids, hidden.device) for ids in (rows, targets))
-    num_top = max(w.num_top for w in wanted)
+    host_targets = torch.tensor([target for r in requests for target in r.targets])
+    rows = to_device(host_rows, hidden.device)
+    targets = to_device(host_targets, hidden.device)
+    num_top = max(request.num_top for request in requests)
     chunks = []
     for start in range(0, len(rows), _SCORED_ROWS):
         chunk = slice(start, start + _SCORED_ROWS)
-        logprobs = model.logits(hidden[rows[chunk]]).log_softmax(
-            -1
-        )  # logsumexp takes longer
+        # log_softmax, because logsumexp takes longer.
+        logprobs = model.logits(hidden[rows[chunk]]).log_softmax(-1)
         logprobs = logprobs.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
         chunks.append(_logprobs(logprobs, 0.0, targets[chunk], num_top).on_host())
-    return PendingScores(wanted, chunks)
+    return PendingScores(requests, chunks)

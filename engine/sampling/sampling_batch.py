@@ -11,25 +11,35 @@ from protocol.messages import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """How to draw one token for each of S rows; see `from_params`."""
+    """How to draw one token for each of S rows; see `from_params`.
 
-    temperature: torch.Tensor  # float32 [S]
-    top_p: torch.Tensor  # float32 [S]
-    min_p: torch.Tensor  # float32 [S]
-    top_k: torch.Tensor  # int64 [S], 0 is off
-    seed: torch.Tensor  # int64 [S]
-    choice: torch.Tensor  # int64 [S]
-    position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
-    max_logprobs: int | None  # None: no logprobs at all; 0: of the drawn token only
-    # Known on the host, so that no step waits for the device to learn its own shape.
-    free_rows: (
-        torch.Tensor | None
-    )  # int64, rows of a temperature that allow every token
-    restricted_rows: (
-        torch.Tensor | None
-    )  # int64, rows of a temperature with top_k, top_p or min_p
-    max_top_k: int  # of the restricted rows
-    has_bare_top_p: bool  # some row has top_p without top_k
+    `free_rows` and `restricted_rows` are derived on the host, so that no step waits for
+    the device to learn its own shape.
+
+    Attributes:
+        temperature, top_p, min_p: float32 [S].
+        top_k: int64 [S]; 0 is off.
+        seed, choice: int64 [S].
+        position: int64 [S], index in its sequence of the token being drawn.
+        max_logprobs: None: no logprobs; 0: logprobs of the drawn token only.
+        free_rows: int64, rows with a temperature that allow every token.
+        restricted_rows: int64, rows with a temperature and top_k, top_p or min_p.
+        max_top_k: the largest top_k of the restricted rows.
+        has_bare_top_p: whether some row has top_p without top_k.
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+    choice: torch.Tensor
+    position: torch.Tensor
+    max_logprobs: int | None
+    free_rows: torch.Tensor | None
+    restricted_rows: torch.Tensor | None
+    max_top_k: int
+    has_bare_top_p: bool
 
     @classmethod
     def from_params(
@@ -38,13 +48,17 @@ class SamplingBatch:
         positions: Sequence[int],
         device: str | torch.device = "cpu",
     ) -> "SamplingBatch":
-        """One row per entry; `positions` are those of the tokens being drawn."""
+        """One row for each entry of `params`.
+
+        Args:
+            positions: indices of the tokens being drawn, in their sequences.
+        """
         assert len(params) == len(positions), (len(params), len(positions))
         device = torch.device(device)
         sampled = [i for i, p in enumerate(params) if p.temperature > 0]
         restricted = [i for i in sampled if _is_restricted(params[i])]
         free = [i for i in sampled if not _is_restricted(params[i])]
-        wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
+        num_logprobs = [p.num_logprobs for p in params if p.num_logprobs is not None]
         floats = [
             [getattr(p, name) for p in params]
             for name in ("temperature", "top_p", "min_p")
@@ -64,7 +78,7 @@ class SamplingBatch:
             seed=seed,
             choice=choice,
             position=position,
-            max_logprobs=max(wanted, default=None),
+            max_logprobs=max(num_logprobs, default=None),
             free_rows=to_device(free, device) if free else None,
             restricted_rows=to_device(restricted, device) if restricted else None,
             max_top_k=max((params[i].top_k for i in restricted), default=0),

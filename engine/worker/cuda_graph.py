@@ -1,14 +1,16 @@
-"""Steps as CUDA graphs, which take the host's time out of them.
+"""Runs steps as CUDA graphs, so that the device does not wait for the host.
 
-A decode step of a small batch launches hundreds of short kernels: it is one graph, of one padded
-number of sequences, all in one memory pool. A graph reads its inputs from fixed buffers: token ids
-and positions here, block tables in the attention backend, the tokens of the previous step in
-`LastSampledTokens`, where it also leaves its own greedy draws. The added rows read and write the
-null block, and their outputs are dropped.
+A decode step of a small batch launches hundreds of short kernels. It is captured as one
+graph for each padded number of sequences; all graphs share one memory pool. A graph
+reads its inputs from fixed buffers: token ids and positions here, block tables in the
+attention backend, and the tokens of the previous step in `LastSampledTokens`. It writes
+its own greedy draws there too. Padding rows read and write the null block, and their
+outputs are dropped.
 
-Another step of few tokens waits for the host too, with an 8B model up to 19 ms; with graphs one of
-128 tokens takes 6.6 ms on an H200. How its attention is divided depends on each sequence, so that
-stays outside: a graph ends where a layer asks the backend, and the next one begins with the answer.
+Other steps of few tokens would also wait for the host, with an 8B model up to 19 ms.
+With graphs, such a step of 128 tokens takes 6.6 ms on an H200. How attention is divided
+depends on each sequence, so attention stays outside: one graph ends where a layer
+queries the backend, and the next one begins with the backend's answer.
 """
 
 import logging
@@ -25,46 +27,49 @@ from torch import Tensor
 from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
-from model.attention_layers import AttentionQueries, AttentionQuery
+from model.attention_layers import Asking, Query
 from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# Tokens that get graphs: padding costs little beside reading weights. Of more the device takes
-# longer than the host.
+# Numbers of tokens that get graphs. Padding costs little compared to reading weights.
+# With more tokens, the device takes longer than the host, so that graphs gain nothing.
 _PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 769, 128))
-# Rows whose products cuBLASLt's heuristics serve better than cuBLAS', as measured on an H200.
-_LT_ROWS: Final = range(32, 193)
+# Numbers of rows for which cuBLASLt is faster than cuBLAS, as measured on an H200.
+_CUBLASLT_ROWS: Final = range(32, 193)
 
 
 def captured_sizes(max_seqs: int) -> list[int]:
-    """Numbers of rows that get a graph, ascending; the last one is `max_seqs`."""
-    # Padding costs little beside reading weights.
+    """The numbers of rows that get a graph, ascending; the last one is `max_seqs`."""
+    # Padding costs little compared to reading weights.
     small = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
-    return [*(n for n in (*small, *range(512, max_seqs, 64)) if n < max_seqs), max_seqs]
+    sizes = (*small, *range(512, max_seqs, 64))
+    return [*(size for size in sizes if size < max_seqs), max_seqs]
 
 
 @contextmanager
-def _products_of(num_rows: int) -> Iterator[None]:
-    """The library that multiplies so many rows best."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(
-        "cublaslt" if num_rows in _LT_ROWS else "cublas"
-    )
+def _fastest_blas(num_rows: int) -> Iterator[None]:
+    """Uses the library that is fastest for matrices with `num_rows` rows."""
+    previous = torch.backends.cuda.preferred_blas_library()
+    library = "cublaslt" if num_rows in _CUBLASLT_ROWS else "cublas"
+    torch.backends.cuda.preferred_blas_library(library)
     try:
         yield
     finally:
-        torch.backends.cuda.preferred_blas_library(before)
+        torch.backends.cuda.preferred_blas_library(previous)
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeOutput:
-    """What a step left on the device, a row for each of its sequences."""
+    """The results of a step on the device, with one row for each of its sequences.
 
-    raw_logits: torch.Tensor  # [rows, vocab], see CausalLM.raw_logits
-    greedy_ids: (
-        torch.Tensor | None
-    )  # int64 [rows] in LastSampledTokens; None: not computed yet
+    Attributes:
+        raw_logits: [rows, vocab], see CausalLM.raw_logits.
+        greedy_ids: int64 [rows] in LastSampledTokens; None if not computed yet.
+    """
+
+    raw_logits: torch.Tensor
+    greedy_ids: torch.Tensor | None
     scores: PendingScores = field(default_factory=lambda: PendingScores([], []))
 
     @property
@@ -77,7 +82,7 @@ class DecodeGraphs:
     """The captured decode steps of one rank.
 
     Args:
-        last_drawn: for `max_seqs` draws.
+        last_drawn: a buffer for `max_seqs` draws.
         max_seqs: most sequences of a step.
         max_blocks: most blocks of a sequence.
     """
@@ -101,26 +106,28 @@ class DecodeGraphs:
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
         self._complements, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
-        # With the output of all rows, which the next replay of any graph overwrites.
+        # Graphs, with their outputs. The next replay of any graph overwrites these.
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
 
     def capture(self) -> None:
-        """Captures every size, the largest first, so that the others fit into its memory."""
+        """Captures every size. The largest comes first, so that the others fit into its
+        memory."""
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._backend.plan_captured(_null_batch(self._backend.num_groups), size)
-            self._step(size)  # makes handles and loads kernels, which capturing cannot
+            self._step(size)  # creates handles and loads kernels; a capture cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA meanwhile.
+            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
+            # concurrently.
             with torch.cuda.graph(
                 graph,
                 pool=pool,
                 stream=torch.cuda.current_stream(),
                 capture_error_mode="thread_local",
             ):
-                self._graphs[size] = graph, self._step(size)
+                self._graphs[size] = (graph, self._step(size))
         torch.cuda.synchronize()
         logger.info(
             "captured %d decode graphs in %.1f s",
@@ -129,8 +136,8 @@ class DecodeGraphs:
         )
 
     def _step(self, num_rows: int) -> DecodeOutput:
-        with _products_of(num_rows):
-            token_ids = self._last_drawn.fill_in(self._complements[:num_rows])
+        with _fastest_blas(num_rows):
+            token_ids = self._last_drawn.resolve(self._complements[:num_rows])
             hidden = self._model.forward(
                 token_ids, self._positions[:num_rows], self._backend
             )
@@ -139,8 +146,12 @@ class DecodeGraphs:
         return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:
-        """Whether all its sequences decode and draw once, and are no more than the largest graph's;
-        logprobs of prompt tokens need the hidden states, which a graph keeps to itself."""
+        """Whether a graph can run this step.
+
+        That is so if all its sequences decode and draw once, and if there are at most
+        as many as in the largest graph. Logprobs of prompt tokens need the hidden
+        states, which a graph does not return.
+        """
         num_seqs = len(step.query_lens)
         return (
             num_seqs <= self._sizes[-1]
@@ -168,7 +179,7 @@ class DecodeGraphs:
         return DecodeOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
 
     def replay(self, num_seqs: int) -> None:
-        """Launches once more the graph that a step of `num_seqs` runs, as it was planned last."""
+        """Launches again the graph that a step of `num_seqs` runs, as last planned."""
         self._graphs[self._size_for(num_seqs)][0].replay()
 
     def _size_for(self, num_seqs: int) -> int:
@@ -176,20 +187,23 @@ class DecodeGraphs:
 
 
 def _null_batch(num_groups: int) -> AttentionBatch:
-    """One sequence of one token, in the null block."""
+    """A batch of one sequence with one token, in the null block."""
     one = np.ones(1, np.int32)
-    return AttentionBatch(
-        one, one, np.zeros((1, num_groups), np.int32), np.zeros(1, np.int64)
-    )
+    tables = np.zeros((1, num_groups), np.int32)
+    slots = np.zeros(1, np.int64)
+    return AttentionBatch(one, one, tables, slots)
 
 
 class _Piece(NamedTuple):
+    """A graph, and the attention query at its end; None for the last piece."""
+
     graph: torch.cuda.CUDAGraph
-    query: AttentionQuery | None  # that it ends with; None: the step ends
+    query: Query | None
 
 
 class PromptGraphs:
-    """The captured pieces of one rank's steps. Rows that are added are computed, not stored."""
+    """The captured pieces of one rank's prompt steps. Padding rows are computed, but
+    their KV is not stored."""
 
     def __init__(
         self,
@@ -199,57 +213,61 @@ class PromptGraphs:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        self._model, self._backend = model, backend
+        self._model = model
+        self._backend = backend
         self._sizes = [size for size in _PROMPT_SIZES if size <= max_tokens]
         self._inputs = torch.zeros(
             2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device
         )
-        # Queries and answers, which all layers and sizes share, by their place and shape.
+        # Queries and answers, by place and shape. All layers and sizes share them.
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._hidden: dict[int, Tensor] = {}
 
     def capture(self) -> None:
-        """Captures every size, the largest first, so that the others fit into its memory."""
-        started_s, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
+        """Captures every size. The largest comes first, so that the others fit into its
+        memory."""
+        started_s = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            with _products_of(size):
-                self._run_pieces(size, None)  # makes handles and loads kernels
+            with _fastest_blas(size):
+                self._run_pieces(size, None)  # creates handles and loads kernels
                 torch.cuda.synchronize()
                 self._pieces[size] = self._run_pieces(size, pool)
         torch.cuda.synchronize()
-        told = "captured %d sizes of steps, between their attention, in %.1f s"
-        logger.info(told, len(self._sizes), time.perf_counter() - started_s)
+        logger.info(
+            "captured %d sizes of prompt steps, without their attention, in %.1f s",
+            len(self._sizes),
+            time.perf_counter() - started_s,
+        )
 
-    def takes(self, num_tokens: int) -> bool:
+    def can_run(self, num_tokens: int) -> bool:
         return bool(self._sizes) and num_tokens <= self._sizes[-1]
 
     def run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """As the model's `forward`, of a planned step of [T] tokens that it `takes`. The result is
-        valid until the next call."""
+        """The model's `forward` for a planned step of [T] tokens that it `can_run`. The
+        result is valid until the next call."""
         num_tokens = len(token_ids)
         size = next(size for size in self._sizes if size >= num_tokens)
-        for row, given in zip(self._inputs, (token_ids, positions), strict=True):
-            row[:num_tokens].copy_(given)
+        self._inputs[0, :num_tokens].copy_(token_ids)
+        self._inputs[1, :num_tokens].copy_(positions)
         for graph, query in self._pieces[size]:
             graph.replay()
             if query is not None:
-                answer = query.truncated(num_tokens).run_on(self._backend)
+                answer = query.first(num_tokens).answer(self._backend)
                 self._buffer("answer", query.inputs[0])[:num_tokens].copy_(answer)
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
-        """Captures them in a pool; without one they run."""
+        """Captures the pieces of a step in a memory pool; without a pool, runs them."""
         token_ids, positions = self._inputs[:, :size]
-        asking = self._model.attention_queries(
-            token_ids, positions, self._backend.applies_rope
-        )
+        asking = self._model.asking(token_ids, positions, self._backend.applies_rope)
         pieces: list[_Piece] = []
         answer = query = None
         while not pieces or query is not None:
             graph = torch.cuda.CUDAGraph()
             if pool is not None:
-                # thread_local: other threads of this process may use CUDA meanwhile.
+                # thread_local: other threads of this process may use CUDA concurrently.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             query = self._next(asking, answer, size)
             if pool is not None:
@@ -259,22 +277,24 @@ class PromptGraphs:
                 answer = self._buffer("answer", query.inputs[0])[:size]
         return pieces
 
-    def _next(
-        self, asking: AttentionQueries, answer: Tensor | None, size: int
-    ) -> AttentionQuery | None:
+    def _next(self, asking: Asking, answer: Tensor | None, size: int) -> Query | None:
         try:
             query = next(asking) if answer is None else asking.send(answer)
         except StopIteration as end:
             self._hidden[size] = end.value
             return None
-        given = enumerate(query.inputs)
-        kept = tuple(self._buffer(place, x)[:size].copy_(x) for place, x in given)
-        return query._replace(inputs=kept)
+        inputs = tuple(
+            self._buffer(place, tensor)[:size].copy_(tensor)
+            for place, tensor in enumerate(query.inputs)
+        )
+        return query._replace(inputs=inputs)
 
-    def _buffer(self, place: object, like: Tensor) -> Tensor:
-        key = place, like.shape[1:], like.dtype
-        if (
-            key not in self._buffers
-        ):  # the largest size comes first, and runs before it is captured
-            self._buffers[key] = like.new_zeros(self._sizes[-1], *like.shape[1:])
+    def _buffer(self, place: object, example: Tensor) -> Tensor:
+        """The buffer for tensors with the row shape and dtype of `example`."""
+        row_shape = example.shape[1:]
+        key = (place, row_shape, example.dtype)
+        # The largest size runs first, and before it is captured, so that no buffer is
+        # created during a capture.
+        if key not in self._buffers:
+            self._buffers[key] = example.new_zeros(self._sizes[-1], *row_shape)
         return self._buffers[key]

@@ -1,5 +1,7 @@
-"""Layers in groups that have blocks of their own (kvcache/groups.py): a backend for each group over
-the same pool, with the tables and slots of that group."""
+"""Attention for layers in groups that have blocks of their own (kvcache/groups.py).
+
+Each group has a backend over the same pool, with the tables and slots of that group.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,36 +18,37 @@ MakeBackend = Callable[
 
 
 class GroupedBackend(AttentionBackend):
-    """Batches come with the tables of all groups side by side, and with slots of the first one.
+    """Batches have the tables of all groups side by side, and the slots of the first
+    group.
 
     Args:
-        dealt: the model's layers in each group, in the order of their places.
+        group_layers: the model's layers in each group, in the order of their places.
         layers: how each of the model's layers attends.
-        make: makes the backend of a group, given how the layers in its places attend, and that of
-            another group.
-        sizes: as of AttentionBackend.
+        make: makes the backend of a group. Its arguments are how the layers in the
+            group's places attend, and the backend of another group.
+        sizes: arguments of AttentionBackend.
     """
 
     def __init__(
         self,
         pool: KVPool,
-        dealt: Sequence[Sequence[int]],
+        group_layers: Sequence[Sequence[int]],
         layers: Sequence[LayerAttention],
         make: MakeBackend,
         **sizes: Any,
     ) -> None:
         super().__init__(pool, **sizes)
-        self._places = {
-            layer: (group, place)
-            for group, found in enumerate(dealt)
-            for place, layer in enumerate(found)
-        }
-        size = pool.layout.num_layers
+        self._places: dict[int, tuple[int, int]] = {}  # group and place of each layer
         self._backends: list[AttentionBackend] = []
-        for found in dealt:
-            filled = [*found, *[found[0]] * (size - len(found))]
-            first = self._backends[0] if self._backends else None
-            self._backends.append(make([layers[layer] for layer in filled], first))
+        num_places = pool.layout.num_layers
+        for group, members in enumerate(group_layers):
+            for place, layer in enumerate(members):
+                self._places[layer] = (group, place)
+            # A group with fewer layers repeats its first one in the unused places.
+            unused = [members[0]] * (num_places - len(members))
+            first_backend = self._backends[0] if self._backends else None
+            attentions = [layers[layer] for layer in (*members, *unused)]
+            self._backends.append(make(attentions, first_backend))
 
     @property
     def num_groups(self) -> int:
@@ -72,16 +75,18 @@ class GroupedBackend(AttentionBackend):
             backend.plan_captured(self._of_group(batch, group), num_rows)
 
     def _of_group(self, batch: AttentionBatch, group: int) -> AttentionBatch:
-        size, lens = self.pool.layout.block_size, batch.query_lens
+        block_size = self.pool.layout.block_size
+        query_lens = batch.query_lens
         tables = np.ascontiguousarray(batch.block_tables[:, group :: self.num_groups])
-        rows = np.repeat(np.arange(len(lens)), lens)
-        ends = np.cumsum(lens, dtype=np.int64)
-        positions = np.arange(len(rows)) + np.repeat(batch.context_lens - ends, lens)
-        slots = (
-            batch.slot_mapping % size
-        )  # of padding that is all: it is in the null block
-        slots[: len(rows)] += tables[rows, positions // size].astype(np.int64) * size
-        return AttentionBatch(lens, batch.context_lens, tables, slots)
+        rows = np.repeat(np.arange(len(query_lens)), query_lens)
+        ends = np.cumsum(query_lens, dtype=np.int64)
+        starts = np.repeat(batch.context_lens - ends, query_lens)
+        positions = np.arange(len(rows)) + starts
+        # The slots of padding are in the null block, whose number is 0.
+        slots = batch.slot_mapping % block_size
+        blocks = tables[rows, positions // block_size].astype(np.int64)
+        slots[: len(rows)] += blocks * block_size
+        return AttentionBatch(query_lens, batch.context_lens, tables, slots)
 
     def forward(self, layer: int, *args: Any, **options: Any) -> Tensor:
         group, place = self._places[layer]

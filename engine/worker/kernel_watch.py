@@ -1,7 +1,9 @@
-"""Watches what is compiled or loaded for a GPU: at start it is counted, afterwards it is an error.
+"""Watches kernels that are compiled or loaded for a GPU. Before the engine is ready they
+are counted; afterwards each is reported as an error.
 
-A kernel that is compiled while requests wait stops all of them for seconds. What requests can need
-runs once before a server is ready (engine/worker/rehearsal.py); whatever that missed is named here.
+A kernel that is compiled while requests wait delays all of them for seconds. Every
+kernel that requests can need therefore runs once before a server is ready
+(engine/worker/warm_up.py). A kernel that the warm-up missed is named here.
 """
 
 import contextlib
@@ -15,25 +17,31 @@ logger = logging.getLogger("baton.engine")
 
 
 class KernelWatch:
-    """Of one process."""
+    """The kernels that one process loads.
+
+    Attributes:
+        is_ready: whether requests may wait for what is loaded from now on.
+        num_at_start: kernels loaded before that.
+        num_late: kernels loaded since then.
+    """
 
     def __init__(self) -> None:
-        self.num_before = 0  # the engine was ready
-        self.num_after = 0
-        self.is_ready = (
-            False  # once it is, requests wait for what is compiled or loaded
-        )
+        self.is_ready = False
+        self.num_at_start = 0
+        self.num_late = 0
 
-    def saw(self, name: str) -> None:
-        """A kernel or module is being loaded, compiled before if it was not kept."""
+    def record(self, name: str) -> None:
+        """A kernel or module is about to be loaded. It is compiled before, unless it is
+        in the cache."""
         if not self.is_ready:
-            self.num_before += 1
+            self.num_at_start += 1
             logger.debug("kernel %s", name)
             return
-        self.num_after += 1
+        self.num_late += 1
         logger.error(
-            "kernel %s is loaded, perhaps compiled, while requests wait: it should have run before "
-            "this server was ready; please report this line with the options and the request",
+            "kernel %s is loaded, perhaps compiled, while requests wait: the warm-up "
+            "should have run it before this server was ready; please report this line "
+            "with the options and the request",
             name,
         )
 
@@ -41,27 +49,29 @@ class KernelWatch:
 KERNELS = KernelWatch()
 
 
-def keep_kernels() -> None:
-    """Has compiled kernels kept under `~/.cache`, or where BATON_CACHE says; to be called before
-    anything imports their compilers. Both name what they keep by all that it depends on: Triton by
-    a digest, FlashInfer by its version and the GPU."""
-    with contextlib.suppress(
-        OSError
-    ):  # no home: they find places of their own, or say so
+def set_kernel_cache() -> None:
+    """Has compiled kernels cached under `~/.cache`, or in the folder of BATON_CACHE.
+
+    Must be called before anything imports the compilers. Both name cached kernels by
+    all that they depend on: Triton by a digest, FlashInfer by its version and the GPU.
+    """
+    # Without a home folder, the compilers choose their own folders or report an error.
+    with contextlib.suppress(OSError):
         folder = str(cache_dir())
         os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
-        if "BATON_CACHE" in os.environ:  # else it is ~/.cache/flashinfer
+        # FlashInfer's own default is ~/.cache/flashinfer.
+        if "BATON_CACHE" in os.environ:
             os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", folder)
 
 
 def watch_kernels() -> None:
-    """Has KERNELS told of what Triton and FlashInfer compile or load in this process."""
-    from triton import knobs  # only GPU machines have it
+    """Records in KERNELS what Triton and FlashInfer load in this process."""
+    from triton import knobs  # only installed on GPU machines
 
     from attention.registry import watch_modules
 
-    def loads(_module: Any, _function: Any, name: str, *_: Any) -> None:
-        KERNELS.saw(name)
+    def record_load(_module: Any, _function: Any, name: str, *_: Any) -> None:
+        KERNELS.record(name)
 
-    knobs.runtime.kernel_load_start_hook.add(loads)
-    watch_modules(KERNELS.saw)
+    knobs.runtime.kernel_load_start_hook.add(record_load)
+    watch_modules(KERNELS.record)

@@ -1,4 +1,5 @@
-"""Rank 0 of an engine: builds it with the other ranks, then runs its core."""
+"""Rank 0 of an engine: builds the engine together with the other ranks, then runs its
+core."""
 
 from collections.abc import Sequence
 from socket import socket
@@ -10,7 +11,7 @@ from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.geometry import read_config
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
-from engine.worker.load import reason_of, starting
+from engine.worker.load import describe_failure, explaining_failures
 from engine.worker.memory import longest_sequence
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
@@ -21,24 +22,29 @@ from protocol.process.lifecycle import ignore_alarm
 
 
 def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
-    """Until the HTTP process hangs up. `others` are sockets to the other ranks; see RankLinks."""
-    transport, links = EngineTransport(http), RankLinks(0, others)
+    """Runs rank 0 until the HTTP process closes its socket.
+
+    Args:
+        others: sockets to the other ranks; see RankLinks.
+    """
+    transport = EngineTransport(http)
+    links = RankLinks(0, others)
     try:
-        with starting():
+        with explaining_failures():
             core, rank, ready = _build(config, links, transport)
     except Exception as error:
         ignore_alarm()
-        transport.send(EngineFailed(reason_of(error)))
+        transport.send(EngineFailed(describe_failure(error)))
         transport.close()
         raise
-    rank.ready()
+    rank.set_ready()
     transport.send(ready)
     allow_short_naps()
     try:
         core.run()
     except Exception as error:
-        rank.blame(error)
-        transport.send(EngineFailed(reason_of(error)))
+        rank.raise_if_rank_lost(error)
+        transport.send(EngineFailed(describe_failure(error)))
         raise
     finally:
         core.connector.close()
@@ -50,17 +56,14 @@ def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
 def _build(
     config: EngineConfig, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
+    def report(progress: str) -> None:
+        transport.send(EngineProgress(progress))
+
     model_config = read_config(config.model_dir, config)
     compiler = GrammarCompiler(
         config.model_dir, model_config.vocab_size, transport.wake
     )
-    rank = Rank(
-        config,
-        model_config,
-        0,
-        links,
-        lambda text: transport.send(EngineProgress(text)),
-    )
+    rank = Rank(config, model_config, 0, links, report)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -92,6 +95,7 @@ def _build(
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),
+        count_late_kernels=rank.count_late_kernels,
     )
     ready = EngineReady(
         num_blocks=(rank.num_blocks - 1) // limits.groups.count,

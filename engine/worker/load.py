@@ -1,4 +1,5 @@
-"""A rank's device and weights, at start; the attention kernels compile meanwhile."""
+"""A rank's device and weights at start. The attention kernels compile at the same
+time."""
 
 import os
 import time
@@ -13,8 +14,8 @@ import torch
 
 from attention.registry import backend_class, compile_modules
 from engine.config import EngineConfig
-from engine.geometry import check_attention, wanted_of
-from engine.worker.memory import MemoryTooSmall, fitting
+from engine.geometry import attention_spec, check_attention
+from engine.worker.memory import MemoryTooSmall, explaining_oom
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
@@ -25,23 +26,25 @@ from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes
 
 _STREAM_PRIORITY = -1
-_TELL_EVERY_S = 3.0
+_REPORT_INTERVAL_S = 3.0
 
 
 class CannotStart(Exception):
-    """What an option, the model or this machine does not permit, in a sentence for the user."""
+    """An option, the model or this machine does not permit a start. The message explains
+    it to the user."""
 
 
 @contextmanager
-def starting() -> Iterator[None]:
-    """Tells what explains itself, while starting, from our own bugs."""
+def explaining_failures() -> Iterator[None]:
+    """Raises errors with a message for the user as CannotStart. Other errors are defects
+    of Baton and pass."""
     try:
         yield
     except (ValueError, MemoryTooSmall, CannotListen) as error:
         raise CannotStart(str(error)) from error
 
 
-def reason_of(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     if isinstance(error, CannotStart):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -52,31 +55,33 @@ def load(
     model_config: ModelConfig,
     parallel: Parallel,
     device: torch.device,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> CausalLM:
-    """The weights of one rank on its device; compiled kernels are there when it returns. `tell` is
-    told how far that is."""
-    # What cannot attend is refused before minutes are spent on loading weights.
+    """Loads the weights of one rank to its device. When it returns, the attention
+    kernels are compiled.
+
+    Args:
+        report: called with the progress, as a text.
+    """
+    # Refuse what no backend can serve before minutes are spent on loading weights.
     check_attention(config, model_config)
     backend_class(config.attention_backend, config.device, model_config.kv_components)
     pool = ThreadPoolExecutor(1, "compile")
     compiling = pool.submit(
         compile_modules,
         config.attention_backend,
-        wanted_of(config, model_config, model_config.num_heads // config.tp),
+        attention_spec(config, model_config, model_config.num_heads // config.tp),
         device,
         free_bytes=free_host_bytes(),
     )
     pool.shutdown(wait=False)
-    if (
-        device.type == "cuda"
-    ):  # a machine's memory is looked at before its ranks are started
-        check_weights_fit(
-            model_config, *torch.cuda.mem_get_info(device), config, str(device)
-        )
+    # The memory of a CPU machine was checked before its ranks were started.
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        check_weights_fit(model_config, free_bytes, total_bytes, config, str(device))
     is_dummy = config.load_format == "dummy"
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
-    with fitting(f"a model with weights in {config.dtype}", device, fix):
+    with explaining_oom(f"a model with weights in {config.dtype}", device, fix):
         model = load_model(
             model_config,
             config.model_dir,
@@ -87,56 +92,70 @@ def load(
             seed=config.seed,
             pack=config.pack_weights,
             on_load=LoadProgress(
-                {} if is_dummy else read_headers(Path(config.model_dir)), tell
+                {} if is_dummy else read_headers(Path(config.model_dir)), report
             ),
         )
     if not compiling.done():
-        tell("compiling kernels")
+        report("compiling kernels")
     compiling.result()
     return model
 
 
 class LoadProgress:
-    """Tells, from time to time, how many of a model's weights are loaded: call it with each name.
+    """Reports periodically how many of a model's weights are loaded. It is called with
+    the name of each weight, before that is loaded.
 
     Args:
-        stored: the tensors of its files; none where weights are made up.
+        stored: the tensors of the model's files; empty for dummy weights.
     """
 
     def __init__(
         self,
         stored: Mapping[str, StoredTensor],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # A quantised weight is in several tensors, none of which has its name.
-        self._sizes: Counter[str] = Counter()
+        # By module, because a quantised weight is in several tensors, none of which has
+        # its name.
+        self._num_bytes: Counter[str] = Counter()
         for name, tensor in stored.items():
-            self._sizes[_module(name)] += tensor.stop - tensor.start
-        self._of_module = Counter(map(_module, stored))
-        self._total, self._tell, self._clock = self._sizes.total(), tell, clock
-        self._num_stored = len(stored)
-        self._done = self._count = 0
-        self._begun = clock()
-        self._told = self._begun - _TELL_EVERY_S
+            self._num_bytes[_module(name)] += tensor.stop - tensor.start
+        self._num_tensors = Counter(map(_module, stored))
+        self._total_bytes = self._num_bytes.total()
+        self._total_tensors = len(stored)
+        self._loaded_bytes = 0
+        self._loaded_tensors = 0
+        self._report = report
+        self._clock = clock
+        self._started_s = clock()
+        self._reported_s = self._started_s - _REPORT_INTERVAL_S
 
     def __call__(self, name: str) -> None:
         now = self._clock()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
-            self._tell(f"loading weights{self._how_far(now - self._begun)}")
-        # What was loaded when the next one is asked for.
-        self._done += self._sizes.pop(_module(name), 0)
-        self._count += self._of_module.pop(_module(name), 0) if self._total else 1
+        if now - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now
+            self._report(f"loading weights{self._progress(now - self._started_s)}")
+        # These are loaded when the next weight is requested.
+        module = _module(name)
+        self._loaded_bytes += self._num_bytes.pop(module, 0)
+        if self._total_bytes:
+            self._loaded_tensors += self._num_tensors.pop(module, 0)
+        else:
+            self._loaded_tensors += 1
 
-    def _how_far(self, took_s: float) -> str:
-        if not self._total:
-            return f": {self._count} tensors"
-        done, total = (n / 2**30 for n in (self._done, self._total))
-        told = f": {done:.2f} of {total:.2f} GiB, {self._count} of {self._num_stored} tensors"
-        if not self._done:
-            return told
-        return f"{told}, about {took_s * (total / done - 1):.0f} s left"
+    def _progress(self, elapsed_s: float) -> str:
+        if not self._total_bytes:
+            return f": {self._loaded_tensors} tensors"
+        loaded_gib = self._loaded_bytes / 2**30
+        total_gib = self._total_bytes / 2**30
+        progress = (
+            f": {loaded_gib:.2f} of {total_gib:.2f} GiB, "
+            f"{self._loaded_tensors} of {self._total_tensors} tensors"
+        )
+        if not self._loaded_bytes:
+            return progress
+        remaining_s = elapsed_s * (total_gib / loaded_gib - 1)
+        return f"{progress}, about {remaining_s:.0f} s left"
 
 
 def _module(name: str) -> str:
@@ -152,27 +171,37 @@ def check_weights_fit(
 ) -> None:
     """Raises MemoryTooSmall before minutes are spent on loading what cannot fit."""
 
-    def of_rank(model: ModelConfig) -> int:  # at least: some are whole on each
+    def rank_bytes(model: ModelConfig) -> int:
+        """A lower bound, because each rank has some weights completely."""
         itemsize = getattr(torch, config.dtype).itemsize
         return weight_bytes(model, itemsize, keep_quantised=True) // config.tp
 
-    if (needed_bytes := of_rank(model)) <= free_bytes:
+    needed_bytes = rank_bytes(model)
+    if needed_bytes <= free_bytes:
         return
-    needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
-    least = needed_bytes * config.tp / max(free_bytes, 1)
-    fixes = [f"--tp {n} or more" for n in tp_sizes(model, config.ep) if n >= least][:1]
+    fixes = []
+    min_ranks = needed_bytes * config.tp / max(free_bytes, 1)
+    sufficient_sizes = [n for n in tp_sizes(model, config.ep) if n >= min_ranks]
+    if sufficient_sizes:
+        fixes.append(f"--tp {sufficient_sizes[0]} or more")
     smaller = replace(model, quantization=Quantization(AT_LOAD))
-    if model.quantization is None and of_rank(smaller) <= free_bytes:
+    if model.quantization is None and rank_bytes(smaller) <= free_bytes:
         fixes.append("--quantization fp8")
+    fix = ", or ".join(fixes or ["larger GPUs"])
+    needed_gib = needed_bytes / 2**30
+    free_gib = free_bytes / 2**30
+    total_gib = total_bytes / 2**30
     raise MemoryTooSmall(
-        f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
-        f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
-        f"GiB are missing; use {', or '.join(fixes or ['larger GPUs'])}, or free the GPU"
+        f"the model's weights in {config.dtype} take {needed_gib:.2f} GiB on each of "
+        f"{config.tp} rank(s), but {device} has {free_gib:.2f} of its {total_gib:.2f} "
+        f"GiB free: {needed_gib - free_gib:.2f} GiB are missing; use {fix}, or free the "
+        "GPU"
     )
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Every rank looks at all ranks' GPUs, before they wait for each other. Raises ValueError."""
+    """Checks the GPUs of all ranks. Every rank does so before the ranks wait for each
+    other. Raises ValueError."""
     if config.device != "cuda":
         return
     if not torch.cuda.is_available():
@@ -187,17 +216,19 @@ def check_devices(config: EngineConfig) -> None:
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of a rank, made current in this thread where it is a GPU."""
+    """The device of a rank. A GPU is made current in this thread."""
     if config.device != "cuda":
         return torch.device(config.device)
     check_devices(config)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ValueError(
-            "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments, whose memory other processes "
-            "cannot map: KV could not be pulled from here; unset it"
+            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, whose memory other "
+            "processes cannot map: KV could not be pulled from here; unset it"
         )
     device = torch.device("cuda", config.devices[rank])
     torch.cuda.set_device(device)
-    # Above the pulls of this process (their streams have priority 0), so that they slow no step.
-    torch.cuda.set_stream(torch.cuda.Stream(device, priority=_STREAM_PRIORITY))  # type: ignore[no-untyped-call, unused-ignore]
+    # Steps have a higher priority than the pulls of this process, whose streams have
+    # priority 0, so that pulls do not slow them down.
+    stream = torch.cuda.Stream(device, priority=_STREAM_PRIORITY)  # type: ignore[no-untyped-call, unused-ignore]
+    torch.cuda.set_stream(stream)
     return device

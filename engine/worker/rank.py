@@ -1,15 +1,16 @@
-"""One rank: its shard of the model, its KV and its service, made one after the other."""
+"""One rank: its shard of the model, its KV and its service, created in this order."""
 
 import gc
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.worker import ranks
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, block_bytes, size_pool
-from engine.worker.ranks import RankLinks, blame
-from engine.worker.rehearsal import kv_budget_bytes, rehearse
+from engine.worker.ranks import RankLinks
 from engine.worker.runner import ModelRunner
 from engine.worker.service import KVService, reserved_bytes
+from engine.worker.warm_up import kv_budget_bytes, warm_up
 from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.nixl_agent import NixlAgent
@@ -21,16 +22,16 @@ from protocol.settings.machine import free_host_bytes
 
 
 class Rank:
-    """Loads the model, allocates as much KV as all ranks can hold, runs every kind of step once,
-    and starts the rank's service. All ranks do so together.
+    """Loads the model, allocates as much KV as all ranks can hold, runs every kind of
+    step once, and starts the rank's service. All ranks do so together.
 
     Args:
-        tell: told what takes long, in words.
+        report: called with a text when something begins that takes long.
 
     Attributes:
-        size: what this rank alone would hold.
-        num_blocks: of the pool.
-        metadata: of all ranks, in order.
+        size: the size of the pool that this rank alone could hold.
+        num_blocks: blocks of the pool on which all ranks agreed.
+        metadata: descriptions of all ranks, in order.
     """
 
     def __init__(
@@ -39,26 +40,26 @@ class Rank:
         model_config: ModelConfig,
         rank: int,
         links: RankLinks,
-        tell: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        parallel = _parallel(config, rank, links)
-        self.runner = runner = ModelRunner(config, model_config, parallel, tell)
+        parallel = _connect(config, rank, links)
+        self.runner = ModelRunner(config, model_config, parallel, report)
         self._number = rank
-        tell("sizing the KV pool")
-        self.size = pool_size(config, model_config, runner)
+        report("sizing the KV pool")
+        self.size = pool_size(config, model_config, self.runner)
         self.num_blocks = links.agree(self.size.num_blocks, int, min)
-        pool = runner.allocate(self.num_blocks).pool
-        runner.capture_graphs()
-        cuda = pool.device.type == "cuda"
-        if cuda:
-            tell("running each kind of step once")
-            rehearse(runner)
+        pool = self.runner.allocate(self.num_blocks).pool
+        self.runner.capture_graphs()
+        on_gpu = pool.device.type == "cuda"
+        if on_gpu:
+            report("running each kind of step once")
+            warm_up(self.runner)
         else:
             PrefaultThread(pool).start()
-        device_id = pool.device_id if cuda else None
+        device_id = pool.device_id if on_gpu else None
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
-        self.compat = _compat(config, model_config, runner.groups.to_wire())
-        stepping = runner.stepping
+        self.compat = _compat(config, model_config, self.runner.groups.to_wire())
+        step_watch = self.runner.stepping
         self.service = KVService(
             config,
             rank,
@@ -66,25 +67,28 @@ class Rank:
             agent,
             self.compat,
             links.pulls,
-            busy=lambda: stepping.busy,
+            busy=lambda: step_watch.busy,
         )
-        own = [describe(pool, rank, agent.metadata())]
-        told = links.agree(
-            own, list[RankMetadata], lambda each: [one for (one,) in each]
-        )
-        self.metadata = sorted(told, key=lambda metadata: metadata.rank)
+        self.metadata = _share_metadata(links, describe(pool, rank, agent.metadata()))
         self.service.start()
 
-    def blame(self, error: Exception) -> None:
-        """Raises RankLost, from what has failed here, where that came of another rank's end."""
-        blame(error, self._number, [one.pid for one in self.metadata])
+    def raise_if_rank_lost(self, error: Exception) -> None:
+        """Raises RankLost if `error`, which occurred here, follows from the end of
+        another rank."""
+        pids = [metadata.pid for metadata in self.metadata]
+        ranks.raise_if_rank_lost(error, self._number, pids)
 
     @staticmethod
-    def ready() -> None:
-        """Requests come from now on. What is there by now stays: looking through it for garbage
-        would hold up steps."""
+    def set_ready() -> None:
+        """Called when requests may come. Excludes all existing objects from garbage
+        collection, because a scan of them would delay steps."""
         KERNELS.is_ready = True
         gc.freeze()
+
+    @staticmethod
+    def count_late_kernels() -> int:
+        """How many kernels this process has loaded since `set_ready`."""
+        return KERNELS.num_late
 
 
 def pool_size(
@@ -103,16 +107,30 @@ def pool_size(
     )
 
 
-def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
-    device = (
-        f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
-    )
-    links.agree(
-        0, int, max
-    )  # all have started: the group waits for a minute, links for ten
-    groups = {"dcp": config.dcp, "ep": config.ep}
+def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetadata]:
+    """The descriptions of all ranks, in order."""
+
+    def concatenate(lists: list[list[RankMetadata]]) -> list[RankMetadata]:
+        return [metadata for one_rank in lists for metadata in one_rank]
+
+    shared = links.agree([metadata], list[RankMetadata], concatenate)
+    return sorted(shared, key=lambda metadata: metadata.rank)
+
+
+def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
+    device: str = config.device
+    if config.device == "cuda":
+        device = f"cuda:{config.devices[rank]}"
+    # All ranks have started after this: the process group waits only one minute for
+    # them, the links ten.
+    links.agree(0, int, max)
     return Parallel.connect(
-        rank, config.tp, meeting=config.meeting, device=device, **groups
+        rank,
+        config.tp,
+        meeting=config.meeting,
+        device=device,
+        dcp=config.dcp,
+        ep=config.ep,
     )
 
 

@@ -1,11 +1,14 @@
-"""The links between the ranks of an engine: sockets from rank 0 to each other one.
+"""The links between the ranks of an engine: sockets from rank 0 to each other rank.
 
-First the ranks agree: that all have started, on the blocks that all can hold, on where everybody's
-KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
-and at the end an empty one. Steps are not answered: rank 0 takes part in each of them, and the
-collectives of the forward pass keep all ranks together: when a step has ended on rank 0, its KV is
-written on all, as the last layer adds up what follows from it. A rank that dies ends the engine
-(its parent watches every rank).
+During the start, the ranks agree on values: that all have started, the number of blocks
+that all can hold, and where each rank's KV is. Each rank sends its value to rank 0,
+which sends the combined value to all. Then rank 0 sends steps, and at the end an empty
+message.
+
+Steps are not answered. Rank 0 takes part in each of them, and the collectives of the
+forward pass synchronise all ranks. When a step has ended on rank 0, its KV is written
+on all ranks, because the last layer adds up results that depend on it. A rank that dies
+ends the engine (its parent watches every rank).
 """
 
 import os
@@ -24,10 +27,11 @@ import msgspec
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.worker.runner import ModelRunner
 
-_JOIN_TIMEOUT_S = 600.0  # loading the model included
-_END_DELAY_S = 0.1  # for a rank to begin to end, where a collective heard of it first
-_TORN_DOWN_S = 10.0
-_PF_EXITING = 0x4  # of the kernel's flags of a process
+_JOIN_TIMEOUT_S = 600.0  # includes loading the model
+# A failed collective may be seen before the rank that caused it begins to end.
+_END_DELAY_S = 0.1
+_TEARDOWN_TIMEOUT_S = 10.0
+_PF_EXITING = 0x4  # a flag of a process, defined by the kernel
 
 _T = TypeVar("_T")
 
@@ -37,17 +41,19 @@ class RankTimeout(Exception):
 
 
 class RankLost(Exception):
-    """Another rank has ended, and with it the engine; what failed here came of that."""
+    """Another rank has ended, which ends the engine. It is the cause of a failure on
+    this rank."""
 
 
 class RankLinks:
-    """One rank's: rank 0 has a link to every other rank, each of them one to rank 0.
+    """The links of one rank. Rank 0 has a link to every other rank; each of these has
+    one to rank 0.
 
     Args:
-        sockets: two to each of them in turn, for what is said here and for pulls.
+        sockets: two for each link: one for this class and one for pulls.
 
     Attributes:
-        pulls: sockets for another thread, which has them to itself.
+        pulls: the sockets for pulls, which belong to another thread.
     """
 
     def __init__(
@@ -57,36 +63,38 @@ class RankLinks:
         *,
         timeout_s: float = _JOIN_TIMEOUT_S,
     ) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._links = [Connection(link.detach()) for link in sockets[::2]]
         self.pulls = sockets[1::2]
 
-    def agree(self, own: _T, kind: type[_T], combine: Callable[[list[_T]], _T]) -> _T:
-        """What rank 0's `combine` makes of all ranks' `own`, in any order.
+    def agree(self, value: _T, kind: type[_T], combine: Callable[[list[_T]], _T]) -> _T:
+        """Returns the result of rank 0's `combine` on the values of all ranks, in any
+        order.
 
         Raises:
-            RankTimeout: a rank tells nothing.
-            RankLost: one has ended.
+            RankTimeout: a rank sends no value.
+            RankLost: a rank has ended.
         """
         if self._rank:
-            self.send(msgspec.msgpack.encode(own))
+            self.send(msgspec.msgpack.encode(value))
             return msgspec.msgpack.decode(self._receive(), type=kind)
-        told = [
-            self._receive(index, self._timeout_s) for index in range(len(self._links))
-        ]
-        agreed = combine(
-            [own, *(msgspec.msgpack.decode(one, type=kind) for one in told)]
-        )
+        values = [value]
+        for index in range(len(self._links)):
+            message = self._receive(index, self._timeout_s)
+            values.append(msgspec.msgpack.decode(message, type=kind))
+        agreed = combine(values)
         self.send(msgspec.msgpack.encode(agreed))
         return agreed
 
     def send(self, message: bytes) -> None:
-        """Raises OSError: a rank has ended."""
+        """Raises OSError if a rank has ended."""
         for link in self._links:
             link.send_bytes(message)
 
-    def follow(self, runner: ModelRunner) -> None:
-        """Executes steps until rank 0 has no more, launching ahead as rank 0 does."""
+    def run_steps(self, runner: ModelRunner) -> None:
+        """Executes the steps that rank 0 sends, until it sends an empty message. Launches
+        steps ahead as rank 0 does."""
         launched: deque[PendingStep] = deque()
         while data := self._receive():
             launched.append(runner.launch(step_from_bytes(data)))
@@ -101,19 +109,25 @@ class RankLinks:
             link.close()
 
     def _receive(self, index: int = 0, timeout_s: float | None = None) -> bytes:
-        """The next message of a link. Whoever started the ranks has time to hear why one ended."""
-        link, peer = self._links[index], "rank 0" if self._rank else "a rank"
+        """Returns the next message of a link.
+
+        If the other rank has ended, it waits before it raises. The parent of the ranks
+        then learns first why that rank ended.
+        """
+        link = self._links[index]
+        peer = "rank 0" if self._rank else "a rank"
         try:
             if timeout_s is not None and not link.poll(timeout_s):
-                raise RankTimeout(f"{peer} said nothing for {timeout_s:g} s")
+                raise RankTimeout(f"{peer} sent nothing for {timeout_s:g} s")
             return link.recv_bytes()
         except (EOFError, OSError) as error:
-            time.sleep(_TORN_DOWN_S)
+            time.sleep(_TEARDOWN_TIMEOUT_S)
             raise RankLost(f"{peer} has ended") from error
 
 
 class RankExecutor:
-    """Rank 0's: sends a step to the other ranks, then runs its own share."""
+    """The executor of rank 0: sends a step to the other ranks, then runs its own
+    share."""
 
     def __init__(self, runner: ModelRunner, links: RankLinks) -> None:
         self._runner = runner
@@ -127,27 +141,40 @@ class RankExecutor:
         return self._runner.launch(step)
 
 
-def blame(error: Exception, own: int, pids: Sequence[int | None]) -> None:
-    """To be called when something has failed on rank `own`: raises RankLost, from `error`, where
-    another rank has ended. One that is being torn down is waited for, so that whoever started the
-    ranks knows why it ended before this one ends of it. `pids` are by rank."""
+def raise_if_rank_lost(
+    error: Exception, failed_rank: int, pids: Sequence[int | None]
+) -> None:
+    """Raises RankLost from `error`, if the failure on a rank follows from the end of
+    another rank.
+
+    Waits for a rank that is being torn down. The parent of the ranks then learns why
+    that one ended, before the failed rank ends as well.
+
+    Args:
+        pids: process ids, by rank.
+    """
     time.sleep(_END_DELAY_S)
     for rank, pid in enumerate(pids):
-        if rank == own or pid is None or not is_ending(pid):
+        if rank == failed_rank or pid is None or not is_ending(pid):
             continue
         with suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
-            ending = select.poll()
-            ending.register(process, select.POLLIN)
-            ending.poll(_TORN_DOWN_S * 1000)
+            poller = select.poll()
+            poller.register(process, select.POLLIN)
+            poller.poll(_TEARDOWN_TIMEOUT_S * 1000)
         raise RankLost(f"rank {rank} has ended") from error
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process has ended or is being torn down, which takes seconds where it holds a GPU's
-    memory. Its connections break only then."""
+    """Whether a process has ended or is being torn down.
+
+    The teardown takes seconds if the process holds memory of a GPU. Its connections
+    break only at the end.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True
-    fields = text[text.rindex(")") + 2 :].split()  # those after its name
-    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+    fields = text[text.rindex(")") + 2 :].split()  # the fields after the name
+    state = fields[0]
+    flags = int(fields[6])
+    return state in "ZX" or bool(flags & _PF_EXITING)

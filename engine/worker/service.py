@@ -1,5 +1,5 @@
-"""What runs on each rank for KV to come and go: its pool, which peers may read, and the thread that
-reads theirs."""
+"""The KV service of each rank: its pool, which peers may read, and the thread that reads
+the pools of peers."""
 
 from collections.abc import Callable, Sequence
 from socket import socket
@@ -22,22 +22,22 @@ from protocol.handshake import CompatRecord, EngineMetadata
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """What a rank's service takes of its device's memory, beside the KV pool."""
+    """Device memory that a rank's service takes in addition to the KV pool."""
     return LocalRank.reserved_bytes(_staging_bytes(config))
 
 
 def _staging_bytes(config: EngineConfig) -> int | None:
-    """None where nothing is ever staged."""
+    """None if nothing is ever staged."""
     return None if config.transfer == "mapped" else config.staging_bytes
 
 
 class KVService:
-    """One rank's. Making it registers the rank's KV with the rank's agent, which the service owns
-    from `start` on.
+    """The KV service of one rank. Its constructor registers the rank's KV with the
+    rank's agent, which the service owns once `start` has been called.
 
     Args:
-        links: sockets to the other ranks, of rank 0; of another one to that.
-        busy: whether the rank computes.
+        links: sockets for pulls: on rank 0 to the other ranks, on these to rank 0.
+        busy: returns whether the rank computes.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class KVService:
         links: Sequence[socket],
         busy: Callable[[], bool],
     ) -> None:
-        self._config, self._pool = config, pool
+        self._config = config
+        self._pool = pool
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
-        maps = config.transfer != "nixl"
-        placer = (
-            placer_for(pool, busy=busy, convert=config.kv_convert) if maps else None
-        )
+        placer = None
+        if config.transfer != "nixl":
+            placer = placer_for(pool, busy=busy, convert=config.kv_convert)
         local = LocalRank(
             rank,
             config.tp,
@@ -91,14 +91,20 @@ class KVService:
                 verify=config.kv_verify,
             )
             self._worker = TransferWorker(local, self._coordinator)
-        self.start, self.close = self._worker.start, self._worker.close
+        self.start = self._worker.start
+        self.close = self._worker.close
 
     def make_connector(
         self, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> Connector:
-        """Rank 0's, once. `wake`, from any thread, has the core poll."""
-        config, layout, coordinator = self._config, self._pool.layout, self._coordinator
-        coordinator.on_event = wake
+        """Makes the connector of the engine. Called once, on rank 0.
+
+        Args:
+            wake: makes the core poll; may be called from any thread.
+        """
+        config = self._config
+        layout = self._pool.layout
+        self._coordinator.on_event = wake
         leases = LeaseServer(
             config.side_channel_advertise,
             config.side_channel_port,
@@ -106,21 +112,21 @@ class KVService:
             config.cluster_secret,
             on_event=wake,
             bind_host=config.side_channel_host,
-            digest=coordinator.digest,
+            digest=self._coordinator.digest,
             max_tokens=layout.num_blocks * config.tokens_per_block,
         )
         leases.start()
         self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
-        whole = (
-            self._pool.groups.windows.count(None) or 1
-        )  # of windows the end alone is pulled
-        num_bytes = layout.block_bytes * whole * config.tp // config.tokens_per_block
+        # Groups with a window are not counted: only the end of their KV is pulled.
+        num_full_groups = self._pool.groups.windows.count(None) or 1
+        group_bytes = layout.block_bytes * num_full_groups
+        bytes_per_token = group_bytes * config.tp // config.tokens_per_block
         borrower = Borrower(
-            coordinator,
+            self._coordinator,
             config.kv_load_failure_policy,
             config.quarantine_timeout_s,
-            Rates(config.borrow_prefixes, num_bytes, costs.bytes_per_s),
+            Rates(config.borrow_prefixes, bytes_per_token, costs.bytes_per_s),
             config.engine_id,
         )
         return Connector(Lender(config, leases), borrower)

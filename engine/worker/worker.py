@@ -1,9 +1,10 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
-Started as `python -m engine.worker.worker --rank R --sockets N ...`, by the numbers of sockets that
-it inherits, with the EngineConfig as JSON on its standard input: it holds the cluster secret. Rank
-0 talks to the HTTP process and decides; the others execute what it sends. All watch their parent
-and end with it.
+It is started as `python -m engine.worker.worker --rank R --sockets N ...`, with the
+numbers of the sockets that it inherits. Its standard input has the EngineConfig as
+JSON, because that contains the cluster secret. Rank 0 exchanges messages with the HTTP
+process and decides; the other ranks execute the steps that it sends. Every rank watches
+its parent and ends with it.
 """
 
 import argparse
@@ -15,9 +16,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import read_config
-from engine.worker.kernel_watch import keep_kernels, watch_kernels
+from engine.worker.kernel_watch import set_kernel_cache, watch_kernels
 from engine.worker.leader import lead
-from engine.worker.load import CannotStart, check_devices, reason_of, starting
+from engine.worker.load import (
+    CannotStart,
+    check_devices,
+    describe_failure,
+    explaining_failures,
+)
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
 from protocol.process import lifecycle
@@ -32,16 +38,14 @@ logger = logging.getLogger("baton.engine")
 
 
 def main() -> None:
-    """Runs one rank of an engine until it is told to stop; exits non-zero with a reason if it
-    cannot go on."""
+    """Runs one rank of an engine until it receives a signal to stop. If it fails, it
+    reports the reason and exits with status 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--sockets", type=int, nargs="+", required=True)
-    given = parser.parse_args()
-    rank, sockets = (
-        given.rank,
-        [socket.socket(fileno=number) for number in given.sockets],
-    )
+    arguments = parser.parse_args()
+    rank = arguments.rank
+    sockets = [socket.socket(fileno=number) for number in arguments.sockets]
     lifecycle.watch_parent(number=lifecycle.ALARM)
     end_with_vital_threads()
     end_on_alarm()
@@ -51,24 +55,25 @@ def main() -> None:
         torch.set_num_threads(config.threads)
     code = 0
     try:
-        with starting():
+        with explaining_failures():
             check_devices(config)
         if config.device == "cuda":
-            keep_kernels()
+            set_kernel_cache()
             watch_kernels()
         if rank:
             _follow(config, rank, sockets)
         else:
             lead(config, sockets[0], sockets[1:])
     except SystemExit:
-        logger.info("rank %d is told to end", rank)
+        logger.info("rank %d received a signal to stop", rank)
     except Exception as error:
         ignore_alarm()
         code = 1
         if not isinstance(error, CannotStart):
-            logger.exception("rank %d ends", rank)
-        lifecycle.report_failure(reason_of(error))
-    # Tearing down NIXL and UCX from interpreter shutdown can crash after everything is done.
+            logger.exception("rank %d failed", rank)
+        lifecycle.report_failure(describe_failure(error))
+    # Exit directly: the teardown of NIXL and UCX during the interpreter's shutdown can
+    # crash after all work is done.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -77,14 +82,14 @@ def main() -> None:
 
 def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:
     links = RankLinks(number, sockets)
-    with starting():
+    with explaining_failures():
         model_config = read_config(config.model_dir, config)
         rank = Rank(config, model_config, number, links)
-    rank.ready()
+    rank.set_ready()
     try:
-        links.follow(rank.runner)
+        links.run_steps(rank.runner)
     except Exception as error:
-        rank.blame(error)
+        rank.raise_if_rank_lost(error)
         raise
     finally:
         rank.service.close()

@@ -232,7 +232,14 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, k
     run_until_idle(core, add("a", prompt[: 16 if known else 8], 8))
     outputs = expected_output(prompt, 8)
     core.round(
-        [add("b", prompt, 8, known=[ResumedChoice(outputs[:known])] * bool(known))]
+        [
+            add(
+                "b",
+                prompt,
+                8,
+                resumed_choices=[ResumedChoice(outputs[:known])] * bool(known),
+            )
+        ]
     )
     core.finish_steps(0)  # it hits 8 tokens and computes 4, or hits them all
     core.scheduler._preempt(core.sequences["b"], Plan(0))
@@ -389,7 +396,7 @@ class _Pulls(KVConnector):
             self.executor.pool[sequence.block_ids] = tokens.reshape(
                 -1, self.executor.block_size
             )
-            self.core.scheduler.received(sequence)
+            self.core.scheduler.finish_pull(sequence)
 
 
 def _remote(prompt: list[int]) -> RemotePrefill:
@@ -460,8 +467,8 @@ def test_the_order_to_end_is_heard_while_a_step_is_waited_for():
 
 
 def test_nothing_is_planned_behind_a_long_step(monkeypatch):
-    monkeypatch.setattr("engine.core.core._MANY_TOKENS", 8)
-    monkeypatch.setattr("engine.core.core._LONG_STEP_S", 0.0)
+    monkeypatch.setattr("engine.core.step_runner._PROPORTIONAL_TOKENS", 8)
+    monkeypatch.setattr("engine.core.step_runner._LONG_STEP_S", 0.0)
     core, executor, out = make_core(depth=1, max_num_batched_tokens=8)
     prompts = list(range(30)), PROMPT
     core.round([add("a", prompts[0], 4)])
@@ -469,7 +476,7 @@ def test_nothing_is_planned_behind_a_long_step(monkeypatch):
     assert executor.num_steps_ahead == 1, "nothing is known yet"
     core.round([add("b", prompts[1], 4)])
     while not executor.num_steps_ahead > 1:
-        assert len(executor.in_flight) == 1
+        assert len(executor.under_way) == 1
         core.round([])
     run_until_idle(core)
     for name, prompt in zip("ab", prompts, strict=True):

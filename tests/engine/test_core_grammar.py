@@ -157,7 +157,7 @@ def test_who_is_late_for_too_long_fails_alone(depth, slow, compiler, monkeypatch
         compute(state)
 
     monkeypatch.setattr(GrammarState, "_compute", held)
-    monkeypatch.setattr(core_grammar, "_BUDGET_S", 60.0 if slow else 0.001)
+    monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if slow else 0.001)
     if slow:
         monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
     core, out = core_with(compiler, depth, WORDS)

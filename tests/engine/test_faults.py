@@ -11,7 +11,7 @@ from engine.core.batch import StepFailed, StepInput
 from engine.core.connector import KVConnector
 from engine.core.logits_processing import ShapeBook
 from engine.core.sequence import Sequence
-from engine.worker.rehearsal import Stage
+from engine.worker.warm_up import WarmUpSizes
 from kvcache.blocks import BlockStateError
 from protocol.messages import Grammar, SamplingParams
 from tests.rigs.rank_threads import ranks
@@ -66,7 +66,9 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
 
 
 def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch):
-    stage = Stage(num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1)
+    stage = WarmUpSizes(
+        num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1
+    )
     step, masks = (
         replace_in(stage.step([5]), is_masked=True),
         np.full((1, 16), -1, np.int32),

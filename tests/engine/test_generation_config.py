@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.prepare import read_generation_config, warn_of_unknown_ends
+from engine.prepare import read_generation_config, warn_of_unknown_eos
 from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
@@ -85,7 +85,7 @@ async def test_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path, c
         json.dumps({"eos_token_id": [5, 99_999]})
     )
     made = Tokenizer(tmp_path)
-    warn_of_unknown_ends(made)
+    warn_of_unknown_eos(made)
     assert "generation_config.json" in caplog.text and "99999" in caplog.text
     async with serving(made, text_script(made, "1"), ready=ROOMY) as server:
         response = await server.post(guided_regex="[0-9]")

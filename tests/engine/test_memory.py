@@ -12,8 +12,8 @@ from engine.worker.load import (
     CannotStart,
     LoadProgress,
     check_weights_fit,
-    reason_of,
-    starting,
+    describe_failure,
+    explaining_failures,
 )
 from engine.worker.memory import (
     MemoryTooSmall,
@@ -122,7 +122,7 @@ def test_a_pool_that_shortens_sequences_unasked_is_told(
     (warning,) = warnings
     for words in (
         f"more than {told} tokens",
-        "takes 256",
+        "allows 256",
         "--kv-cache-tokens",
         f"-len {told}",
     ):
@@ -130,10 +130,10 @@ def test_a_pool_that_shortens_sequences_unasked_is_told(
 
 
 def test_a_user_is_told_without_the_names_of_our_classes() -> None:
-    with pytest.raises(CannotStart) as caught, starting():
+    with pytest.raises(CannotStart) as caught, explaining_failures():
         raise MemoryTooSmall("too small: lower it")
-    assert reason_of(caught.value) == "too small: lower it"
-    assert reason_of(KeyError("x")) == "KeyError: 'x'"
+    assert describe_failure(caught.value) == "too small: lower it"
+    assert describe_failure(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from engine.core.batch import PendingStep, StepInput, StepOutput
-from engine.worker.ranks import RankExecutor, RankLinks, RankLost, RankTimeout, blame
+from engine.worker.ranks import (
+    RankExecutor,
+    RankLinks,
+    RankLost,
+    RankTimeout,
+    raise_if_rank_lost,
+)
 
 _TIMEOUT_S = 30.0
 _FAILURE = RuntimeError("a collective broke")
@@ -84,7 +90,7 @@ def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
 
 def _obey(links: RankLinks, runner: Any) -> None:
     links.agree(0, int, max)
-    links.follow(runner)
+    links.run_steps(runner)
 
 
 def test_all_ranks_take_the_smallest_number_of_blocks(follow):
@@ -115,7 +121,7 @@ def test_a_rank_that_goes_silent_is_a_typed_error(follow):
 
     links, (other,) = follow(agree_once, timeout_s=0.2)
     assert links.agree(5, int, min) == 1
-    with pytest.raises(RankTimeout, match="a rank said nothing for"):
+    with pytest.raises(RankTimeout, match="a rank sent nothing for"):
         links.agree(5, int, min)
     links.send(b"\x01")
     assert other.result(_TIMEOUT_S) == 2
@@ -141,7 +147,7 @@ def test_other_ranks_launch_ahead_as_far_as_rank_0_does(follow):
 def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
     follow, monkeypatch
 ):
-    monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
+    monkeypatch.setattr("engine.worker.ranks._TEARDOWN_TIMEOUT_S", 0.0)
     theirs, token_ids = _AheadRunner(), list(range(1 << 20))
     links, (other,) = follow(partial(_obey, runner=theirs))
     links.agree(1, int, max)
@@ -167,14 +173,14 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("is_reaped", [True, False])
 def test_the_rank_that_ended_is_named_and_no_living_one_nor_oneself(process, is_reaped):
-    blame(_FAILURE, 0, [None, process.pid, None])
+    raise_if_rank_lost(_FAILURE, 0, [None, process.pid, None])
     process.kill()
     if is_reaped:
         process.wait()
     with pytest.raises(RankLost, match="rank 2 has ended") as raised:
-        blame(_FAILURE, 1, [os.getpid(), process.pid, process.pid])
+        raise_if_rank_lost(_FAILURE, 1, [os.getpid(), process.pid, process.pid])
     assert raised.value.__cause__ is _FAILURE
-    blame(_FAILURE, 0, [process.pid])
+    raise_if_rank_lost(_FAILURE, 0, [process.pid])
 
 
 def test_a_rank_that_is_being_torn_down_is_waited_for(process, monkeypatch):
@@ -183,5 +189,5 @@ def test_a_rank_that_is_being_torn_down_is_waited_for(process, monkeypatch):
     ending = threading.Timer(0.3, process.kill)
     ending.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
-        blame(_FAILURE, 0, [None, process.pid])
+        raise_if_rank_lost(_FAILURE, 0, [None, process.pid])
     assert process.poll() is not None, "its end came first"

@@ -125,7 +125,7 @@ def _play(
         messages: list = [todo.pop(0)] if todo and rng.random() < 0.5 else []
         if rng.random() < 0.03:
             messages.append(AbortRequest(rng.choice(requests).request_id, None))
-        if not core._launched:
+        if not core._steps.in_flight:
             _spoil(core, executor)
         core.round(messages)
         core.scheduler.check_integrity()

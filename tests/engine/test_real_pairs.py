@@ -95,7 +95,7 @@ def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
     )
     known = out.tokens(name)
     theirs = pair.begin(
-        p, prompt, NUM_TOKENS, remote=remote, known=[ResumedChoice(known)]
+        p, prompt, NUM_TOKENS, remote=remote, resumed_choices=[ResumedChoice(known)]
     )
     tokens = pair.tokens_of(p, theirs)
     assert len(known) >= 3 and p.kv(theirs)[1] == 0

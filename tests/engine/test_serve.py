@@ -19,7 +19,7 @@ from attention.support import UnsupportedPool
 from engine.config import EngineConfig
 from engine.http.api import ServerHooks
 from engine.prepare import StartFailure, _devices, engine_config
-from engine.serve import _Server, _told
+from engine.serve import _describe_failure, _Server
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
 from protocol.ipc.wire import CannotListen, bind, framed
@@ -76,7 +76,7 @@ def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
         asked.startswith("503") and "starting (half of it is there); try again" in asked
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("error: told to end before it was ready")
+    assert done.stderr.strip().endswith("error: stopped before it was ready")
 
 
 class _EndingEngine(ScriptedEngine):
@@ -183,7 +183,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
 async def test_an_engine_that_failed_and_does_not_end_is_given_up(
     tokenizer, monkeypatch
 ):
-    monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
+    monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.05)
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
         engine.emit(EngineFailed("rank 0 lost its device"))
@@ -209,11 +209,11 @@ class _Watched(_EndingEngine):
     ("silences", "told"),
     [
         ("sss.sss.sss.", "it was looked at to the end"),
-        ("sss.ssss....", "said nothing for 0.01 s"),
+        ("sss.ssss....", "sent nothing for 0.01 s"),
     ],
 )
 async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatch):
-    monkeypatch.setattr("engine.serve._ENDING_S", 0.0)
+    monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.0)
     engine = _Watched(silences)
     async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four looks
         await server._watch_for_hang(engine)  # type: ignore[arg-type]
@@ -317,8 +317,8 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path):
     error = PermissionError(
         errno.EACCES, "Permission denied", str(tmp_path / "config.json")
     )
-    assert _told(error) == f"{tmp_path}/config.json: Permission denied"
-    assert _told(ValueError("no such model")) == "no such model"
+    assert _describe_failure(error) == f"{tmp_path}/config.json: Permission denied"
+    assert _describe_failure(ValueError("no such model")) == "no such model"
 
 
 @pytest.mark.parametrize(

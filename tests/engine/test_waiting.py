@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.sequence import Sequence
-from engine.core.waiting import LONG_TOKENS, MAX_OVERTAKEN, enqueue
+from engine.core.waiting import LONG_PROMPT_TOKENS, MAX_OVERTAKEN, enqueue
 from protocol.messages import ResumedChoice
-from tests.rigs.shadow import add, assert_all_blocks_home, make_core, run_until_idle
+from tests.rigs.shadow import add, assert_all_blocks_free, make_core, run_until_idle
 
 
 def waits(tokens: int, priority: int = 0, **members: Any) -> Sequence:
@@ -84,7 +84,7 @@ def test_much_shorter_prompts_go_first_for_as_long_as_they_would_have_waited(
     assert [sequences.index(sequence) for sequence in waiting] == order
 
 
-lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_TOKENS, 4096, 8192])
+lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_PROMPT_TOKENS, 4096, 8192])
 
 
 @given(
@@ -118,14 +118,14 @@ def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
     core.round([add("first", [1] * 9, 9)])
     core.round([add("urgent", [2] * 9, 2, priority=-9)])
     for name in "abc":
-        core.round([add(name, [3] * 9, 4, known=[ResumedChoice([1, 2])])])
+        core.round([add(name, [3] * 9, 4, resumed_choices=[ResumedChoice([1, 2])])])
     run_until_idle(core)
     assert list(dict.fromkeys(d.request_id for d in out.deltas)) == [
         "first",
         *"abc",
         "urgent",
     ]
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)
 
 
 def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
@@ -142,4 +142,4 @@ def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
     assert core.sequences["long"].num_computed == 2 * 512 - 200
     run_until_idle(core)
     assert [delta.request_id for delta in out.deltas] == ["a", "b", "c", "long"]
-    assert_all_blocks_home(core)
+    assert_all_blocks_free(core)

@@ -79,9 +79,9 @@ def test_greedy_takes_the_first_of_the_largest_logits(dtype):
 
 def test_tokens_sampled_on_the_device_are_filled_in():
     last = LastSampledTokens(600, 32, torch.device("cuda"))
-    last.keep(torch.arange(100, 700, device="cuda"))
+    last.store(torch.arange(100, 700, device="cuda"))
     complements = last.complements(np.array([5, -1, -600, 0, 31, *range(-1, -500, -1)]))
-    token_ids = last.fill_in(torch.from_numpy(complements).cuda())
+    token_ids = last.resolve(torch.from_numpy(complements).cuda())
     assert token_ids.tolist() == [5, 100, 699, 0, 31, *range(100, 599)]
     with pytest.raises(AssertionError, match="no token has the id 32"):
         last.complements(np.array([0, 32]))

@@ -58,19 +58,19 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 )
 _NEW_KERNELS = """
 import torch
-from engine.worker.kernel_watch import KERNELS, keep_kernels, watch_kernels
-keep_kernels()
+from engine.worker.kernel_watch import KERNELS, set_kernel_cache, watch_kernels
+set_kernel_cache()
 watch_kernels()
 KERNELS.is_ready = True
 from flashinfer.page import get_page_module
 from model import fused_ops
-counts = [KERNELS.num_after]
+counts = [KERNELS.num_late]
 for rows in (3, 16):  # both use one variant of the kernel
     x = torch.ones(rows, 72, device="cuda", dtype=torch.bfloat16)
     fused_ops.kernels().rms_norm(x, x[0], 1e-5)
-    counts.append(KERNELS.num_after)
+    counts.append(KERNELS.num_late)
 get_page_module()
-print(*counts, KERNELS.num_after)
+print(*counts, KERNELS.num_late)
 """
 _SCHEMA = {
     "type": "object",

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.core.batch import StepFailed, StepInput
 from engine.core.logits_processing import NO_ROW, SamplingRow, StepShapes
-from engine.worker.memory import MemoryTooSmall, fitting, size_pool
-from engine.worker.rehearsal import kv_budget_bytes
+from engine.worker.memory import MemoryTooSmall, explaining_oom, size_pool
 from engine.worker.runner import ModelRunner
+from engine.worker.warm_up import kv_budget_bytes
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
@@ -414,5 +414,5 @@ def test_memory_error_names_the_missing_bytes():
     with pytest.raises(
         MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"
     ):
-        with fitting("a whole", torch.device("cuda", 0), "use a half"):
+        with explaining_oom("a whole", torch.device("cuda", 0), "use a half"):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import uvicorn
-from tests.rigs.brief_naps import take_brief_naps
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients

@@ -74,7 +74,7 @@ def test_of_a_token_drawn_otherwise_or_told_unreadably_the_kv_is_used(
 @pytest.mark.parametrize("num_known", [1, 3])
 def test_a_stream_that_goes_on_here_is_told_no_first_token_again(pair, num_known):
     said = expected_output(PROMPT, 6)
-    _, name = pair.both(PROMPT, known=[ResumedChoice(said[:num_known])])
+    _, name = pair.both(PROMPT, resumed_choices=[ResumedChoice(said[:num_known])])
     assert said[:num_known] + pair.answer(name) == said
     assert pair.d.kv(name) == (45, 0, 0)
 

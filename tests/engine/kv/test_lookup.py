@@ -114,10 +114,10 @@ def test_a_subscription_of_another_salt_gets_no_kv(make):
 def test_little_is_not_asked_for(make):
     a, b = (group := make({}, {"mode": "auto"})).engines
     group.complete(a, PROMPT)
-    b.rates.computed(1000, 1e-6)  # to compute costs nothing here
+    b.rates.record_compute(1000, 1e-6)  # to compute costs nothing here
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
-    b.rates.computed(1000, 1e9)
+    b.rates.record_compute(1000, 1e9)
     group.complete(a, PROMPT[::-1])
     assert group.complete(b, PROMPT[::-1], hint=a.hint(30))[1] == (28, 2, 0)
     assert group.complete(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
@@ -127,20 +127,22 @@ def test_little_is_not_asked_for(make):
 def test_a_pull_is_chosen_by_what_pulls_and_prompts_took():
     now = 0.0
     rates, peer = Rates("auto", 1000, 1e6, lambda: now), ("e", "i")
-    assert rates.least_tokens(peer) == 1, "nothing is known yet"
-    rates.computed(100, 0.3)  # 3 ms a token, of which a pull takes one
-    assert rates.least_tokens(peer) == pytest.approx(2.5)  # 5 ms for the question
-    rates.pulled(peer, 1 << 24, 1.0)  # 60 us a token
-    assert 1.5 < rates.least_tokens(peer) < 1.8
+    assert rates.min_pull_tokens(peer) == 1, "nothing is known yet"
+    rates.record_compute(100, 0.3)  # 3 ms a token, of which a pull takes one
+    assert rates.min_pull_tokens(peer) == pytest.approx(2.5)  # 5 ms for the question
+    rates.record_pull(peer, 1 << 24, 1.0)  # 60 us a token
+    assert 1.5 < rates.min_pull_tokens(peer) < 1.8
     for _ in range(20):
-        rates.pulled(peer, 1 << 20, 100.0)
-        rates.pulled(peer, 1 << 19, 0.0001)  # says nothing
-    assert rates.least_tokens(peer) == math.inf
+        rates.record_pull(peer, 1 << 20, 100.0)
+        rates.record_pull(peer, 1 << 19, 0.0001)  # says nothing
+    assert rates.min_pull_tokens(peer) == math.inf
     now = 61.0
-    assert rates.least_tokens(peer) == pytest.approx(2.5), "it may have become better"
-    rates.looked_up(peer, 0.5)
-    assert rates.least_tokens(peer) > 50
-    assert Rates("never", 1000, 1e6).least_tokens(peer) == math.inf
+    assert rates.min_pull_tokens(peer) == pytest.approx(2.5), (
+        "it may have become better"
+    )
+    rates.record_lookup(peer, 0.5)
+    assert rates.min_pull_tokens(peer) > 50
+    assert Rates("never", 1000, 1e6).min_pull_tokens(peer) == math.inf
 
 
 LIES = [

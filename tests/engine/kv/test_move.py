@@ -56,7 +56,9 @@ def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(
     a, b = (group := make(ours, theirs)).engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
-    name = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
+    name = group.begin(
+        b, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
+    )
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)
     assert b.kv(name) == (len(PROMPT), 0, 0)
     assert _computed(b) == NUM - len(tokens), (
@@ -76,7 +78,11 @@ def test_it_moves_under_its_salt(make):
     ids = [*PROMPT, *(tokens := a.out.tokens(name))]
     assert params["prompt_digest"] == kv_params.prompt_digest(ids[:-1], b"one")
     remote = kv_params.to_remote_prefill(kv_params.parse(params))
-    moved = {"remote": remote, "known": [ResumedChoice(tokens)], "cache_salt": b"one"}
+    moved = {
+        "remote": remote,
+        "resumed_choices": [ResumedChoice(tokens)],
+        "cache_salt": b"one",
+    }
     theirs = group.begin(b, PROMPT, NUM, **moved)
     assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
     assert b.kv(theirs) == (len(PROMPT), 0, 0)
@@ -96,7 +102,9 @@ def test_choices_move_with_the_kv_of_their_prompt(make, ended):
     remote = a.reference(name)
     assert remote.num_tokens == len(PROMPT)
     known = [ResumedChoice(a.out.tokens(name, at), at == ended) for at in range(3)]
-    theirs = group.begin(b, PROMPT, NUM, num_choices=3, remote=remote, known=known)
+    theirs = group.begin(
+        b, PROMPT, NUM, num_choices=3, remote=remote, resumed_choices=known
+    )
     num = 3 - (ended is not None)
     group.until(lambda: len(b.out.terminals(theirs)) == num)
     for at in range(3):
@@ -111,7 +119,7 @@ def test_it_may_come_back_and_move_again(make):
     for engine, other in [(a, b), (b, a)] * 2:
         tokens, remote = _moved(group, engine, name, tokens)
         name = group.begin(
-            other, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)]
+            other, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
         )
         group.until(lambda: bool(other.out.tokens(name)))  # noqa: B023
     assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
@@ -121,7 +129,9 @@ def test_it_may_come_back_and_move_again(make):
 def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
     (a,) = (group := make({})).engines
     tokens, remote = _moved(group, a, _running(group, a, 5))
-    name = group.begin(a, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
+    name = group.begin(
+        a, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
+    )
     assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
 
 
@@ -137,7 +147,9 @@ def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     tokens, remote = _moved(group, a, name)
     if num_rounds % 2:  # its client left before it heard of the move
         a.core.round([AbortRequest(name)])
-    theirs = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
+    theirs = group.begin(
+        b, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
+    )
     group.round(num_rounds)
     b.core.round([AbortRequest(theirs)])
     group.end_of(b, theirs)
@@ -156,5 +168,7 @@ def test_a_pull_that_fails_has_the_rest_computed(make, fault):
         a.end()
     else:
         b.movers.fail()
-    name = group.begin(b, PROMPT, NUM, remote=remote, known=[ResumedChoice(tokens)])
+    name = group.begin(
+        b, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
+    )
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)

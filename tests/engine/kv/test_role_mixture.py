@@ -300,7 +300,7 @@ class _Mixture:
             known[-1] = replace(
                 known[-1], token_ids=known[-1].token_ids[:-1], has_ended=False
             )
-        return replace(request, known=known)
+        return replace(request, resumed_choices=known)
 
     def _expected(
         self, request: AddRequest, choice: int
@@ -368,7 +368,7 @@ class _Mixture:
             wanted.update(sequence.block_ids[:num_hits])
         for sequence in scheduler.waiting:
             assert sequence.phase is Phase.WAITING and not sequence.block_ids
-        for _, block_ids in scheduler._deferred:
+        for _, block_ids in scheduler.steps.deferred_releases:
             wanted.update(block_ids)
         allocator = scheduler.allocator
         blocks = range(1, allocator.num_blocks)
@@ -379,7 +379,7 @@ class _Mixture:
         ends = self.out.terminals(name)
         errors = [end for end in ends if end.error is not None]
         choices = range(request.num_choices)
-        known = request.known or [ResumedChoice() for _ in choices]
+        known = request.resumed_choices or [ResumedChoice() for _ in choices]
         expected = [self._expected(request, choice) for choice in choices]
         if errors:
             assert errors == ends[-1:]
@@ -424,7 +424,7 @@ class _Mixture:
             return
         usage, num_prompt = end.usage, len(request.token_ids)
         told = usage.transferred + usage.recomputed + usage.skipped
-        elsewhere = request.remote is not None or bool(request.known)
+        elsewhere = request.remote is not None or bool(request.resumed_choices)
         assert told == num_prompt or (told == 0 and elsewhere)
 
 
@@ -441,8 +441,8 @@ def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
         if seed % 4 == 2:
             patch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
         if seed % 5 == 3:  # nothing is planned behind a step
-            patch.setattr("engine.core.core._MANY_TOKENS", 0)
-            patch.setattr("engine.core.core._LONG_STEP_S", 0.0)
+            patch.setattr("engine.core.step_runner._PROPORTIONAL_TOKENS", 0)
+            patch.setattr("engine.core.step_runner._LONG_STEP_S", 0.0)
         return _Mixture(seed, compiler).run()
 
 

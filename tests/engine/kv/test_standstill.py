@@ -18,7 +18,7 @@ Script = Iterator[Callable[[], object]]  # of a proxy's request: what it waits f
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr("engine.kv.borrower._STANDS_S", 0.05)
+    monkeypatch.setattr("engine.kv.stalls._DEADLOCK_S", 0.05)
 
 
 class Fleet(Group):
@@ -40,7 +40,7 @@ class Fleet(Group):
             self.rng.randrange(VOCAB) for _ in range(self.rng.choice([8, 16, 24, 40]))
         ]
 
-    def ask(
+    def complete(
         self, engine: Engine, name: str, prompt: list[int], num: int = 1, **how: Any
     ) -> None:
         priority = self.rng.choice([0, 0, 0, -1])
@@ -65,11 +65,11 @@ class Fleet(Group):
         self.of_batches[p] += taken
         named = [(f"{call}-{at}", prompt) for at, prompt in enumerate(prompts)]
         for name, prompt in named:
-            self.ask(p, name, prompt, retain_kv=True, num_choices=n)
+            self.complete(p, name, prompt, retain_kv=True, num_choices=n)
         yield lambda: all(len(p.out.terminals(name)) == n for name, _ in named)
         self.of_batches[p] -= taken
         for name, prompt in named:
-            self.ask(
+            self.complete(
                 d, f"d{name}", prompt, num, remote=p.reference(name), num_choices=n
             )
         for name, prompt in named:
@@ -87,27 +87,29 @@ class Fleet(Group):
         ours: dict[str, Any] = {"engine": p, "name": f"{call}-0", "retain_kv": True}
         ours["transfer_id"] = remote.transfer_id
         for asked in self.rng.sample([ours, theirs], 2):
-            self.ask(prompt=prompt, **asked)
+            self.complete(prompt=prompt, **asked)
         yield from self.answer(d, f"d{call}-0", prompt, 5)
 
     def looked_up(self, call: str) -> Script:
         (a, b), prompt = self.pair(), self.prompt()
-        self.ask(a, f"{call}-0", prompt, 3)
+        self.complete(a, f"{call}-0", prompt, 3)
         yield from self.answer(a, f"{call}-0", prompt, 3)
         longer = [*prompt, *self.prompt()][:50]
-        self.ask(b, f"d{call}-0", longer, 3, hint=a.hint(len(prompt)))
+        self.complete(b, f"d{call}-0", longer, 3, hint=a.hint(len(prompt)))
         yield from self.answer(b, f"d{call}-0", longer, 3)
 
     def moved(self, call: str) -> Script:
         (a, b), prompt, num = self.pair(), self.prompt(), self.rng.randrange(4, 20)
-        self.ask(a, f"{call}-0", prompt, num)
+        self.complete(a, f"{call}-0", prompt, num)
         yield lambda: len(a.out.tokens(f"{call}-0")) > 1
         a.core.round([Migrate(f"{call}-0")])
         yield lambda: a.out.terminals(f"{call}-0")
         tokens = a.out.tokens(f"{call}-0")
         if a.out.terminals(f"{call}-0")[0].finish_reason == MOVED:
             known, remote = [ResumedChoice(list(tokens))], a.reference(f"{call}-0")
-            self.ask(b, f"d{call}-0", prompt, num, remote=remote, known=known)
+            self.complete(
+                b, f"d{call}-0", prompt, num, remote=remote, resumed_choices=known
+            )
             yield lambda: b.out.terminals(f"d{call}-0")
             tokens += b.out.tokens(f"d{call}-0")
         assert tokens == expected_output(prompt, num)
@@ -149,7 +151,11 @@ def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_
     group.until(lambda: all(p.out.terminals(f"call-{at}") for at in range(3)))
     assert not p.out.terminals("urgent-0")
     for at, prompt in enumerate(prompts):
-        assert group.ask(d, prompt, remote=p.reference(f"call-{at}"))[1] == (20, 0, 0)
+        assert group.complete(d, prompt, remote=p.reference(f"call-{at}"))[1] == (
+            20,
+            0,
+            0,
+        )
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
 
 

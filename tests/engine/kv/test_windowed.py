@@ -44,7 +44,10 @@ def moved(
     engine.core.round([Migrate(name)])
     (tokens,) = answered(group, engine, name)
     assert engine.out.terminals(name)[0].finish_reason == MOVED
-    return {"remote": engine.reference(name), "known": [ResumedChoice(tokens)]}
+    return {
+        "remote": engine.reference(name),
+        "resumed_choices": [ResumedChoice(tokens)],
+    }
 
 
 def went_on(
@@ -54,7 +57,7 @@ def went_on(
     found = answered(
         group, engine, name := group.begin(engine, prompt, NUM, **asked), num
     )
-    known = [one.token_ids for one in asked.get("known", [])] or [[]] * num
+    known = [one.token_ids for one in asked.get("resumed_choices", [])] or [[]] * num
     for choice, tokens in enumerate(found):
         assert known[choice] + tokens == windowed_output(prompt, NUM, groups, choice)
     assert engine.stat("baton_kv_transfers", outcome="failed", path="none") == 0
@@ -155,6 +158,6 @@ def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
                             windowed_output(prompt, noise(3), groups, at)
                             for at in range(num)
                         )
-                        asked["known"] = [*map(ResumedChoice, said)]
+                        asked["resumed_choices"] = [*map(ResumedChoice, said)]
             name = went_on(group, b, prompt, asked)
             assert kind == "hint" or b.kv(name)[1] <= 1

@@ -7,19 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.pace import Load, Pace
+from engine.core.prefill_budget import Load, PrefillBudget
 from engine.core.sequence import Phase
 from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 
 
 def h200(load: Load) -> float:
     """Seconds of a step of an 8B shape (docs/performance.md)."""
-    seconds = 4.0e-3 + 11e-6 * load.streams + 31e-9 * load.held + 23e-6 * load.prompts
-    return max(seconds, 18e-3) if load.prompts else seconds
+    seconds = (
+        4.0e-3
+        + 11e-6 * load.streams
+        + 31e-9 * load.context_tokens
+        + 23e-6 * load.prompt_tokens
+    )
+    return max(seconds, 18e-3) if load.prompt_tokens else seconds
 
 
 def cpu(load: Load) -> float:
-    return 0.035 + 2e-3 * load.streams + 1.4e-3 * load.prompts
+    return 0.035 + 2e-3 * load.streams + 1.4e-3 * load.prompt_tokens
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def cpu(load: Load) -> float:
 )
 def test_steps_keep_the_target_once_some_were_measured(seconds, target_s):
     """Streams come and go, most prompts are long, one step in 50 is disturbed."""
-    rng, pace, streams, shares = random.Random(1), Pace(target_s, 2048), 8, []
+    rng, pace, streams, shares = random.Random(1), PrefillBudget(target_s, 2048), 8, []
     for step in range(800):
         streams = min(max(streams + rng.choice([-1, 0, 1]), 1), 64)
         held = streams * 1500
@@ -37,18 +42,18 @@ def test_steps_keep_the_target_once_some_were_measured(seconds, target_s):
         if step > 100 and prompts == room:
             shares.append(seconds(load) / target_s)
         disturbed = 20 if rng.random() < 0.02 else 1
-        pace.measured(load, seconds(load) * rng.uniform(0.97, 1.03) * disturbed)
+        pace.record_step(load, seconds(load) * rng.uniform(0.97, 1.03) * disturbed)
     shares.sort()
     assert 0.8 < shares[len(shares) // 20] and shares[-len(shares) // 20] < 1.15
 
 
 def test_prompts_progress_beside_streams_that_are_past_the_target():
-    pace, ends = Pace(0.010, 512), random.Random(1)
+    pace, ends = PrefillBudget(0.010, 512), random.Random(1)
     for _ in range(300):
         prompts = min(
             pace.prompt_tokens(64, 64_000), ends.choice([0, 5, 12, 2048, 2048])
         )
-        pace.measured(Load(64, 64_000, prompts), 0.080 + 1e-3 * prompts)
+        pace.record_step(Load(64, 64_000, prompts), 0.080 + 1e-3 * prompts)
     assert 16 <= pace.prompt_tokens(64, 64_000) <= 40
 
 

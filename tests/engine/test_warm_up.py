@@ -11,18 +11,20 @@ from attention.base import AttentionBatch
 from engine.core.batch import StepInput
 from engine.core.output_processor import CoreStats
 from engine.worker.cuda_graph import captured_sizes
-from engine.worker.kernel_watch import KernelWatch, keep_kernels
-from engine.worker.rehearsal import Stage, steps
+from engine.worker.kernel_watch import KernelWatch, set_kernel_cache
+from engine.worker.warm_up import WarmUpSizes, steps
 from tests.rigs.rank_threads import ranks
 
-SERVER = Stage(
+SERVER = WarmUpSizes(
     num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256
 )
 STAGES = [
     SERVER,
-    Stage(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
-    Stage(num_blocks=9, block_size=16, max_len=100, max_tokens=600, max_seqs=3),
-    Stage(num_blocks=80, block_size=128, max_len=8192, max_tokens=2048, max_seqs=64),
+    WarmUpSizes(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
+    WarmUpSizes(num_blocks=9, block_size=16, max_len=100, max_tokens=600, max_seqs=3),
+    WarmUpSizes(
+        num_blocks=80, block_size=128, max_len=8192, max_tokens=2048, max_seqs=64
+    ),
 ]
 
 
@@ -75,7 +77,7 @@ def test_any_mix_of_prompts_is_of_a_kind_that_was_run():
 def test_two_ranks_run_all_of_them(dcp):
     with ranks(2, dcp=dcp) as executor:
         executor.allocate(20, 8)
-        stage = Stage(
+        stage = WarmUpSizes(
             num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4
         )
         for step in steps(stage):
@@ -88,18 +90,18 @@ def test_two_ranks_run_all_of_them(dcp):
             assert len(found.scores) == len(step.scores)
 
 
-def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(caplog, monkeypatch):
+def test_late_kernel_is_logged_as_error_with_its_name(caplog):
     watch = KernelWatch()
-    monkeypatch.setattr("engine.core.output_processor.KERNELS", watch)
+    stats = CoreStats(count_late_kernels=lambda: watch.num_late)
     with caplog.at_level(logging.WARNING):
-        watch.saw("expected")
+        watch.record("expected")
         watch.is_ready = True
         assert not caplog.records
-        assert CoreStats().totals()["baton_kernels_loaded_late"] == 0
-        watch.saw("_forgotten")
+        assert stats.totals()["baton_kernels_loaded_late"] == 0
+        watch.record("_forgotten")
     assert "kernel _forgotten is loaded" in caplog.text
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert CoreStats().totals()["baton_kernels_loaded_late"] == 1
+    assert stats.totals()["baton_kernels_loaded_late"] == 1
 
 
 def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
@@ -110,11 +112,11 @@ def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
         )  # so that the end of the test takes back what is set below
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    keep_kernels()
+    set_kernel_cache()
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
     assert "FLASHINFER_WORKSPACE_BASE" not in os.environ  # it is ~/.cache/flashinfer
     monkeypatch.setenv("BATON_CACHE", "/kept")
-    keep_kernels()
+    set_kernel_cache()
     assert (
         os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
     )  # as the user set it

@@ -1,0 +1,92 @@
+"""Which cached blocks a sequence starts from, and whether it waits for a running
+sequence that computes the same prefix."""
+
+from collections.abc import Iterable
+
+from engine.core.sequence import Phase, Sequence
+from engine.core.tables import BlockTables, SchedulerLimits
+from kvcache.prefix import PrefixIndex
+
+# A shared prefix is worth a wait if it has this many tokens, or half of the tokens that
+# the waiting sequence would have to compute.
+_MIN_SHARED_TOKENS = 256
+
+
+class PrefixSharing:
+    """Prefix lookups of one scheduler.
+
+    Args:
+        prefix: the prefix index; None if caching is off.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, tables: BlockTables, prefix: PrefixIndex | None
+    ) -> None:
+        self._limits = limits
+        self._tables = tables
+        self._prefix = prefix
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The table of cached blocks that a sequence can start from.
+
+        The last token is always computed, because its logits are needed. So is each
+        token before one whose logprobs have yet to be computed.
+        """
+        if self._prefix is None:
+            return []
+        max_tokens = len(sequence.token_ids) - 1
+        if sequence.remote is not None:
+            max_tokens = min(max_tokens, sequence.num_to_hold)
+        elif sequence.children:  # they fork off what it computes
+            max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
+        if sequence.is_scoring:
+            max_tokens = len(sequence.prompt_logprobs or ()) - 1
+        return self._prefix.match(
+            sequence.token_ids,
+            max_tokens=max_tokens,
+            reach=self._tables.resume_limit(sequence, len(sequence.token_ids)),
+            cursor=sequence.prefix_cursor,
+            salt=sequence.request.cache_salt,
+        )
+
+    def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether a running sequence computes a large part of what this one would
+        compute as well. It finds that part in the prefix index later."""
+        if self._prefix is None or sequence.remote is not None or sequence.is_scoring:
+            return False
+        if sequence.awaited_prefix is not None:
+            # This runs in each round, so it must not compare tokens again.
+            owner, stop = sequence.awaited_prefix
+            if owner.phase is Phase.RUNNING and owner.num_computed < stop:
+                return True
+            sequence.awaited_prefix = None
+        owners = [s for s in running if s.num_computed < s.num_prompt_tokens]
+        if not owners:
+            return False
+        start = self._tables.num_tokens(self.match(sequence))
+        num_uncached = len(sequence.token_ids) - start
+        min_shared = min(_MIN_SHARED_TOKENS, num_uncached // 2)
+        for owner in owners:
+            num_shared = self._num_shared(sequence, owner, start)
+            if num_shared and num_shared >= min_shared:
+                sequence.awaited_prefix = (owner, start + num_shared)
+                return True
+        return False
+
+    def _num_shared(self, sequence: Sequence, owner: Sequence, start: int) -> int:
+        """Tokens of full blocks from `start` that both sequences have, after the same
+        tokens. Sequences with different salts share none."""
+        if sequence.request.cache_salt != owner.request.cache_salt:
+            return 0
+        size = self._limits.block_size
+        tokens = sequence.token_ids
+        owner_tokens = owner.token_ids
+        stop = start
+        last_start = min(len(tokens) - 1, owner.num_prompt_tokens) - size
+        while stop <= last_start:
+            if tokens[stop : stop + size] != owner_tokens[stop : stop + size]:
+                break
+            stop += size
+        if stop == start or tokens[:start] != owner_tokens[:start]:
+            return 0
+        return stop - start

@@ -1,0 +1,75 @@
+"""Accounting of launched steps: what each costs, and which blocks it may still use.
+
+Blocks return to the allocator only when every launched step that refers to them has
+finished (I8). Steps finish in the order of their launches.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Sequenceable
+
+from engine.core.plan import Scheduled, load_of
+from engine.core.prefill_budget import Load, PrefillBudget
+from engine.core.sequence import Sequence
+from kvcache.blocks import BlockAllocator
+
+
+class StepLedger:
+    """The launched steps of one scheduler.
+
+    Args:
+        prefill_budget: learns from the durations of steps, if given.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, prefill_budget: PrefillBudget | None
+    ) -> None:
+        self._allocator = allocator
+        self._prefill_budget = prefill_budget
+        self._loads: deque[Load] = deque()  # of the launched steps
+        self._num_finished = 0
+        # Numbers of steps, and the blocks to release when each has finished.
+        self.deferred_releases: list[tuple[int, list[int]]] = []
+
+    def launch(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """Records a launch with all its sequences."""
+        self._loads.append(load_of(scheduled))
+        number = self._num_finished + len(self._loads)
+        row = 0
+        for item in scheduled:
+            sequence = item.sequence
+            sequence.last_step = number
+            sequence.num_launched += item.num_tokens
+            if item.draws:
+                sequence.num_awaited += 1
+                sequence.awaited_row = row
+                row += len(item.draws)
+
+    def finish(self, seconds: float | None) -> None:
+        """The oldest launched step no longer reads or writes any block, on any rank.
+
+        Args:
+            seconds: the duration of the step; None if it was not measured.
+        """
+        self._num_finished += 1
+        load = self._loads.popleft()
+        if self._prefill_budget is not None and seconds is not None:
+            self._prefill_budget.record_step(load, seconds)
+        deferred = self.deferred_releases
+        self.deferred_releases = []
+        for number, blocks in deferred:
+            if number <= self._num_finished:
+                self._allocator.release(blocks)
+            else:
+                self.deferred_releases.append((number, blocks))
+
+    def is_in_launched_step(self, sequence: Sequence) -> bool:
+        """Whether a launched step refers to the blocks of a sequence."""
+        return sequence.last_step > self._num_finished
+
+    def release(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Releases blocks now, or when the last launched step that refers to them has
+        finished."""
+        if blocks and self.is_in_launched_step(sequence):
+            self.deferred_releases.append((sequence.last_step, blocks))
+        else:
+            self._allocator.release(blocks)

@@ -1,0 +1,212 @@
+"""Launches steps and waits for their results.
+
+On a GPU (`Executor.depth`), a step may be in flight while the next one is planned and
+launched, as if no sequence ended in the first. The extra token of a sequence that did
+end is dropped. A sequence that cannot be planned so, because its choices fork off with
+the result, skips a step. Nothing is planned while a long step is in flight.
+
+A step with grammars is launched up to its logits. Its tokens are drawn once the masks
+are ready, which depend on the tokens of the step before.
+
+If a step cannot be launched or drawn, while the device is well and no other rank has
+begun it, its sequences are retried one at a time.
+"""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.core.batch import (
+    Executor,
+    PendingStep,
+    StepFailed,
+    StepInput,
+    StepOutput,
+    build_step,
+)
+from engine.core.core_grammar import CoreGrammars
+from engine.core.logits_processing import ShapeBook
+from engine.core.output_processor import MAX_SILENCE_S, CoreStats
+from engine.core.plan import Scheduled
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Phase, Sequence
+
+logger = logging.getLogger("baton.engine")
+
+_POLL_INTERVAL_S = 0.00005  # between two checks whether a step has ended
+# The duration of a step with at least this many tokens is proportional to them. That of
+# a smaller one is the time to read the weights.
+_PROPORTIONAL_TOKENS = 1024
+_LONG_STEP_S = 0.1
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A launched step whose result has not been taken."""
+
+    scheduled: list[Scheduled]
+    pending: PendingStep
+    num_tokens: int
+    started_s: float
+    # Sequences that draw nothing in this step, because their mask was not ready.
+    skipped: set[Sequence] = field(default_factory=set)
+
+
+class StepEvents(Protocol):
+    """The calls from the step runner to the engine core."""
+
+    def flush(self) -> None:
+        """Sends the collected outputs."""
+
+    def serve_during_step(self) -> None:
+        """Receives messages and starts pulls while a step is in flight."""
+
+    def commit(self, step: InFlightStep, output: StepOutput) -> None:
+        """Applies the result of a step to its sequences."""
+
+    def give_up(self, sequence: Sequence, error: Exception) -> None:
+        """Ends the request for which the engine failed."""
+
+
+class StepRunner:
+    """The launched steps of one core, in order.
+
+    Attributes:
+        in_flight: launched steps whose results have not been taken.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        grammars: CoreGrammars,
+        stats: CoreStats,
+        events: StepEvents,
+    ) -> None:
+        self.in_flight: deque[InFlightStep] = deque()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._grammars = grammars
+        self._stats = stats
+        self._events = events
+        self._shape_book = ShapeBook()
+        self._seconds_per_token = 0.0  # of the last step of many tokens
+        self._last_finish_s = 0.0
+
+    def run(self, scheduled: list[Scheduled]) -> None:
+        """Launches a step, or its sequences one at a time if that fails."""
+        try:
+            self._launch_any(scheduled)
+        except StepFailed as error:
+            self._retry_one_by_one(scheduled, error)
+
+    def _launch_any(self, scheduled: list[Scheduled]) -> None:
+        try:
+            step = build_step(scheduled, self._shape_book)
+        except Exception as error:
+            raise StepFailed(f"building its arrays failed: {error!r}") from error
+        self._events.flush()  # first tokens must not wait for the step
+        if step.is_masked:
+            self._launch_masked(scheduled, step)
+        else:
+            self._launch(scheduled, step)
+
+    def _retry_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
+        logger.warning(
+            "A step of %d sequences failed; retrying one sequence at a time.",
+            len(scheduled),
+            exc_info=error,
+        )
+        self.finish_steps(0)
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
+                continue  # it ended with the step before
+            num_tokens = min(item.num_tokens, sequence.num_uncomputed)
+            try:
+                self._launch_any([Scheduled.next_of(sequence, num_tokens)])
+            except StepFailed as single_error:
+                self._events.give_up(sequence, single_error)
+            self.finish_steps(0)
+
+    def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
+        """Fills the masks while the step computes its logits. If another step is in
+        flight, that begins when its tokens are known."""
+        is_first = not self.in_flight
+        if is_first:
+            self._grammars.begin_masks(scheduled)
+        try:
+            pending = self._launch(scheduled, step)
+        except StepFailed:
+            if is_first:
+                # Other threads fill the masks; wait until they have ended.
+                self._grammars.masks(scheduled, wait_for_all=True)
+            raise
+        if not is_first:
+            self.finish_steps(1)
+            self._grammars.begin_masks(scheduled)
+        masks, skipped = self._grammars.masks(scheduled)
+        try:
+            pending.draw(masks)
+        except StepFailed:
+            self.in_flight.pop()  # no other step was in flight
+            self._scheduler.step_undrawn(scheduled)
+            raise
+        for sequence in skipped:  # its last token must be computed again
+            sequence.unlaunch(1, drew=True)
+        self.in_flight[-1].skipped.update(skipped)
+
+    def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
+        started_s = time.perf_counter()
+        pending = self._executor.launch(step)
+        self._scheduler.step_launched(scheduled)
+        num_tokens = len(step.token_ids)
+        self.in_flight.append(InFlightStep(scheduled, pending, num_tokens, started_s))
+        return pending
+
+    def finish_steps(self, num_left: int) -> None:
+        """Takes the results of all launched steps but the last `num_left`."""
+        while len(self.in_flight) > num_left:
+            self._wait_for(self.in_flight[0].pending)
+            step = self.in_flight.popleft()
+            output = step.pending.result()
+            now_s = time.perf_counter()
+            seconds = now_s - max(step.started_s, self._last_finish_s)
+            num_prompt_tokens = sum(
+                item.num_tokens for item in step.scheduled if item.is_prompt
+            )
+            self._stats.count_step(step.num_tokens, num_prompt_tokens, seconds)
+            if step.num_tokens >= _PROPORTIONAL_TOKENS:
+                self._seconds_per_token = seconds / step.num_tokens
+            self._last_finish_s = now_s
+            self._scheduler.step_finished(seconds)
+            self._events.commit(step, output)
+
+    def _wait_for(self, pending: PendingStep) -> None:
+        """Waits until a launched step has ended.
+
+        Requests that arrive while a step runs start their pulls immediately, and their
+        first tokens are sent. Most pulls finish before the next step is planned.
+        """
+        # An engine whose device hangs must not appear to be alive, so that messages are
+        # no longer served after this time.
+        serve_until_s = time.monotonic() + MAX_SILENCE_S
+        while not pending.has_ended():
+            if time.monotonic() < serve_until_s:
+                self._events.serve_during_step()
+            time.sleep(_POLL_INTERVAL_S)
+
+    def is_long_step_in_flight(self) -> bool:
+        """Whether the last launched step takes so long that the next one is planned
+        only after it.
+
+        Requests that arrive while it runs then wait for one step instead of two. That
+        is worth the millisecond in which the device is idle.
+        """
+        if not self.in_flight:
+            return False
+        num_tokens = self.in_flight[-1].num_tokens
+        expected_s = num_tokens * self._seconds_per_token
+        return num_tokens >= _PROPORTIONAL_TOKENS and expected_s > _LONG_STEP_S

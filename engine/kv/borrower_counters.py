@@ -1,0 +1,85 @@
+"""Counters of the borrower: lookups, pulls, their failures and recoveries."""
+
+from collections import defaultdict
+
+from kvcache.transfer.pulls.messages import PATHS, UNVERIFIED, PullDone
+from protocol.errors import BatonError, InternalError, RemoteKVError
+from protocol.metrics import EngineHistogram, stat_key
+
+_LOOKUP_OUTCOMES = ("found", "none", "late", "computed")
+
+
+class BorrowerCounters:
+    """Totals by series (protocol.metrics)."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
+        self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
+
+    def count_rejected_params(self) -> None:
+        self._totals["baton_kv_params_rejected"] += 1
+
+    def count_redrawn_first_token(self) -> None:
+        self._totals["baton_kv_first_tokens_redrawn"] += 1
+
+    def count_blocked_request(self) -> None:
+        self._totals["baton_requests_locked_out"] += 1
+
+    def count_lookup(self, outcome: str) -> None:
+        self._totals[stat_key("baton_kv_lookups", outcome=outcome)] += 1
+
+    def count_transfer(self, event: PullDone) -> None:
+        """Counts a pull that succeeded."""
+        key = stat_key("baton_kv_transfers", outcome="done", path=event.path)
+        self._totals[key] += 1
+        self._totals["baton_kv_transfer_bytes"] += event.nbytes
+        self._totals["baton_kv_transfer_descriptors"] += event.descriptors
+        if event.verified in UNVERIFIED:
+            key = stat_key("baton_kv_unverified_tokens", reason=event.verified)
+            self._totals[key] += event.num_tokens
+        elif event.verified != "off":
+            self._totals["baton_kv_verified_tokens"] += event.num_tokens
+        self._transfer_seconds.observe(event.seconds)
+
+    def count_verify_failure(self) -> None:
+        self._totals["baton_kv_verify_failures"] += 1
+
+    def count_failure(self, error: BatonError, *, is_recomputed: bool) -> None:
+        """Counts a pull that failed, and whether the prompt is computed here instead."""
+        self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
+        self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
+        if is_recomputed:
+            self._totals[stat_key("baton_kv_recoveries", policy=self._policy)] += 1
+
+    def values(self) -> dict[str, float]:
+        return {**self._totals, **self._transfer_seconds.values()}
+
+
+def _zeros(policy: str) -> dict[str, float]:
+    """Counters that are exposed from the start.
+
+    A rate() over a counter misses the event with which the counter first appears, and
+    some of these events may happen only once.
+    """
+    errors: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
+    names = [
+        "baton_kv_params_rejected",
+        "baton_kv_first_tokens_redrawn",
+        "baton_requests_locked_out",
+        "baton_kv_transfer_bytes",
+        "baton_kv_transfer_descriptors",
+        "baton_kv_verified_tokens",
+        "baton_kv_verify_failures",
+        stat_key("baton_kv_recoveries", policy=policy),
+        stat_key("baton_kv_transfers", outcome="failed", path="none"),
+    ]
+    for reason in UNVERIFIED:
+        names.append(stat_key("baton_kv_unverified_tokens", reason=reason))
+    for outcome in _LOOKUP_OUTCOMES:
+        names.append(stat_key("baton_kv_lookups", outcome=outcome))
+    for error in errors:
+        names.append(stat_key("baton_kv_transfer_failures", code=error.code))
+    for path in PATHS:
+        names.append(stat_key("baton_kv_transfers", outcome="done", path=path))
+    return dict.fromkeys(names, 0.0)

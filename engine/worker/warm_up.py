@@ -1,0 +1,280 @@
+"""The warm-up: every kind of step that requests can cause runs once before a server is
+ready.
+
+The kernels of a step depend on its numbers of tokens and sequences, on whether their
+context is stored, and on how its tokens are drawn. The owner of each kernel chooses
+between variants by these alone. The steps here therefore use sizes on both sides of
+every choice. Powers of two also make the libraries load their kernels for small, medium
+and large products, and make NCCL set up its connections for short and long messages.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.core.batch import Int32s, ScoredRows, StepFailed, StepInput
+from engine.core.logits_processing import SamplingRow, StepShapes
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.worker.kernel_watch import KERNELS
+from engine.worker.memory import (
+    explaining_oom,
+    free_gpu_bytes,
+    max_sequence_tokens,
+    options_of_step_memory,
+)
+from engine.worker.runner import ModelRunner
+from protocol.messages import SamplingParams
+
+logger = logging.getLogger("baton.engine")
+
+GREEDY: Final = SamplingParams(temperature=0.0)
+_SAMPLINGS: Final = (
+    GREEDY,
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
+)
+_LOGPROBS: Final = (None, 0, 1, 20)
+_PENALTIES: Final = (0.1, 0.1, 1.1)
+_LONG_PROMPT_TOKENS: Final = 2048
+_SCORED_TOKENS: Final = 129  # more than one chunk, see sampler.py
+# Graphs retain their logits, in the model's dtype and in float32, and the activations
+# of one step.
+_GRAPH_BYTES_PER_LOGIT: Final = 6
+_GRAPHS_BASE_BYTES: Final = 512 * 2**20
+# Numbers of draws. More take more memory, but no other kernels.
+_NUM_DRAWS: Final = (1, 2, 24, 64)
+
+
+@dataclass(frozen=True)
+class WarmUpSizes:
+    """The limits within which warm-up steps are built.
+
+    Attributes:
+        num_blocks: blocks of the pool, including the null block.
+        block_size: tokens of a block.
+        max_len: tokens of a sequence.
+        max_tokens: tokens of a step.
+        max_seqs: sequences of a step.
+        num_groups: KV groups.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_len: int
+    max_tokens: int
+    max_seqs: int
+    num_groups: int = 1
+
+    def step(
+        self,
+        query_lens: Sequence[int],
+        stored: Sequence[int] | int = 0,
+        *,
+        token: int = 0,
+    ) -> StepInput:
+        """A step of as many sequences as fit, each of which draws the likeliest token.
+
+        Args:
+            query_lens: tokens that each sequence computes.
+            stored: tokens of KV that each sequence has before.
+            token: the id of all computed tokens.
+        """
+        if isinstance(stored, int):
+            stored = [stored] * len(query_lens)
+        num_left = self.max_tokens
+        lens: list[int] = []
+        contexts: list[int] = []
+        for requested_len, stored_len in zip(query_lens, stored, strict=True):
+            query_len = min(requested_len, num_left, self.max_len)
+            if query_len <= 0 or len(lens) == self.max_seqs:
+                break
+            num_left -= query_len
+            lens.append(query_len)
+            contexts.append(query_len + min(stored_len, self.max_len - query_len))
+        width = -(-max(contexts) // self.block_size) * self.num_groups
+        # No sequence owns a block yet. If the block numbers wrap around, sequences read
+        # what others wrote.
+        blocks = np.arange(len(lens) * width, dtype=np.int32)
+        tables = blocks % max(1, self.num_blocks - 1) + 1
+        return StepInput(
+            token_ids=np.full(sum(lens), token, np.int64),
+            query_lens=np.array(lens, np.int32),
+            context_lens=np.array(contexts, np.int32),
+            block_tables=tables.reshape(len(lens), width),
+            sample_rows=np.arange(len(lens), dtype=np.int32),
+            sampling=[GREEDY] * len(lens),
+        )
+
+
+def kv_budget_bytes(runner: ModelRunner) -> int:
+    """GPU memory that a rank's KV may take: what is free under the configured
+    utilization, once the largest step has run and been measured."""
+    config = runner.config
+    subject = (
+        f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+    )
+    fix = f"lower {options_of_step_memory(config)}, or use a larger --tp"
+    with explaining_oom(subject, runner.device, fix):
+        _run_largest_step(runner)
+    peak_bytes = torch.cuda.max_memory_allocated(runner.device)
+    torch.cuda.empty_cache()
+    if not config.enforce_eager:
+        num_logits = config.max_num_seqs * runner.model_config.vocab_size
+        peak_bytes += num_logits * _GRAPH_BYTES_PER_LOGIT + _GRAPHS_BASE_BYTES
+    return free_gpu_bytes(
+        runner.device, config.gpu_memory_utilization, peak_bytes=peak_bytes
+    )
+
+
+@torch.inference_mode()
+def _run_largest_step(runner: ModelRunner) -> None:
+    """Runs a prompt as long as a step may be, and as many draws, with all options that
+    change logits or return logprobs."""
+    config = runner.config
+    num_tokens = min(config.max_num_batched_tokens, runner.model_config.max_position)
+    num_blocks = -(-num_tokens // config.tokens_per_block) * runner.groups.count
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    memory = runner.make_memory(num_blocks + 1)
+    sizes = WarmUpSizes(
+        num_blocks=num_blocks + 1,
+        block_size=config.tokens_per_block,
+        max_len=num_tokens,
+        max_tokens=num_tokens,
+        max_seqs=1,
+        num_groups=runner.groups.count,
+    )
+    hidden = runner.forward(memory, sizes.step([num_tokens]))
+    rows = min(config.max_num_seqs, num_tokens)
+    sampling = msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])
+    batch = SamplingBatch.from_params([sampling] * rows, [0] * rows, runner.device)
+    shaping = runner.shaper.prepare(_shapes(rows, _PENALTIES))
+    shaping = runner.shaper.masked(shaping, _all_allowed(runner, rows))
+    sample(runner.model.logits(hidden[:rows]), batch, shaping)
+    torch.cuda.synchronize(runner.device)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Runs every kind of step once, so that no request waits for a kernel that is
+    compiled or loaded. Every rank does so in the same order, while no block is in
+    use."""
+    started_s = time.monotonic()
+    num_kernels = KERNELS.num_at_start
+    sizes = WarmUpSizes(
+        num_blocks=runner.memory.pool.layout.num_blocks,
+        block_size=runner.config.tokens_per_block,
+        max_len=max_sequence_tokens(runner.config, runner.model_config),
+        max_tokens=runner.config.max_num_batched_tokens,
+        max_seqs=runner.config.max_num_seqs,
+        num_groups=runner.groups.count,
+    )
+    for step in steps(sizes):
+        try:
+            pending = runner.launch(step)
+            if step.is_masked and runner.model.parallel.rank == 0:
+                pending.draw(_all_allowed(runner, len(step.sampling)))
+            pending.result()
+        except StepFailed as error:
+            # Only an engine of one rank raises this, and it continues. The same step of
+            # a request would fail likewise.
+            logger.warning(
+                "a warm-up step of %d tokens failed: %s", len(step.token_ids), error
+            )
+    logger.info(
+        "ran every kind of step in %.1f s; they loaded %d kernels",
+        time.monotonic() - started_s,
+        KERNELS.num_at_start - num_kernels,
+    )
+
+
+def _all_allowed(runner: ModelRunner, rows: int) -> Int32s:
+    """Masks of `rows` draws that allow every token."""
+    return np.full((rows, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
+
+
+def steps(sizes: WarmUpSizes) -> Iterator[StepInput]:
+    """All warm-up steps. They must run in this order, because some use tokens that the
+    step before has drawn."""
+    max_tokens = min(sizes.max_tokens, sizes.max_len)
+    lens = {min(1 << n, max_tokens) for n in range(max_tokens.bit_length() + 1)}
+    for size in sorted(lens):
+        yield sizes.step([size])  # a new prompt
+        yield sizes.step([size], stored=sizes.block_size + 1)  # a later chunk
+    yield _undrawn(sizes.step([max_tokens]))
+    yield from _mixtures(sizes)
+    for count in sorted({min(n, sizes.max_seqs) for n in _NUM_DRAWS}):
+        yield from _draws(sizes.step([1] * count, stored=7))
+    yield from _scores(sizes.step([_SCORED_TOKENS]))
+
+
+def _undrawn(step: StepInput) -> StepInput:
+    return replace(step, sample_rows=np.zeros(0, np.int32), sampling=[])
+
+
+def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
+    """Steps that combine sequences that decode with new prompts and later chunks, short
+    and long."""
+    num_long = max(1, sizes.max_tokens // _LONG_PROMPT_TOKENS)
+    for num_decodes in (0, 3):
+        yield sizes.step([1] * num_decodes + [_LONG_PROMPT_TOKENS] * num_long)
+    for num_decodes in (0, 1, 3):
+        for prompts in ([40], [600], [1100], [3, 40], [40, 600], [3, 1100]):
+            for stored in (0, sizes.block_size + 1):
+                lens = [1] * num_decodes + prompts
+                yield sizes.step(lens, [7] * num_decodes + [stored] * len(prompts))
+    yield sizes.step([1], stored=7)
+    # Outside a graph, and then in one: the token that the step before has drawn.
+    yield sizes.step([1, 5], [8, 0], token=-1)
+    yield sizes.step([1, 1], stored=9, token=-1)
+
+
+def _draws(step: StepInput) -> Iterator[StepInput]:
+    """The same tokens, drawn in every way."""
+    count = len(step.sampling)
+    for sampling in _SAMPLINGS:
+        for num_logprobs in _LOGPROBS:
+            params = msgspec.structs.replace(sampling, num_logprobs=num_logprobs)
+            yield replace(step, sampling=[params] * count)
+        shaped = replace(
+            step, sampling=[sampling] * count, shapes=_shapes(count, _PENALTIES)
+        )
+        yield shaped
+        yield replace(shaped, shapes=_shapes(count, None))
+        yield replace(shaped, is_masked=True)
+        yield replace(shaped, is_masked=True, shapes=None)
+    # Two choices of the first sequence, while other sequences, if any, draw nothing.
+    yield replace(step, sample_rows=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2)
+
+
+def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
+    """Shapes with a bias in each row, banned stop tokens in every other row, and
+    optionally penalties."""
+    prompt: list[int] = []
+    outputs: list[int] = []
+    if penalties:
+        prompt = [0, 0]
+        outputs = [0]
+    bans = [row % 2 == 0 for row in range(count)]
+    setups = [
+        SamplingRow(row, prompt, outputs, penalties, {0: 1.0}, [0])
+        for row in range(count)
+    ]
+    return StepShapes(list(range(count)), bans, setups)
+
+
+def _scores(step: StepInput) -> Iterator[StepInput]:
+    """Steps that compute logprobs of a prompt's tokens, with and without a draw at the
+    end."""
+    num_tokens = len(step.token_ids)
+    for num_top in (0, 1, 20):
+        for first in {0, num_tokens - 1}:
+            targets = [0] * (num_tokens - first)
+            scored = replace(step, scores=[ScoredRows(first, targets, num_top)])
+            yield scored
+            yield _undrawn(scored)

@@ -11,11 +11,11 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.steps import min_staging_bytes
 from model.config import ModelConfig, load_config
+from model.files.safetensors_files import stored_elements
 from model.sizes import (
     check_files,
     check_parallelism,
-    largest,
-    stored_elements,
+    largest_group,
     weight_bytes,
 )
 from protocol.handshake import ITEMSIZE
@@ -57,7 +57,7 @@ def check_weights(
     """
     fix = "use a smaller model, or a machine with more memory"
     itemsize = ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
-    needed_bytes = weight_bytes(model, itemsize, keeps=config.device == "cuda")
+    needed_bytes = weight_bytes(model, itemsize, keep_quantised=config.device == "cuda")
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
@@ -73,7 +73,7 @@ def check_weights(
         raise InvalidGeometry(
             f"the model's weights take {needed_bytes / 2**30:,.1f} GiB in "
             f"{config.dtype}, and {max_bytes / 2**30:,.1f} GiB {limit}; most of them are "
-            f"{largest(model)}: correct config.json if that is wrong, else {fix}"
+            f"{largest_group(model)}: correct config.json if that is wrong, else {fix}"
         )
 
 
@@ -88,14 +88,14 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
     fix = "use --no-pack-weights"
     if model.quantization:
         # Quantised weights are dequantised, and one stored word has several of them.
-        copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
+        copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - mapped)
     if copied > mapped:
         stored_type = max(_STORED_DTYPES, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED_DTYPES[stored_type]}, as which the files can be mapped"
     # Experts are stacked, and packed weights are copied as well.
     if model.moe or (config.pack_weights and config.dtype == "float32"):
         embeddings = model.vocab_size * model.hidden_size
-        copied = max(copied, weight_bytes(model, 1, keeps=False) - embeddings)
+        copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - embeddings)
     if model.moe:
         fix = f"{fix}, or more memory: experts are copied"
     return copied, fix

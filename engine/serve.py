@@ -172,7 +172,7 @@ class _Server:
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             # Not on the event loop: this takes seconds with thousands of special tokens.
             await asyncio.to_thread(
-                api.take_model, tokenizer, fingerprint, prepared.defaults
+                api.set_model, tokenizer, fingerprint, prepared.defaults
             )
             # Not earlier: requests are sent to the engine as soon as it is ready.
             await client.start(link)
@@ -255,12 +255,12 @@ class _Server:
     ) -> Callable[[], Awaitable[None]]:
         """Registers with every proxy that the settings name. The returned function
         removes the registrations."""
-        if not self.settings.register:
+        if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
         # Imported here because aiohttp would take a fifth of this process's start.
-        from engine.http.registrar import registrar_of
+        from engine.http.registrar import create_registrar
 
-        registrar = registrar_of(self.settings, port, client.ready, self.secret)
+        registrar = create_registrar(self.settings, port, client.ready, self.secret)
         registrar.start()
         return registrar.leave
 
@@ -290,7 +290,7 @@ class _Server:
         num_silent = 0
         while not client.is_lost and num_silent * interval_s < timeout_s:
             await asyncio.sleep(interval_s)
-            num_silent = num_silent + 1 if client.look() else 0
+            num_silent = num_silent + 1 if client.is_stalled() else 0
         reason = (
             f"the engine has requests and sent nothing for {timeout_s:g} s "
             "(--hang-timeout-s)"

@@ -12,7 +12,7 @@ from engine.http.text_encoder import TextEncoder, check_parsers
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access, check, visit_of
+from protocol.http.access import Access, check, grant_of
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -162,7 +162,7 @@ class Api:
         scope: Mapping[str, Any],
     ) -> list[AddRequest]:
         """Return the engine's requests with the cache salt of request and API key."""
-        salt = visit_of(scope).cache_salt(parsed.cache_salt, self.secret)
+        salt = grant_of(scope).cache_salt(parsed.cache_salt, self.secret)
         if not salt:
             return adds
         return [replace(add, cache_salt=salt) for add in adds]

@@ -121,7 +121,7 @@ class _Pages:
         """Report whether this process and its engine are alive."""
         if not self._api.client.healthy:
             reason = {"reason": self._api.client.failure}
-            details = self._api.access.bare(request.scope) or reason
+            details = self._api.access.redaction(request.scope) or reason
             return JSONResponse({"status": "dead", **details}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -134,7 +134,7 @@ class _Pages:
         elif client.is_draining:
             reason = "the server is ending"
         report: dict[str, Any] = {"ready": reason is None}
-        if bare := self._api.access.bare(request.scope):
+        if bare := self._api.access.redaction(request.scope):
             report |= bare
         elif reason is not None:
             report |= {"reason": reason, **self._describe_server()}

@@ -72,7 +72,9 @@ class PromptGeneration:
         answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
-        self.is_resumed = bool(add.known)  # the answer began at another server
+        self.is_resumed = bool(
+            add.resumed_choices
+        )  # the answer began at another server
         self.first_usage: KVUsage | None = None  # reported with the first token
         self.request = request
         self._given_text = given_text

@@ -78,7 +78,11 @@ class RequestIdMiddleware:
                     generates = scope["method"] == "POST" and scope["path"] in ENDPOINTS
                     # The endpoints that generate check the connection themselves.
                     connection_error = None if generates else refusal(scope)
-                    app = error_response(connection_error) if connection_error else self._app
+                    app = (
+                        error_response(connection_error)
+                        if connection_error
+                        else self._app
+                    )
                     await app(scope, receive, send_with_id)
             # uvicorn cancels requests at the end of its grace time.
             except asyncio.CancelledError:

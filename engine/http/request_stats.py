@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
-from protocol.http.access import share_of, visit_of
-from protocol.http.connections import ClientDisconnected
+from protocol.http.access import grant_of, share_of
+from protocol.http.bodies import ClientDisconnected
 from protocol.metrics import Metrics
-from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import current_request_id, get_logger
+from protocol.server_stats import MAX_ID_CHARS, FinishedRequest, PhaseTimes, ServerStats
 from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
@@ -48,20 +48,20 @@ class ServerMetrics(Metrics):
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         super().__init__("server")
-        self._recent: deque[Served] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
             self.begin("baton_requests", endpoint=endpoint, outcome=outcome)
         for source in Usage().baton_kv():
             self.begin("baton_kv_tokens", source=source)
 
-    def add_ended(self, served: Served) -> None:
+    def add_ended(self, served: FinishedRequest) -> None:
         self._recent.append(served)
         self.num_ended += 1
 
     def numbers(
         self, since: str, server: dict[str, Any], engine_values: dict[str, float]
-    ) -> Numbers:
+    ) -> ServerStats:
         """Return the answer of GET /stats.
 
         Args:
@@ -88,7 +88,7 @@ class ServerMetrics(Metrics):
             if name.startswith(_ENGINE_METRIC_PREFIXES)
         }
         values |= self.values(*_REPORTED_METRICS)
-        return Numbers(server, values, served, self.num_ended)
+        return ServerStats(server, values, served, self.num_ended)
 
 
 class RequestStats:
@@ -104,11 +104,11 @@ class RequestStats:
         self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]
     ) -> None:
         self._metrics = metrics
-        self._key = visit_of(scope).name
+        self._key = grant_of(scope).name
         self.share = share_of(scope)
         self._endpoint = endpoint
         self._start_s = time.monotonic()
-        self._times: dict[str, float] = {}  # see Served
+        self._times: dict[str, float] = {}  # see FinishedRequest
         self._last_token_s: float | None = None
         self._num_prompt_tokens = 0
         self._num_generated = 0
@@ -202,7 +202,7 @@ class RequestStats:
         if times:
             phase_times |= times.since(self._start_s)
         self._metrics.add_ended(
-            Served(
+            FinishedRequest(
                 number=self._metrics.num_ended,
                 id=(current_request_id() or "")[:MAX_ID_CHARS],
                 endpoint=self._endpoint,

@@ -20,7 +20,7 @@ from engine.http.api import Api, Endpoint
 from protocol import resume
 from protocol.errors import BatonError, ResumeRefused
 from protocol.kv_params import prompt_digest
-from protocol.messages import AddRequest, Known, TokenDelta
+from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume
 
 _MARGIN_BYTES = 1 << 15  # of frames that a stream may send until it has migrated
@@ -64,7 +64,7 @@ def pop_resume(members: dict[str, Any], secret: bytes) -> Resume | None:
         ResumeRejected: the member is malformed or not signed with the secret.
     """
     value = members.pop(resume.MEMBER, None)
-    return None if value is None else resume.opened(value, secret)
+    return None if value is None else resume.open_resume(value, secret)
 
 
 def resume_requests(
@@ -93,14 +93,14 @@ def resume_requests(
         sampling = replace(add.sampling, seed=origin.seed)
         add = replace(add, max_tokens=limit, sampling=sampling)
         indices = range(at * num_choices, (at + 1) * num_choices)
-        choices = [Known(tokens[index], index in ended) for index in indices]
+        choices = [ResumedChoice(tokens[index], index in ended) for index in indices]
         has_begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
         if any(has_begun):
             if add.num_prompt_logprobs is not None and not all(has_begun):
                 raise ResumeRefused(
                     "logprobs of its prompt were sent with some choices only"
                 )
-            add = replace(add, known=choices, num_prompt_logprobs=None)
+            add = replace(add, resumed_choices=choices, num_prompt_logprobs=None)
         requests.append(add)
     return requests
 
@@ -130,7 +130,9 @@ def _sent_tokens(
 
 def has_open_choice(add: AddRequest) -> bool:
     """Whether some choice has not ended at another server."""
-    return not add.known or not all(choice.has_ended for choice in add.known)
+    return not add.resumed_choices or not all(
+        choice.has_ended for choice in add.resumed_choices
+    )
 
 
 @dataclass
@@ -182,7 +184,7 @@ class Framing:
         request_id = fields.get(b"x-request-id", b"")
         is_requested = False
         if header is not None:
-            is_requested = resume.is_asking(api.secret, request_id, header)
+            is_requested = resume.is_frames_request(api.secret, request_id, header)
         has_one_prompt = len(adds) == 1
         keeps_its_logprobs = is_stream or adds[0].num_prompt_logprobs is None
         is_movable = bool(
@@ -203,7 +205,7 @@ class Framing:
         else:
             origin = resumed.origin
             if is_movable:
-                num_bytes = len(resume.text_of(resumed.frames))
+                num_bytes = len(resume.encode_text(resumed.frames))
         return cls(
             origin=origin,
             is_requested=is_requested,
@@ -217,32 +219,32 @@ class Framing:
     @property
     def may_move(self) -> bool:
         """Whether the proxy keeps all frames, so that the stream may migrate."""
-        return self._num_bytes < resume.MAX_KEPT_BYTES - _MARGIN_BYTES
+        return self._num_bytes < resume.MAX_HISTORY_BYTES - _MARGIN_BYTES
 
     def take(self, index: int, delta: TokenDelta) -> None:
         """Add the delta of a choice, whose events come next."""
         if self.is_requested:
             is_complete = self.keeps_logprobs or not self.is_stream
-            self._entries.append(resume.entry_of(index, delta, whole=is_complete))
+            self._entries.append(resume.frame_entry(index, delta, whole=is_complete))
 
     def begin(self) -> bytes:
         """Return the first frame of a stream that begins here."""
         if not self.is_requested or self.resumed is not None:
             return b""
-        return resume.frame(resume.text_of(self.origin), b"")
+        return resume.frame(resume.encode_text(self.origin), b"")
 
     def wrap(self, events: bytes) -> bytes:
         """Return events in a frame with the deltas since the last frame."""
         if not self.is_requested:
             return events
-        text = resume.text_of(self._entries)
+        text = resume.encode_text(self._entries)
         self._entries = []
         self._num_bytes += len(text) + 1
         return resume.frame(text, events)
 
     def hold(self) -> None:
         """Keep the deltas of an answer that is no stream, in case it migrates."""
-        if self.is_movable and self._num_bytes < resume.MAX_KEPT_BYTES:
+        if self.is_movable and self._num_bytes < resume.MAX_HISTORY_BYTES:
             self._held.append(self.wrap(b""))
         self._entries.clear()  # an answer that cannot migrate needs none
 
@@ -260,5 +262,5 @@ class Framing:
         """Return the error event in a frame, if frames are requested."""
         if not self.is_requested:
             return event
-        text = resume.refusal_text(error) or resume.text_of([])
+        text = resume.refusal_text(error) or resume.encode_text([])
         return resume.frame(text, event)

@@ -68,7 +68,7 @@ class Subscription:
         # By request, its choices without a terminal delta.
         self._open: dict[str, int] = {}
         for request in requests:
-            num_ended = sum(choice.has_ended for choice in request.known)
+            num_ended = sum(choice.has_ended for choice in request.resumed_choices)
             self._open[request.request_id] = request.num_choices - num_ended
         num_choices = min(sum(self._open.values()), MAX_UNREAD_CHOICES)
         self._max_unread = MAX_UNREAD * num_choices

@@ -27,7 +27,7 @@ from torch import Tensor
 from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
-from model.attention_layers import Asking, Query
+from model.attention_layers import AttentionQueries, AttentionQuery
 from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
@@ -198,7 +198,7 @@ class _Piece(NamedTuple):
     """A graph, and the attention query at its end; None for the last piece."""
 
     graph: torch.cuda.CUDAGraph
-    query: Query | None
+    query: AttentionQuery | None
 
 
 class PromptGraphs:
@@ -254,14 +254,16 @@ class PromptGraphs:
         for graph, query in self._pieces[size]:
             graph.replay()
             if query is not None:
-                answer = query.first(num_tokens).answer(self._backend)
+                answer = query.truncated(num_tokens).run_on(self._backend)
                 self._buffer("answer", query.inputs[0])[:num_tokens].copy_(answer)
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
         """Captures the pieces of a step in a memory pool; without a pool, runs them."""
         token_ids, positions = self._inputs[:, :size]
-        asking = self._model.asking(token_ids, positions, self._backend.applies_rope)
+        asking = self._model.attention_queries(
+            token_ids, positions, self._backend.applies_rope
+        )
         pieces: list[_Piece] = []
         answer = query = None
         while not pieces or query is not None:
@@ -277,7 +279,9 @@ class PromptGraphs:
                 answer = self._buffer("answer", query.inputs[0])[:size]
         return pieces
 
-    def _next(self, asking: Asking, answer: Tensor | None, size: int) -> Query | None:
+    def _next(
+        self, asking: AttentionQueries, answer: Tensor | None, size: int
+    ) -> AttentionQuery | None:
         try:
             query = next(asking) if answer is None else asking.send(answer)
         except StopIteration as end:

@@ -17,7 +17,7 @@ from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
-from tests.rigs.http_server import Server, ask, connected, events, serving
+from tests.rigs.http_server import Server, connected, events, send_request, serving
 from tests.rigs.memory_pair import REMOTE
 from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang
@@ -44,10 +44,10 @@ class Queue:
         self.admission = Admission(options, lambda: self.now_s)
         self.places: list[tuple[Place, int]] = []
         if token_s:  # one was already served
-            self.ask()
+            self.send_request()
             self.serve(token_s)
 
-    def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
+    def send_request(self, num_tokens: int = 1000, priority: int = 0) -> None:
         self.places.append(
             (self.admission.enter([add(num_tokens, priority)]), num_tokens)
         )
@@ -62,7 +62,7 @@ class Queue:
         """Return how many requests are accepted, and the error of the next."""
         for count in range(10_000):
             try:
-                self.ask()
+                self.send_request()
             except QueueFull as error:
                 return count, error
         raise AssertionError("it takes any number")
@@ -103,16 +103,16 @@ def test_rate_follows_a_change_of_speed_within_a_second():
     assert queue.admission.wait_s() > 10_000.0  # the server is stalled
     while queue.places:
         queue.serve(token_s=0.0002)
-    queue.ask()
+    queue.send_request()
     queue.serve(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
 
 
 def test_empty_queue_accepts_any_prompt_and_a_nonempty_one_few_tokens():
     queue = Queue(most=5000)
-    queue.ask(50_000)
+    queue.send_request(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
-        queue.ask(64)
+        queue.send_request(64)
     queue.places.pop()[0].leave()
     place = queue.admission.enter([add(4000)])
     with pytest.raises(QueueFull):
@@ -127,11 +127,11 @@ def test_urgent_requests_wait_only_for_urgent_requests():
     queue = Queue(token_s=0.001)
     queue.fill()
     for _ in range(11):
-        queue.ask(priority=-1)
+        queue.send_request(priority=-1)
     for priority in (-1, 0, 7):
         with pytest.raises(QueueFull):
-            queue.ask(priority=priority)
-    queue.ask(priority=-2)
+            queue.send_request(priority=priority)
+    queue.send_request(priority=-2)
 
 
 @given(
@@ -230,13 +230,13 @@ async def test_refused_request_leaves_its_place(tokenizer, fields):
 async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr("engine.http.text_workers.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
-        ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
+        send_request = partial(server.post, "/tokenize", prompt="x" * 8_000)
         actual = [
             answer.status_code
-            for answer in await asyncio.gather(*[ask() for _ in range(9)])
+            for answer in await asyncio.gather(*[send_request() for _ in range(9)])
         ]
         assert set(actual) <= {200, 429} and 200 in actual
-        assert (await ask()).status_code == 200
+        assert (await send_request()).status_code == 200
 
 
 # -- deadlines -----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ async def test_unread_stream_is_aborted_in_the_engine(
 
     async with serving(tokenizer, script) as server:
         sock, loop = await connected(server), asyncio.get_running_loop()
-        await ask(sock, stream=True, max_tokens=60, n=n)
+        await send_request(sock, stream=True, max_tokens=60, n=n)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
         assert not server.engine._subscriptions

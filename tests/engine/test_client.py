@@ -55,7 +55,7 @@ class RemoteEngine:
             )
         return self._received.pop(0)
 
-    def say(self, *deltas: TokenDelta) -> None:
+    def emit(self, *deltas: TokenDelta) -> None:
         self.transport.send(Outputs(list(deltas)))
 
 
@@ -85,10 +85,10 @@ async def test_request_is_open_until_every_choice_has_ended():
     async with connected() as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
-                remote.say(delta)
+                remote.emit(delta)
                 assert await subscription.next_batch() == [delta]
                 assert len(client._subscriptions) == 1
-            remote.say(_delta("r", 3, finish="length"))
+            remote.emit(_delta("r", 3, finish="length"))
             assert tokens(await subscription.next_batch()) == [3]
             assert await subscription.next_batch() == []
             assert not client._subscriptions
@@ -99,7 +99,7 @@ async def test_error_ends_all_choices():
         answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
         await remote.receive()
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
-        remote.say(failed)
+        remote.emit(failed)
         assert await answer == [failed]
         assert not client._subscriptions
 
@@ -113,11 +113,11 @@ async def test_closing_early_aborts_and_drops_later_deltas(how):
             task.cancel()
         else:
             async with aclosing(generate(client, add("r"))) as answer:
-                asyncio.get_running_loop().call_soon(remote.say, _delta("r", 1))
+                asyncio.get_running_loop().call_soon(remote.emit, _delta("r", 1))
                 assert (await anext(answer)).token_ids == [1]
             assert await remote.receive() == add("r")
         assert await remote.receive() == AbortRequest("r")
-        remote.say(_delta("r", 2), _delta("r", finish="abort"))
+        remote.emit(_delta("r", 2), _delta("r", finish="abort"))
         remote.transport.send(EngineStats({"x": 1.0}))
         await until(lambda: client.stats == {"x": 1.0})
         assert not client._subscriptions
@@ -129,7 +129,7 @@ async def test_requested_abort_still_delivers_the_last_delta():
             await remote.receive()
             subscription.abort("r")
             assert await remote.receive() == AbortRequest("r")
-            remote.say(_delta("r", finish="abort"))
+            remote.emit(_delta("r", finish="abort"))
             (last,) = await asyncio.wait_for(subscription.next_batch(), WAIT_S)
             assert last.finish_reason == "abort"
             assert await subscription.next_batch() == []
@@ -211,7 +211,7 @@ async def test_sending_never_blocks_and_loses_no_message(ends):
         with closing(client.submit(long)) as subscription:
             for request in long:
                 assert await remote.receive() == request
-                remote.say(_delta(request.request_id, *request.token_ids))
+                remote.emit(_delta(request.request_id, *request.token_ids))
             work = (
                 remote.transport.close
                 if ends
@@ -305,7 +305,7 @@ async def test_silence_counts_only_while_requests_are_open():
         assert engine.is_stalled()
         engine.submit([add("s")])
         assert engine.is_stalled()
-        engine.say(EngineStats({}))
+        engine.emit(EngineStats({}))
         assert not engine.is_stalled()
         assert engine.is_stalled()
     await engine.close()

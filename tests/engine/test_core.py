@@ -476,7 +476,7 @@ def test_nothing_is_planned_behind_a_long_step(monkeypatch):
     assert executor.num_steps_ahead == 1, "nothing is known yet"
     core.round([add("b", prompts[1], 4)])
     while not executor.num_steps_ahead > 1:
-        assert len(executor.under_way) == 1
+        assert len(executor.in_flight) == 1
         core.round([])
     run_until_idle(core)
     for name, prompt in zip("ab", prompts, strict=True):

@@ -10,7 +10,7 @@ from protocol.messages import Grammar
 from protocol.version import VERSION
 from tests.engine.test_access import SIDES, front
 from tests.proxy.fakes import Fake, Rig, decodes
-from tests.rigs.http_server import chunks, saying, serving, serving_4k
+from tests.rigs.http_server import chunks, serving, serving_4k, text_script
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",
@@ -69,7 +69,7 @@ NAMES: list[tuple[dict[str, Any], Grammar]] = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_grammars_have_the_names_that_other_servers_give_them(path, tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "a")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "a")) as server:
         for fields, grammar in NAMES:
             answer = await ask(server.http, path, **fields)
             assert answer.status_code == 200, answer.text
@@ -94,7 +94,7 @@ PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
 
 @pytest.mark.parametrize("path", ALL)
 async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
-    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
         answers = [await ask(server.http, path, request_id="mine-1") for _ in range(2)]
         for answer in answers:
             assert answer.json()["id"] == PREFIXES[path] + "mine-1"

@@ -22,7 +22,7 @@ from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
-from tests.rigs.http_server import chunks, end, saying, scripted, serving_harmony
+from tests.rigs.http_server import chunks, end, scripted, serving_harmony, text_script
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -169,7 +169,9 @@ STOPPED = {"finish_reason": "stop"}
 async def test_harmony_answer_is_the_same_with_and_without_a_stream(
     harmony, text, request_fields, expected, finish_reason, num_reasoning
 ):
-    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         answer = (await server.chat(**request_fields)).json()
         (choice,) = answer["choices"]
         assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
@@ -232,7 +234,9 @@ async def test_tag_that_is_spelled_out_is_text(harmony):
 async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
     text = f"{THINK}I.{START}<|channel|>commentary<|message|>Wait.{START}{CALL}{{}}<|call|>"
     request = {"input": "Hi", "tools": [FLAT]}
-    async with serving_harmony(harmony, saying(harmony, text, **STOPPED)) as server:
+    async with serving_harmony(
+        harmony, text_script(harmony, text, **STOPPED)
+    ) as server:
         whole = (await server.http.post("/v1/responses", json=request)).json()
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
@@ -297,7 +301,7 @@ async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
         {"role": "tool", "tool_call_id": "add", "content": "a"},
         {"role": "tool", "tool_call_id": "?", "content": "o"},
     ]
-    async with serving_harmony(harmony, saying(harmony, "x")) as server:
+    async with serving_harmony(harmony, text_script(harmony, "x")) as server:
         assert (await server.chat(messages=turns)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[0].token_ids)
     answers = [
@@ -344,7 +348,7 @@ async def test_final_message_is_continued(harmony, before, say, expected):
         {"role": "assistant", "content": before},
     ]
     request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    async with serving_harmony(harmony, saying(harmony, say)) as server:
+    async with serving_harmony(harmony, text_script(harmony, say)) as server:
         (choice,) = (await server.chat(**request)).json()["choices"]
         assert said(choice) == expected
         await server.chat(**request, structured_outputs={"regex": "a"})
@@ -357,7 +361,7 @@ async def test_call_is_continued_where_message_text_may_become_tags(harmony):
         {"role": "assistant", "content": f"So{START}{CALL}"},
     ]
     request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    script = saying(harmony, "{}<|call|>")
+    script = text_script(harmony, "{}<|call|>")
     async with serving_harmony(harmony, script, split_special_tokens=False) as server:
         (choice,) = (await server.chat(**request)).json()["choices"]
         assert said(choice) == (None, None) and call_of(choice) == ("add", "{}")
@@ -445,6 +449,6 @@ async def test_model_without_the_tags_is_refused(tokenizer):
 async def test_without_the_format_all_is_content(harmony):
     text = f"{THINK}I.{START}{FINAL}Yo"
     how = {"reasoning_parser": "none"}
-    async with serving_harmony(harmony, saying(harmony, text), **how) as server:
+    async with serving_harmony(harmony, text_script(harmony, text), **how) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert said(choice) == (None, "analysisI.assistantfinalYo")

@@ -25,9 +25,9 @@ from tests.rigs.http_server import (
     READY,
     USAGE,
     chunks,
-    saying,
     serving,
     serving_4k,
+    text_script,
     with_template,
 )
 
@@ -92,7 +92,7 @@ class RecordingHooks(ServerHooks):
 
 
 async def test_hooks_change_requests_and_answer(tokenizer):
-    script = saying(tokenizer, "x")
+    script = text_script(tokenizer, "x")
     async with serving(tokenizer, script, RecordingHooks()) as server:
         response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
         assert response.json()["kv_transfer_params"] == [1, 1]
@@ -158,7 +158,7 @@ async def test_series_of_requests_exist_before_the_first_request(tokenizer):
             if name.startswith(("baton_requests_", "baton_kv_tokens_"))
         }
 
-    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "Hello")) as server:
         before = series((await server.http.get("/metrics")).text)
         await server.post()
         await server.post(stop="l")
@@ -169,9 +169,9 @@ async def test_series_of_requests_exist_before_the_first_request(tokenizer):
 
 
 async def test_metrics_count_requests_and_tokens(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "Hello")) as server:
         key = stat_key("baton_kv_blocks", state="free")
-        server.engine.say(EngineStats({key: 7.0, "baton_requests_running": 2.0}))
+        server.engine.emit(EngineStats({key: 7.0, "baton_requests_running": 2.0}))
         await server.post()
         await server.post(temperature=-1)
         text = (await server.http.get("/metrics")).text
@@ -190,14 +190,16 @@ async def test_metrics_count_requests_and_tokens(tokenizer):
 
 
 async def test_stats_report_recent_requests_with_times_but_without_texts(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
+    async with serving(
+        tokenizer, text_script(tokenizer, "Hello", usage=USAGE)
+    ) as server:
 
         async def stats(since: int) -> ServerStats:
             response = await server.http.get(STATS_PATH, params={"since": since})
             assert "Hello" not in response.text
             return msgspec.json.decode(response.content, type=ServerStats)
 
-        server.engine.say(EngineStats({"baton_requests_running": 2.0}))
+        server.engine.emit(EngineStats({"baton_requests_running": 2.0}))
         await server.post(headers={"x-request-id": "mine" * 99})
         await server.post(temperature=-1)
         reported = await stats(0)

@@ -26,10 +26,10 @@ from tests.rigs.http_server import (
     Server,
     chunks,
     end,
-    saying,
     scripted,
     serving,
     serving_4k,
+    text_script,
 )
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -151,7 +151,7 @@ async def test_answer_is_the_same_with_and_without_a_stream(
 
 async def test_token_ids_and_usage(tokenizer):
     async with serving(
-        tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1"
+        tokenizer, text_script(tokenizer, "Hé 🙂"), fingerprint="fp_1"
     ) as server:
         whole = await ask(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
@@ -205,7 +205,7 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
 async def test_client_stop_token_is_the_stop_reason_and_has_no_text(tokenizer):
     (dot,) = tokenizer.encode(".")
     async with serving(
-        tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")
+        tokenizer, text_script(tokenizer, "Hi.", finish_reason="stop")
     ) as server:
         request = {"stop_token_ids": [dot], "ignore_eos": True}
         (choice,) = (await ask(server, **request))["choices"]
@@ -363,7 +363,7 @@ async def test_logprobs_of_an_answer_without_a_stream_are_bounded(
 ):
     monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
     request = {"prompt": "a", "logprobs": 2, "n": 2}
-    async with serving_4k(tokenizer, saying(tokenizer, "ab")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "ab")) as server:
         error = (await server.post(**request, max_tokens=101)).json()["error"]
         assert error["param"] == "logprobs" and "`max_tokens`" in error["message"]
         for fits in (

@@ -99,7 +99,9 @@ async def test_resumed_stream_has_the_same_text(made):
     output = all_ids[at:]
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        sent = len(request.known[0].token_ids) if request.known else 0
+        sent = (
+            len(request.resumed_choices[0].token_ids) if request.resumed_choices else 0
+        )
         for token_id in output[sent:]:
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
             await asyncio.sleep(0)

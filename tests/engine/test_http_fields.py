@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
-from tests.rigs.http_server import Server, saying, serving_4k, with_template
+from tests.rigs.http_server import Server, serving_4k, text_script, with_template
 
 COMPLETIONS, CHAT, RESPONSES = (
     "/v1/completions",
@@ -126,7 +126,7 @@ async def _post(
 @pytest.mark.parametrize("path", ALL)
 async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
     knowing = with_template(tokenizer, TEMPLATE)
-    async with serving_4k(knowing, saying(knowing, "ok")) as server:
+    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
         _, _, plain = await _post(server, path, {})
         assert plain is not None
         for paths, fields, outcome in TABLE:
@@ -166,7 +166,7 @@ async def test_inputs_are_freed_while_an_answer_is_generated(
         yield TokenDelta(request_id=request.request_id, token_ids=[65])
         is_generating.set()
         await may_end.wait()
-        async for delta in saying(tokenizer, "b")(request):
+        async for delta in text_script(tokenizer, "b")(request):
             yield delta
 
     text = {COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}

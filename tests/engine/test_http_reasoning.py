@@ -7,9 +7,9 @@ from tests.engine.test_http_tools import CALL, TOOL, call_of, said
 from tests.rigs.http_server import (
     chunks,
     end,
-    saying,
     scripted,
     serving_4k,
+    text_script,
     with_template,
 )
 
@@ -44,7 +44,7 @@ async def test_reasoning_is_separated_from_the_answer(
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(logprobs=False, **request_fields)).json()
         assert said(answer["choices"][0]) == expected
@@ -66,7 +66,7 @@ async def test_calls_are_read_only_after_the_reasoning(tokenizer):
     knowing = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
@@ -74,7 +74,7 @@ async def test_calls_are_read_only_after_the_reasoning(tokenizer):
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
         async with serving_4k(
-            knowing, saying(knowing, text, finish_reason="stop")
+            knowing, text_script(knowing, text, finish_reason="stop")
         ) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
             assert said(answer["choices"][0])[0] == "I"
@@ -104,7 +104,7 @@ async def test_call_ends_reasoning_that_is_never_closed(
 ):
     knowing = with_template(tokenizer, OPEN)
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason=reason)
+        knowing, text_script(knowing, text, finish_reason=reason)
     ) as server:
         answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
         (choice,) = answer["choices"]
@@ -132,7 +132,7 @@ async def test_grammar_applies_after_the_reasoning(tokenizer):
     request = {"structured_outputs": {"regex": "a+"}}
     for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
         knowing = with_template(tokenizer, template)
-        async with serving_4k(knowing, saying(knowing, "x")) as server:
+        async with serving_4k(knowing, text_script(knowing, "x")) as server:
             await server.chat(**request)
             (add,) = server.engine.added
             assert add.sampling.grammar == Grammar("regex", "a+", reasoning=begins)  # type: ignore[arg-type]

@@ -9,7 +9,13 @@ from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
 from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import Server, events, saying, serving_4k, with_template
+from tests.rigs.http_server import (
+    Server,
+    events,
+    serving_4k,
+    text_script,
+    with_template,
+)
 
 # Writes a conversation as the template receives it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
@@ -55,7 +61,7 @@ async def test_client_reads_the_same_items_with_and_without_a_stream(
         "reasoning": {"effort": "low"},
     }
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
             whole = await client.responses.create(**request)
@@ -120,7 +126,7 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(
-        knowing, saying(knowing, text, finish_reason="stop")
+        knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
             request: list[Any] = [{"role": "user", "content": "1 + 1?"}]
@@ -152,7 +158,7 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
     ],
 )
 async def test_tool_call_can_be_required(tokenizer, request_fields, grammar):
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         body = {"model": "m", "input": "Hi", "tools": [FLAT], **request_fields}
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         (add,) = server.engine.added

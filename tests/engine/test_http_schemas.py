@@ -7,7 +7,7 @@ import pytest
 
 from protocol.openai.requests import BODIES, used_fields
 from tests.engine.test_exact_schemas import IDS, INT64, matches
-from tests.rigs.http_server import saying, serving_4k
+from tests.rigs.http_server import serving_4k, text_script
 
 EXACT = '{"type":"object","properties":{"id":{"enum":[%s]}},"required":["id"]}'
 NUMBERS = [
@@ -75,7 +75,7 @@ async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
         + demand % schema
         + "}"
     )
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         response = await server.http.post("/v1/chat/completions", content=body)
         assert response.status_code == 200, response.text
         (add,) = server.engine.added
@@ -106,7 +106,7 @@ async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
 async def test_optional_tools_are_served_whatever_their_schemas(
     tokenizer, parameters, parser
 ):
-    script = saying(tokenizer, call("f", "7", parser), finish_reason="stop")
+    script = text_script(tokenizer, call("f", "7", parser), finish_reason="stop")
     async with serving_4k(tokenizer, script, tool_call_parser=parser) as server:
         tools = [function("f", parameters), function("g", {"type": "object"})]
         for choice in ("auto", None):
@@ -123,7 +123,7 @@ async def test_required_tool_is_refused_by_the_field_of_that_tool(tokenizer):
     fine = function(
         "g", {"type": "object", "properties": {"n": {"type": "integer", **INT64}}}
     )
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         assert (
             await server.chat(tools=[fine], tool_choice="required")
         ).status_code == 200
@@ -138,7 +138,7 @@ async def test_required_tool_is_refused_by_the_field_of_that_tool(tokenizer):
 
 
 async def test_decimals_beyond_float64_are_enforced_or_refused_by_their_path(tokenizer):
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         body = '{"model":"m","prompt":"a","guided_json":{"items":{"maximum":%s}}%s}'
         response = await server.http.post(
             "/v1/completions", content=body % ("1e350", "")
@@ -171,7 +171,7 @@ async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer,
     used = used_fields(BODIES[path])
     local_name = {name: text for name, text in needed.items() if name in used}
     async with serving_4k(
-        tokenizer, saying(tokenizer, "x", finish_reason="stop")
+        tokenizer, text_script(tokenizer, "x", finish_reason="stop")
     ) as server:
         for name in sorted(used):
             for value in ("1e999", "-1e999", '{"a":1e999}', "[1e999]", '[{"a":1e999}]'):
@@ -187,7 +187,7 @@ async def test_numbers_of_a_call_reach_the_client_as_the_model_wrote_them(
     tokenizer, number
 ):
     for parser in ("hermes", "qwen3_coder"):
-        script = saying(tokenizer, call("f", number, parser), finish_reason="stop")
+        script = text_script(tokenizer, call("f", number, parser), finish_reason="stop")
         async with serving_4k(tokenizer, script, tool_call_parser=parser) as server:
             schema = {"type": "object", "properties": {"n": {"type": "number"}}}
             response = await server.chat(tools=[function("f", schema)])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_http_tools import CALL, NAMED, TOOL
-from tests.rigs.http_server import Server, chunks, saying, serving_4k
+from tests.rigs.http_server import Server, chunks, serving_4k, text_script
 
 REQUIRED = '[{"name": "add", "parameters": {"a": 12}}]'
 TWO = '[{"name": "add", "parameters": {"a": 12}}, {"name": "add", "parameters": {"a": 345}}]'
@@ -63,7 +63,7 @@ async def test_calls_cut_by_a_stop_string_end_with_stop(
     tokenizer, says, request_fields, stop, finish_reason, arguments
 ):
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         actual = await both(server, stop=stop, **request_fields)
     stop_reason = None if stop == "none such" else stop
@@ -76,7 +76,7 @@ async def test_second_call_of_a_client_without_parallel_calls_does_not_end_the_a
     request = {**AUTO, "parallel_tool_calls": False, "stop": "99"}
     says = CALL + CALL.replace("1", "99")
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         assert await both(server, **request) == ("tool_calls", "99", None, ['{"a": 1}'])
 
@@ -84,7 +84,7 @@ async def test_second_call_of_a_client_without_parallel_calls_does_not_end_the_a
 @pytest.mark.parametrize("at", ["limit", "end token", "stop token"])
 async def test_calls_cut_for_another_reason_end_with_that_reason(tokenizer, at):
     reason = "length" if at == "limit" else "stop"
-    script = saying(tokenizer, CALL[:-15], finish_reason=reason)
+    script = text_script(tokenizer, CALL[:-15], finish_reason=reason)
     request = dict(AUTO)
     if at == "stop token":
         request["stop_token_ids"] = tokenizer.encode(CALL[-16])
@@ -102,7 +102,7 @@ async def test_json_cut_by_a_stop_string_ends_with_stop(tokenizer):
     says = json.dumps({"a": "one two"})
     form = {"type": "json_object"}
     async with serving_4k(
-        tokenizer, saying(tokenizer, says, finish_reason="stop")
+        tokenizer, text_script(tokenizer, says, finish_reason="stop")
     ) as server:
         actual = await both(server, response_format=form, stop=["two"])
         assert actual == ("stop", "two", '{"a": "one ', [])

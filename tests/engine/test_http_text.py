@@ -17,7 +17,7 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
-from tests.rigs.http_server import CONTEXT, READY, saying, serving
+from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
@@ -73,7 +73,7 @@ async def test_long_texts_are_rendered_and_tokenized_on_other_threads(
 ):
     """Any part of a request may make it long."""
     watched = _Watched(tokenizer)
-    async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(watched, text_script(tokenizer, "x"), ready=_ROOMY) as server:
         assert (await server.chat(**request_fields)).status_code == 200
         assert [thread != threading.get_ident() for thread in watched.threads] == aside
 
@@ -106,7 +106,7 @@ async def test_large_bodies_are_checked_on_other_threads(
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(
-        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6
+        tokenizer, text_script(tokenizer, "x"), ready=_ROOMY, max_body=10**6
     ) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
         assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
@@ -173,7 +173,7 @@ async def test_text_left_out_by_a_template_does_not_count(tokenizer, monkeypatch
     short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     monkeypatch.setattr(tokenizer, "chat_template", short)
 
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         answer = await server.chat(messages=[_message(5 * _MAX_CHARS)])
         assert answer.status_code == 200
         assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
@@ -218,7 +218,7 @@ async def test_chat_that_renders_very_long_waits_for_its_turn(
     monkeypatch.setattr(TextEncoder, "run", watched)
     text = "x" * (2 * INLINE_CHARS)
 
-    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x"), ready=_ROOMY) as server:
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         assert (await server.http.post(path, json=body)).status_code == 200
         assert len(f"user:{text};") in sizes

@@ -10,7 +10,7 @@ from engine.text.tool_messages import add_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls
-from tests.rigs.http_server import chunks, saying, serving_4k, with_template
+from tests.rigs.http_server import chunks, serving_4k, text_script, with_template
 
 TOOL = {
     "type": "function",
@@ -56,7 +56,7 @@ def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
 async def test_call_is_the_same_with_and_without_a_stream(
     tokenizer, text, fields, content
 ):
-    script = saying(tokenizer, text, finish_reason="stop")
+    script = text_script(tokenizer, text, finish_reason="stop")
 
     async with serving_4k(tokenizer, script) as server:
         request = {"tools": [TOOL], **fields}
@@ -80,7 +80,7 @@ async def test_call_is_the_same_with_and_without_a_stream(
 
 async def test_client_without_parallel_calls_gets_at_most_one_call(tokenizer):
     """Under "auto" no grammar keeps the model from writing two calls."""
-    script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
+    script = text_script(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     request = {"tools": [TOOL], "parallel_tool_calls": False}
     async with serving_4k(tokenizer, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
@@ -97,7 +97,7 @@ async def test_client_without_parallel_calls_gets_at_most_one_call(tokenizer):
 
 async def test_answer_without_calls_is_unchanged(tokenizer):
     async with serving_4k(
-        tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
+        tokenizer, text_script(tokenizer, "a < b", finish_reason="stop")
     ) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert choice["message"]["content"] == "a < b"
@@ -116,7 +116,7 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
         "name": "f",
         "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
     }
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         # No grammar can enforce the odd schema; the tool is optional.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
@@ -221,7 +221,7 @@ async def test_calls_are_read_in_the_templates_format(tokenizer):
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
     ):
         async with serving_4k(
-            knowing, saying(knowing, say, finish_reason="stop")
+            knowing, text_script(knowing, say, finish_reason="stop")
         ) as server:
             (choice,) = (await server.chat(tools=[TOOL], **request)).json()["choices"]
             (call,) = choice["message"]["tool_calls"]

@@ -383,9 +383,9 @@ async def test_prompt_beyond_the_context_is_refused_before_rendering(
     async with serving(
         tokenizer, ready=replace(READY, max_model_len=2048), max_body=10**6
     ) as server:
-        refused = await server.http.post(path, json={"model": "m", **body})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"]) == (400, field)
+        release_messages = await server.http.post(path, json={"model": "m", **body})
+        error = release_messages.json()["error"]
+        assert (release_messages.status_code, error["param"]) == (400, field)
         assert error["code"] == "context_length_exceeded"
         assert "5000" in error["message"] or "20000 characters" in error["message"]
         assert not server.engine.added
@@ -407,18 +407,19 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
         requested = [asyncio.create_task(server.post(**good)) for _ in range(3)]
         await until_added(server, 3)
         assert await queue_tokens(server) == 0
-        refused = await server.post(**good)
+        release_messages = await server.post(**good)
         assert (
-            refused.status_code == 429 and refused.json()["error"]["phase"] == "grammar"
+            release_messages.status_code == 429
+            and release_messages.json()["error"]["phase"] == "grammar"
         )
         requested.append(asyncio.create_task(server.post()))
         await until_added(server, 4)
         assert await queue_tokens(server) == 64
         first, second = (added.request_id for added in server.engine.added[:2])
-        server.engine.say(Outputs([], compiled=[first]))
+        server.engine.emit(Outputs([], compiled=[first]))
         assert await queue_tokens(server) == 128
         error = ErrorInfo("grammar_failed", "too complex")
-        server.engine.say(Outputs([TokenDelta(request_id=second, error=error)]))
+        server.engine.emit(Outputs([TokenDelta(request_id=second, error=error)]))
         for one in requested:
             one.cancel()
         await asyncio.gather(*requested, return_exceptions=True)
@@ -444,13 +445,16 @@ async def test_waiting_trials_do_not_delay_requests_without_a_schema(
             for number in range(4)  # one is tried, three wait
         ]
         await until_in_progress(server, 4)
-        refused = await server.post(structured_outputs=endless(9))
-        while refused.status_code != 429:  # until the four are in the trial queue
-            refused = await server.post(structured_outputs=endless(9))
-        error = refused.json()["error"]
+        release_messages = await server.post(structured_outputs=endless(9))
+        while (
+            release_messages.status_code != 429
+        ):  # until the four are in the trial queue
+            release_messages = await server.post(structured_outputs=endless(9))
+        error = release_messages.json()["error"]
         assert (error["code"], error["phase"]) == ("rate_limit_exceeded", "grammar")
         assert (
-            "trial queue" in error["message"] and refused.headers["retry-after"] == "5"
+            "trial queue" in error["message"]
+            and release_messages.headers["retry-after"] == "5"
         )
         assert await queue_tokens(server) == 0
         for _ in range(3):

@@ -18,9 +18,9 @@ from tests.engine.test_http_responses import FLAT, SHOWS, client_of
 from tests.engine.test_http_tools import CALL
 from tests.rigs.http_server import (
     USAGE,
-    saying,
     serving_4k,
     serving_harmony,
+    text_script,
     with_template,
 )
 
@@ -54,7 +54,7 @@ async def test_field_works_like_in_a_chat(name, tokenizer):
         tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking")
     )
     field = {name: SHARED[name]}
-    async with serving_4k(knowing, saying(knowing, "ok")) as server:
+    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
         plain = {"seed": 1, "model": "m", "input": "Hi"}
         bodies: list[tuple[str, dict[str, Any]]] = [
             (RESPONSES, plain),
@@ -81,7 +81,7 @@ def _without_id(add: AddRequest) -> dict[str, Any]:
 
 
 async def test_stop_string_ends_a_response(tokenizer):
-    async with serving_4k(tokenizer, saying(tokenizer, "one two three")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "one two three")) as server:
         body = {"model": "m", "input": "Hi", "stop": " two"}
         reported = Response.model_validate(
             (await server.http.post(RESPONSES, json=body)).json()
@@ -130,7 +130,7 @@ async def test_json_objects_may_have_a_schema(tokenizer):
         "input": "Hi",
         "text": {"format": {"type": "json_object", "schema": {"type": "null"}}},
     }
-    async with serving_4k(tokenizer, saying(tokenizer, "null")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "null")) as server:
         assert (await server.http.post(RESPONSES, json=request)).status_code == 200
         grammar = server.engine.added[0].sampling.grammar
         assert grammar == Grammar("json_schema", '{"type": "null"}')
@@ -232,7 +232,7 @@ def _logprobs_of(item: Any) -> list[dict[str, Any]]:
 
 
 async def test_response_has_log_probabilities_only_on_request(tokenizer):
-    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
+    async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
         body = {"input": "Hi", "include": ["reasoning.encrypted_content"]}
         reported = (await server.http.post(RESPONSES, json=body)).json()
         assert reported["output"][0]["content"][0]["logprobs"] == []

@@ -62,7 +62,9 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
             yield TokenDelta(request_id=name, prompt_logprobs=actual)
         for at in range(max(map(len, output)) + 1):
             for choice, ids in enumerate(output[: request.num_choices]):
-                sent = request.known[choice] if request.known else None
+                sent = (
+                    request.resumed_choices[choice] if request.resumed_choices else None
+                )
                 if sent and (sent.has_ended or at < len(sent.token_ids)):
                     continue
                 logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
@@ -89,11 +91,14 @@ async def _post(
     server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> httpx.Response:
     """Request a stream, or the rest of one, like a proxy."""
-    retained = resume.Kept()
+    retained = resume.FrameHistory()
     for text in texts:
         retained.add(text + b",")
     more = {resume.MEMBER: msgspec.json.decode(retained.sign(SECRET))} if texts else {}
-    headers = {"x-request-id": "r", resume.HEADER: resume.asking(SECRET, b"r").decode()}
+    headers = {
+        "x-request-id": "r",
+        resume.HEADER: resume.frames_request(SECRET, b"r").decode(),
+    }
     whole = {"model": "m", "stream": True, **body, **more}
     return await server.http.post(path, json=whole, headers=headers)
 
@@ -261,7 +266,11 @@ async def test_stream_resumes_only_with_the_same_request_and_model(tokenizer):
 async def test_only_a_proxy_of_the_cluster_gets_frames_or_resumes_a_stream(tokenizer):
     body = {"prompt": "abc", "max_tokens": 3, "stream": True}
     async with serving(tokenizer, _script(tokenizer, ["hello"])) as server:
-        for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
+        for value in (
+            "1",
+            resume.frames_request(b"another secret..", b"r").decode(),
+            "",
+        ):
             headers = {"x-request-id": "r", resume.HEADER: value}
             answer = await server.post(headers=headers, **body)
             assert (
@@ -359,12 +368,12 @@ async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name,
             actual.headers["content-type"] == "application/json"
             and actual.status_code == 200
         )
-        sent = [one.token_ids for one in other.engine.added[-1].known]
+        sent = [one.token_ids for one in other.engine.added[-1].resumed_choices]
         assert sum(map(len, sent)) >= num - 1 and resume.HEADER not in actual.headers
 
 
 @pytest.mark.parametrize(("is_movable", "size", "num_retained"), [
-    (False, 1, 0), (True, resume.MAX_KEPT_BYTES, 2), (True, resume.MAX_KEPT_BYTES * 99 // 200, 3)
+    (False, 1, 0), (True, resume.MAX_HISTORY_BYTES, 2), (True, resume.MAX_HISTORY_BYTES * 99 // 200, 3)
 ])  # fmt: skip
 def test_answer_keeps_its_frames_only_while_it_can_migrate(
     is_movable, size, num_retained

@@ -14,8 +14,8 @@ from tests.rigs.http_server import (
     CONTEXT,
     READY,
     Server,
-    saying,
     serving,
+    text_script,
     with_template,
 )
 
@@ -46,7 +46,7 @@ async def error_of(
 
 
 async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         ids = tokenizer.encode(ALPHABET)
         for prompt in (ALPHABET, ids):
             assert (
@@ -85,7 +85,7 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
 async def test_minus_1_keeps_tokens_that_fit_the_context_with_the_answer(
     limits, retained, tokenizer
 ):
-    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         actual = await prompt_of(
             server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits
         )
@@ -109,7 +109,7 @@ async def test_tokenizer_prefix_is_kept(tmp_path: Path) -> None:
     write_sentencepiece_style(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ready = replace(READY, max_model_len=4096, vocab_size=4096)
-    async with serving(tokenizer, saying(tokenizer, "x"), ready=ready) as server:
+    async with serving(tokenizer, text_script(tokenizer, "x"), ready=ready) as server:
         before = tokenizer.encode("")
         whole = tokenizer.encode("Hi Hi Hi Hi")
         assert (
@@ -139,7 +139,7 @@ class _Counting(Tokenizer):
 async def test_only_the_end_of_a_long_text_is_tokenized(tokenizer):
     counting = _Counting(tokenizer)
     text = ALPHABET * 1000
-    async with serving(counting, saying(tokenizer, "x"), max_body=10**6) as server:
+    async with serving(counting, text_script(tokenizer, "x"), max_body=10**6) as server:
         counting.num_chars = 0
         actual = await prompt_of(server, prompt=text, truncate_prompt_tokens=7)
         assert actual == tokenizer.encode("tuvwxyz")
@@ -150,7 +150,7 @@ async def test_only_the_end_of_a_long_text_is_tokenized(tokenizer):
 
 
 async def test_echo_has_the_truncated_prompt(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "!")) as server:
+    async with serving(tokenizer, text_script(tokenizer, "!")) as server:
         body = {"prompt": ALPHABET, "truncate_prompt_tokens": 3, "echo": True}
         answer = await server.http.post("/v1/completions", json=body)
         assert answer.json()["choices"][0]["text"] == "xyz!"
@@ -219,7 +219,7 @@ async def test_oldest_items_are_dropped_until_the_rest_fits(
         "truncation": "auto",
         "tools": [FLAT],
     }
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         assert knowing.decode(await prompt_of(server, RESPONSES, **body)) == prompt
         reported = (await server.http.post(RESPONSES, json=body)).json()
         assert reported["truncation"] == "auto"
@@ -230,7 +230,7 @@ async def test_start_refused_by_the_template_is_skipped(tokenizer):
     knowing = with_template(tokenizer, refuses + TEMPLATE + "{# tools #}")
     items = [*CONVERSATION, *called(1), *called(2), *called(3)]
     body = {"input": items, "truncation": "auto"}
-    async with serving(knowing, saying(knowing, "x"), ready=ROOMY) as server:
+    async with serving(knowing, text_script(knowing, "x"), ready=ROOMY) as server:
         actual = await prompt_of(server, RESPONSES, **body, truncate_prompt_tokens=65)
         assert knowing.decode(actual) == "u333333333;" + "a<add>;tooooooooo;" * 3
         error = await error_of(server, RESPONSES, **body, truncate_prompt_tokens=64)
@@ -244,7 +244,7 @@ async def test_instructions_stay(tokenizer):
         "input": [*CONVERSATION, *LATER],
         "truncation": "auto",
     }
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         actual = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
         assert knowing.decode(actual) == "sBe kind;u555555555;"
 
@@ -252,7 +252,7 @@ async def test_instructions_stay(tokenizer):
 async def test_truncation_leaves_space_for_an_answer(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     body = {"input": [*CONVERSATION, *LATER], "truncation": "auto"}
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         actual = await prompt_of(server, RESPONSES, **body)
         assert len(actual) == 33 <= CONTEXT - CONTEXT // 4
         # A last item that fits the context is served without truncation.
@@ -265,7 +265,7 @@ async def test_truncation_leaves_space_for_an_answer(tokenizer):
 async def test_last_item_that_does_not_fit_is_refused(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     items = [*CONVERSATION, said("user", "x" * 100)]
-    async with serving(knowing, saying(knowing, "x")) as server:
+    async with serving(knowing, text_script(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
         error = await error_of(
@@ -280,6 +280,6 @@ async def test_conversation_may_be_many_times_as_long_as_the_context(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
     items = [said("user", f"{number:09}") for number in range(5000)]
     body = {"input": items, "truncation": "auto", "truncate_prompt_tokens": 44}
-    async with serving(knowing, saying(knowing, "x"), max_body=10**6) as server:
+    async with serving(knowing, text_script(knowing, "x"), max_body=10**6) as server:
         actual = knowing.decode(await prompt_of(server, RESPONSES, **body))
         assert actual == "".join(f"u{number:09};" for number in range(4996, 5000))

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 from msgspec.structs import replace
-from tests.rigs.brief_naps import take_brief_naps
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app

@@ -480,7 +480,7 @@ def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
 
 def awaited_masks(core: EngineCore) -> bool:
     """Wait for the masks of skipped sequences. Return whether there were any."""
-    sitting = list(core.grammars.sitting.values())
+    sitting = list(core.grammars.awaiting_mask.values())
     for work, _ in sitting:
         work.result(60.0)
     return bool(sitting)

@@ -13,9 +13,10 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
-from protocol import kv_params
+from protocol import kv_offers, kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import KVTransferParams, Offer
+from protocol.kv_offers import Offer
+from protocol.kv_params import KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 
@@ -43,7 +44,7 @@ class DecodeLeg(ServerHooks):
         params = request.kv_transfer_params
         if kv_params.is_absent(params):
             return adds
-        if offer := kv_params.offer_of(params, self._secret, time.time()):
+        if offer := kv_offers.offer_of(params, self._secret, time.time()):
             # If the offer is refused here, the proxy still has the prefill server's
             # answer.
             return _with_offer(adds, offer)
@@ -121,8 +122,8 @@ def _check_belongs(
     """
     num_tokens = reference.remote_num_tokens
     ids = add.token_ids
-    if len(add.known) == 1:  # the stream has migrated to this server
-        ids = [*ids, *add.known[0].token_ids]
+    if len(add.resumed_choices) == 1:  # the stream has migrated to this server
+        ids = [*ids, *add.resumed_choices[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
         _reject(
             "remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}"

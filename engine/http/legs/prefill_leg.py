@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks, no_op
-from protocol import kv_params
+from protocol import kv_offers, kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
     AbortRequest,
@@ -63,7 +63,7 @@ class PrefillLeg(ServerHooks):
         leg_id = kv_params.transfer_id(request.kv_transfer_params)
         prepared = []
         for index, add in enumerate(adds):
-            prompt_id = leg_id and kv_params.prompt_name(leg_id, index)
+            prompt_id = leg_id and kv_offers.prompt_name(leg_id, index)
             prepared.append(replace(add, retain_kv=True, transfer_id=prompt_id))
         return prepared
 

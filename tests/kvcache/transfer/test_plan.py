@@ -38,7 +38,7 @@ def check_direct(case: Case, d_rank: int) -> None:
     plan = case.plan(d_rank)
     check_plan(case, d_rank, plan)
     assert plan.path == "direct"
-    tokens = case.d.kept(d_rank, np.arange(case.start, case.stop))
+    tokens = case.d.stored_tokens(d_rank, np.arange(case.start, case.stop))
     if plan.bytes_read > plan.useful_bytes:
         tokens = np.concatenate([tokens, rest_of_block(case, d_rank)])
     assert plan.descriptors == fewest_descriptors(case, d_rank, tokens)

@@ -76,7 +76,7 @@ def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
     decode.agents[0].resume()
     (peer,) = decode.workers[0]._peers.values()
     while peer.link is not None:  # until it is closed
-        decode.woken.wait(0.001)
+        decode.has_event.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
     pulled(decode, prefill, "b", BLOCKS)
 

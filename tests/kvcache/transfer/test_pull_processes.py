@@ -93,7 +93,7 @@ def test_ranks_in_separate_processes_read_their_shares(prefill, dcp):
             np.concatenate([tokens[:8], tokens[16:]]),
             np.concatenate([tokens[8:16], nothing]),
         ]
-    digests = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
+    digests = [digest_of(pool, blocks), second.request(block_ids=blocks)]
     assert digests == [digest(part) for part in rank_tokens]
     second.close()
     first.close()

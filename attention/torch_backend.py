@@ -180,7 +180,7 @@ class TorchBackend(AttentionBackend):
         scale: float,
         lse: Tensor | None,
     ) -> Tensor:
-        """Attention of all rows. FP8 scales are not applied to k, v and the output yet."""
+        """Attention of all rows. FP8 scales are not applied to the output yet."""
         decode = plan.decode
         if plan.is_decode_in_order:
             return decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, lse=lse)

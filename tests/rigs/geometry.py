@@ -45,8 +45,8 @@ class Side:
     def heads(self, rank: int, total: int) -> range:
         return heads_of(rank // self.dcp, self.tp // self.dcp, total)
 
-    def kept(self, rank: int, tokens: np.ndarray) -> np.ndarray:
-        """Those of the tokens that the rank keeps."""
+    def stored_tokens(self, rank: int, tokens: np.ndarray) -> np.ndarray:
+        """The given tokens that the rank stores."""
         return tokens[tokens // self.block_size % self.dcp == rank % self.dcp]
 
 
@@ -127,7 +127,7 @@ def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
 def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
     """The rank's pool with its part of tokens [start, stop) in it; garbage everywhere else."""
     memory = garbage(case, side, rank)
-    tokens = side.kept(rank, np.arange(start, case.stop))
+    tokens = side.stored_tokens(rank, np.arange(start, case.stop))
     heads = side.heads(rank, case.heads)
     memory[element_map(case, side, rank, tokens)] = codes(case, heads, tokens)
     return memory
@@ -156,7 +156,7 @@ def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
     owners = [r for r in range(case.p.tp) if head in case.p.heads(r, case.heads)]
     dcp = case.p.dcp
-    mine = case.d.kept(d_rank, np.arange(case.stop))  # whose blocks it counts
+    mine = case.d.stored_tokens(d_rank, np.arange(case.stop))  # whose blocks it counts
     blocks = np.searchsorted(mine, tokens) // case.p.block_size
     turns = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
     return np.array(owners)[turns * dcp + tokens // case.p.block_size % dcp]
@@ -164,7 +164,7 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
     """The tokens behind the rank's last one that are in the same block as that on both sides."""
-    mine = case.d.kept(d_rank, np.arange(case.stop))
+    mine = case.d.stored_tokens(d_rank, np.arange(case.stop))
     sizes = case.p.block_size, case.d.block_size
     return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(
         1, n + 1

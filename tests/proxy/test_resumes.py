@@ -9,8 +9,8 @@ import pytest
 
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from proxy.failover import MAX_MOVES
 from proxy.membership import LISTED, Kind
-from proxy.relay import MAX_MOVES
 from tests.proxy.fakes import (
     LENT,
     Behave,
@@ -235,7 +235,7 @@ async def test_losses_have_a_limit(stream):
         assert sum(len(fake.calls) for fake in rig.decode) == 3
         assert '"decode_server_lost"' in answer.text
         assert answer.status_code == (200 if stream else 502)
-        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="spent") == 1
+        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="limit_reached") == 1
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 2
         await until(lambda: len(rig.prefill[0].releases) == 3)
 
@@ -310,7 +310,7 @@ async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_h
         await until(lambda: own.in_flight == 0)
         new, _ = rig.app.fleet.servers
         assert rig.app.fleet.servers == [new, other]
-        assert {*rig.app.knowledge.loads} <= {new, other}
+        assert {*rig.app.load_tracker.loads} <= {new, other}
         assert rig.in_flight() == 0
 
 
@@ -362,10 +362,10 @@ async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
     ) as rig:
         answer = await rig.complete(stream=True)
         assert answer.content.count(b"event: error") == 1
-        assert rig.metric("baton_proxy_resumes", reason=reason, outcome="spent") == 1
+        assert rig.metric("baton_proxy_resumes", reason=reason, outcome="limit_reached") == 1
         moved = sum(
             rig.metric("baton_proxy_resumes", reason="moved", outcome=outcome)
-            for outcome in ("resumed", "spent")
+            for outcome in ("resumed", "limit_reached")
         )
         assert moved == (3 if reason == "lost" else MAX_MOVES + 1)
         await until(lambda: sum(len(fake.releases) for fake in rig.decode) == moved)
@@ -388,11 +388,11 @@ _REFUSES = fails(503, "resume_refused")
             "failed",
             _ERROR,
         ),
-        (_DROPS, _GOES_ON, "unkept", b"decode_server_lost"),
+        (_DROPS, _GOES_ON, "not_resumable", b"decode_server_lost"),
     ],
 )
 async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monkeypatch):
-    if outcome == "unkept":
+    if outcome == "not_resumable":
         monkeypatch.setattr(resume, "MAX_KEPT_BYTES", 40)
     if outcome is None:  # nobody asks for frames
 
@@ -412,7 +412,7 @@ async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monke
         assert events[:2] == [b"data: 0", b"data: 1"]
         assert events[2].startswith(b"event: error") and told.strip() in events[2]
         assert events[3:] == [b""]
-        for name in ("resumed", "failed", "unkept"):
+        for name in ("resumed", "failed", "not_resumable"):
             for reason in ("lost", "died"):
                 num = rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
                 assert num == (

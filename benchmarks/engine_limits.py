@@ -66,7 +66,7 @@ def read_weight_bytes(
 
     Args:
         itemsize: bytes per element of weights that are not quantised.
-        keeps: whether quantised weights stay quantised in memory.
+        keep_quantised: whether quantised weights stay quantised in memory.
     """
     hit_share = 1.0
     if moe := config.moe:

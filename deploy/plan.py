@@ -158,16 +158,19 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
         if reads
         else np.zeros(1, np.int64)
     )
-    told = ("path", "descriptors", "bytes_read", "useful_bytes", "estimated_s", "why")
     return {
         "remote_ranks": sorted({read.remote_rank for read in reads}),
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        "chunks": sum(
-            step.slot is not None for step in plan.steps
-        ),  # of the staged path
-        **{name: getattr(plan, name) for name in told},
+        # Only the staged path has chunks.
+        "chunks": sum(step.slot is not None for step in plan.steps),
+        "path": plan.path,
+        "descriptors": plan.descriptors,
+        "bytes_read": plan.bytes_read,
+        "useful_bytes": plan.useful_bytes,
+        "estimated_s": plan.estimated_s,
+        "why": plan.explanation,
     }
 
 

@@ -4,14 +4,14 @@ import contextlib
 from collections.abc import Iterator
 
 from protocol.errors import BatonError
-from protocol.http.access import Visit
+from protocol.http.access import AccessGrant
 from protocol.openai.token_meter import TokenMeter
 from proxy.relay import Reply
 
 
 @contextlib.contextmanager
 def charged(
-    visit: Visit, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
+    visit: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
 ) -> Iterator[None]:
     """Charge the key for what the request may take, and settle for what it took.
 
@@ -39,7 +39,7 @@ def charged(
         meter = reply.meter
         if is_refused or (reply.status or 0) >= 400:
             visit.settle(0)
-        elif meter is not None and meter.is_known:
+        elif meter is not None and meter.has_begun:
             num_prompt = meter.num_prompt_tokens
             if num_prompt is None:
                 num_prompt = num_prompt_tokens

@@ -8,7 +8,7 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
-from protocol.resume import HEADER, asking
+from protocol.resume import HEADER, frames_request
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
@@ -94,7 +94,7 @@ class FailoverState:
             return ()
         # The id in the form in which it is sent.
         request_id = as_text(self._reply.request_id).encode()
-        return [(HEADER.encode(), asking(self._secret, request_id))]
+        return [(HEADER.encode(), frames_request(self._secret, request_id))]
 
     def resume_member(self) -> bytes | None:
         """Return the signed frames of the stream so far; None if none were sent."""

@@ -24,8 +24,8 @@ from protocol.errors import (
     Forbidden,
     NoServerAvailable,
 )
-from protocol.kv_params import Offer
-from protocol.resume import Kept
+from protocol.kv_offers import Offer
+from protocol.resume import FrameHistory
 from proxy import body as bodies
 from proxy.charge import charged
 from proxy.failover import UpstreamLost
@@ -207,7 +207,7 @@ class PDRequest(RequestLegs):
                 if loss.has_begun or not self.reply.kept:
                     break
                 # The client has nothing yet: the next server starts anew.
-                self.reply.kept = Kept()
+                self.reply.kept = FrameHistory()
                 if self.reply.meter is not None:
                     self.reply.meter.restart()
         if loss.params is not None:

@@ -16,7 +16,7 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.openai.token_meter import TokenMeter
-from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept
+from protocol.resume import DIED, FAILOVER_PREFIX, HEADER, MOVED, FrameHistory, Frames
 from proxy.upstream import (
     Failure,
     Headers,
@@ -167,7 +167,7 @@ class FramedEvents(EventBuffer):
     See protocol.resume.
     """
 
-    def __init__(self, kept: Kept, meter: TokenMeter | None = None) -> None:
+    def __init__(self, kept: FrameHistory, meter: TokenMeter | None = None) -> None:
         super().__init__()
         self._kept = kept
         self._frames = Frames()
@@ -182,7 +182,7 @@ class FramedEvents(EventBuffer):
             raise Lost("its stream is not in frames") from None
         passed = b""
         for text, events in frames:
-            if text[:1] == HANDED_BACK:
+            if text[:1] == FAILOVER_PREFIX:
                 self._migrated = Migrated(text, events)
                 break
             self._unsent_texts += text + b","
@@ -253,7 +253,7 @@ class Reply:
         self.finished = False
         self.is_stream = False
         self.is_broken = False
-        self.kept = Kept()
+        self.kept = FrameHistory()
         self.meter: TokenMeter | None = None
 
     @property

@@ -12,7 +12,7 @@ from protocol.errors import (
     NoServerAvailable,
     PayloadTooLarge,
 )
-from protocol.http.access import Visit
+from protocol.http.access import AccessGrant
 from protocol.http.deadlines import Deadline
 from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
@@ -41,7 +41,7 @@ class RequestLegs:
     path: str
     headers: Headers
     reply: Reply
-    visit: Visit
+    visit: AccessGrant
     data: bytes
     deadline: Deadline | None
     # The body with a seed, and without it as the client sent it. Neither has

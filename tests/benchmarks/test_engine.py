@@ -18,17 +18,17 @@ def test_work_of_8b_model_matches_its_weights():
     shape = {"architectures": ["LlamaForCausalLM"], **SHAPES["llama-3.1-8b"]}
     config = parse_config(shape)
     weights = 7_504_658_432  # 8.03e9 without norms and input embedding
-    assert read_weight_bytes(config, 1, 2, keeps=True) == 2 * weights
+    assert read_weight_bytes(config, 1, 2, keep_quantised=True) == 2 * weights
     quantised = replace(config, quantization=Quantization(AT_LOAD))
     head = 128256 * 4096  # the output head keeps its 16 bits
-    assert read_weight_bytes(quantised, 1, 2, keeps=True) == weights + head
-    assert read_weight_bytes(quantised, 1, 2, keeps=False) == 2 * weights
+    assert read_weight_bytes(quantised, 1, 2, keep_quantised=True) == weights + head
+    assert read_weight_bytes(quantised, 1, 2, keep_quantised=False) == 2 * weights
     assert prefill_flops(config, 8192) == pytest.approx(1.32e14, rel=0.01)
 
 
 def test_only_hit_experts_of_a_mixture_count():
     config = parse_config(SHAPES["qwen3-30b-a3b"])
-    read = partial(read_weight_bytes, config, itemsize=1, keeps=True)
+    read = partial(read_weight_bytes, config, itemsize=1, keep_quantised=True)
     assert read(batch=1) == pytest.approx(3.35e9 - 0.31e9, rel=0.01)  # 3.3e9 active
     assert read(batch=10_000) == pytest.approx(30.5e9 - 0.31e9, rel=0.01)
     expected_flops = 1000 * 2 * 2.73e9 + 3.9e11

@@ -140,7 +140,10 @@ async def test_a_prompt_that_will_be_refused_locks_no_other_out():
         assert (len(load_tracker._prefixes), len(load_tracker._tails)) == known, (
             "it leaves no trace"
         )
-        assert not load_tracker._pending_blocks and load_tracker.loads[server].num_prompts == 0
+        assert (
+            not load_tracker._pending_blocks
+            and load_tracker.loads[server].num_prompts == 0
+        )
 
 
 async def test_a_server_of_ours_refuses_by_itself_what_the_proxy_believes_to_be_too_much():

@@ -310,7 +310,9 @@ class Dying:
 async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
     answer, monkeypatch
 ):
-    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)  # there is no other server
+    monkeypatch.setattr(
+        pd_request, "_MAX_READY_WAIT_S", 0.05
+    )  # there is no other server
 
     async def asks(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4

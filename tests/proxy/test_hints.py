@@ -32,7 +32,9 @@ class Clock:
 
 
 def ask(messages: Any, answer: int = 400) -> RequestProfile:
-    return profile_prompt(b"m", json.dumps(messages, separators=(",", ":")).encode(), answer)
+    return profile_prompt(
+        b"m", json.dumps(messages, separators=(",", ":")).encode(), answer
+    )
 
 
 def server(kind: Kind, index: int, **health: Any) -> Server:
@@ -154,7 +156,9 @@ def test_what_a_server_pulls_does_not_keep_it_busy():
         )
         load_tracker.pulls = True
         load_tracker.set_lender("a", lends)
-        load_tracker.on_answer(load_tracker.start("a", ask, computes=True, generates=False))
+        load_tracker.on_answer(
+            load_tracker.start("a", ask, computes=True, generates=False)
+        )
         load_tracker.start("b", ask, computes=True, generates=False)
         waits.append(load_tracker.wait_s("b"))
     assert waits[0] < 0.5 * waits[1]
@@ -168,7 +172,10 @@ def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
     load_tracker.on_answer(work)
     load_tracker.end(work)
     assert load_tracker.reserve_decode_only(turn_2, ["p"], ["d", "e"])
-    assert load_tracker.choose_server(["e", "d"], turn_2, computes=True, generates=True) == "d"
+    assert (
+        load_tracker.choose_server(["e", "d"], turn_2, computes=True, generates=True)
+        == "d"
+    )
 
 
 # -- over HTTP

@@ -26,7 +26,9 @@ class Failing:
 
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
-    poller = Poller(fleet, upstream, LoadTracker(), ProxySettings(health_interval_s=1e-4))
+    poller = Poller(
+        fleet, upstream, LoadTracker(), ProxySettings(health_interval_s=1e-4)
+    )
     for server in fleet.servers:
         poller.watch(server)
     await until(lambda: upstream.asked > num_polls)

@@ -50,7 +50,7 @@ def _sends(data: bytes, *, drops: bool = False, at_once: int = 7) -> Behave:
 
     async def behave(call: Call) -> None:
         rest = call.body.get(MEMBER, {"texts": [None]})["texts"]
-        assert bytes(call.headers[HEADER], "ascii") == resume.asking(
+        assert bytes(call.headers[HEADER], "ascii") == resume.frames_request(
             _SECRET.encode(), call.headers["x-request-id"].encode("latin-1")
         )
         await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
@@ -131,7 +131,7 @@ async def test_another_server_goes_on_and_the_client_does_not_notice(name):
         assert MEMBER not in calls[0].body, "not even the client's"
         if num_frames:
             sent = calls[1].body[MEMBER]
-            assert resume.opened(sent, _SECRET.encode()).origin.id == "x"
+            assert resume.open_resume(sent, _SECRET.encode()).origin.id == "x"
             assert sent["texts"] == [_ORIGIN, *_texts(0, num_frames)]
         assert len(rig.prefill[0].calls) == 2, "the prompt is had again"
         assert rig.metric("baton_proxy_resumes", reason=reason, outcome="resumed") == 1
@@ -235,7 +235,10 @@ async def test_losses_have_a_limit(stream):
         assert sum(len(fake.calls) for fake in rig.decode) == 3
         assert '"decode_server_lost"' in answer.text
         assert answer.status_code == (200 if stream else 502)
-        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="limit_reached") == 1
+        assert (
+            rig.metric("baton_proxy_resumes", reason="lost", outcome="limit_reached")
+            == 1
+        )
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 2
         await until(lambda: len(rig.prefill[0].releases) == 3)
 
@@ -338,7 +341,7 @@ async def test_so_does_an_answer_that_is_no_stream(is_refused):
 
 async def test_an_answer_of_which_too_much_was_told_begins_anew(monkeypatch):
     """Its KV is of tokens that nobody knows."""
-    monkeypatch.setattr(resume, "MAX_KEPT_BYTES", 40)
+    monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
     both = _in_turn(_moves_whole(), decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
@@ -362,7 +365,10 @@ async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
     ) as rig:
         answer = await rig.complete(stream=True)
         assert answer.content.count(b"event: error") == 1
-        assert rig.metric("baton_proxy_resumes", reason=reason, outcome="limit_reached") == 1
+        assert (
+            rig.metric("baton_proxy_resumes", reason=reason, outcome="limit_reached")
+            == 1
+        )
         moved = sum(
             rig.metric("baton_proxy_resumes", reason="moved", outcome=outcome)
             for outcome in ("resumed", "limit_reached")
@@ -393,7 +399,7 @@ _REFUSES = fails(503, "resume_refused")
 )
 async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monkeypatch):
     if outcome == "not_resumable":
-        monkeypatch.setattr(resume, "MAX_KEPT_BYTES", 40)
+        monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
     if outcome is None:  # nobody asks for frames
 
         async def drops(call: Call) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+# `python -m` puts the working directory first, where a model.py would hide Baton's.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -15,20 +15,20 @@ from protocol.process.logging import open_standard_streams
 
 USAGE = """usage: baton <command> [options]
 
-  up       a local cluster: prefill servers, decode servers and the proxy on this machine
-  warm     compile and keep what `up` with the same options needs, then end
+  up       a local cluster on this machine: prefill and decode servers, and the proxy
+  warm     download and compile what `up` needs with the same options, then end
   prefill  a prefill server
   decode   a decode server
   proxy    one endpoint in front of prefill and decode servers
-  plan     what would move between two KV geometries, how, and why
-  models   the architectures that are served, or whether one model is
-  doctor   how KV would move between servers of this machine, how fast, and what is missing
+  plan     which transfer moves KV between two geometries, and why
+  models   the supported architectures, or whether a model is supported
+  doctor   how fast KV moves between servers of this machine, and what is missing
 
-baton <command> --help explains every option; each may also be given as BATON_* variable or in
-the file named by --config. baton --version prints the version."""
+baton <command> --help explains every option. An option may also be given as a BATON_*
+variable, or in the file named by --config. baton --version prints the version."""
 
 
-# What takes time to import is imported when it is called: a Ctrl-C until then is answered here.
+# Programs are imported when they are called, so that Ctrl-C always works before.
 COMMANDS = {
     "up": "deploy.local:main",
     "warm": "deploy.local:warm",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [name, *rest] if name in COMMANDS:
             try:
                 return resolve_name(COMMANDS[name])(rest) or 0
-            except KeyboardInterrupt:  # before the program listens to signals itself
+            except KeyboardInterrupt:  # the program did not handle signals yet
                 return 130
     from protocol.near_names import suggestion
 

@@ -1,4 +1,6 @@
-"""What `baton up` runs: from its settings to the command lines of a local cluster. Pure."""
+"""Derives the command lines of a local cluster from the settings of `baton up`; no
+I/O.
+"""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +22,8 @@ PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
 }
-# Below this many cores a prefill and a decode server are rarely busy at once in earnest, and
-# halving them would double the time to first token: each server may use them all.
+# With fewer cores per server, a prefill and a decode server are rarely busy at the same
+# time. Half of the cores would double the time to first token, so each may use all.
 MIN_CORES_PER_SERVER = 4
 
 
@@ -38,58 +40,66 @@ class Command:
 def server_commands(
     settings: UpSettings, *, secret: str, cores: int, key: str | None = None
 ) -> list[Command]:
-    """All prefill and decode servers, each on free ports of the loopback address.
+    """Returns the commands of all prefill and decode servers, on free loopback ports.
 
     Args:
-        secret: the cluster secret; it goes by environment, which other users cannot read.
+        secret: The cluster secret. It is passed by environment variable, which other
+            users cannot read.
         cores: CPU cores of this machine.
-        key: the proxy's, where the cluster has API keys.
+        key: The proxy's API key, if the cluster has API keys.
     """
     commands = []
-    keys = _environment(
-        admin_key=(*([key] if key else ()), *_revealed(settings.admin_key))
-    )
+    admin_keys = [key] if key else []
+    admin_keys += _revealed(settings.admin_key)
+    env = {"BATON_CLUSTER_SECRET": secret, **_environment(admin_key=admin_keys)}
     for kind in SERVERS:
+        group = getattr(settings, kind)
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
-        env, group = {"BATON_CLUSTER_SECRET": secret, **keys}, getattr(settings, kind)
         for index in range(group.count):
-            devices = (
-                group.devices
-            )  # one server's, or of several that share; else a share of them
+            # Either each server uses all of these GPUs, or each has its share of them.
+            devices = group.devices
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
-            own = (f"--devices={device}" for device in devices)
-            commands.append(Command(f"{kind}-{index}", kind, (*argv, *own), env))
+            device_options = (f"--devices={device}" for device in devices)
+            command = Command(f"{kind}-{index}", kind, (*argv, *device_options), env)
+            commands.append(command)
     return commands
 
 
 def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
-    """The options of one server of `kind`, without its devices."""
+    """Returns the options of one server of `kind`, without its devices."""
     group = getattr(settings, kind)
-    own = _own(group)
-    told = own & SETTINGS[f"baton {kind}"].model_fields.keys() - {"threads", "devices"}
+    group_options = _configured_by_group(group)
+    server_class = SETTINGS[f"baton {kind}"]
+    shared_options = group_options & server_class.model_fields.keys()
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
-    of_bodies = ("max_body_bytes", "max_unfinished_bytes", "max_held_bytes")
-    of_clients = (*of_bodies, "client_timeout_s", "shutdown_grace_s")
+    limits = (
+        "max_body_bytes",
+        "max_unfinished_bytes",
+        "max_held_bytes",
+        "client_timeout_s",
+        "shutdown_grace_s",
+    )
     return [
-        *_changed(settings, ModelOptions.model_fields.keys() - own),
-        *_changed(group, told),
+        *_changed(settings, ModelOptions.model_fields.keys() - group_options),
+        *_changed(group, shared_options - {"threads", "devices"}),
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        # A slow client makes the proxy slow. The time of a request is told with it.
-        *to_argv(settings, only=[*of_clients, *QueueOptions.model_fields]),
+        # A slow client makes the proxy slow, so servers have the same timeout of
+        # clients. The proxy sends the timeout of a request with the request.
+        *to_argv(settings, only=[*limits, *QueueOptions.model_fields]),
     ]
 
 
-def _own(group: BaseModel) -> set[str]:
-    """The options of a group, but those that it leaves to the whole cluster."""
-    left = {name for name in ("device", "dtype") if getattr(group, name) is None}
-    return type(group).model_fields.keys() - left
+def _configured_by_group(group: BaseModel) -> set[str]:
+    """Returns the options of a group, except those that the whole cluster shares."""
+    inherited = {name for name in ("device", "dtype") if getattr(group, name) is None}
+    return type(group).model_fields.keys() - inherited
 
 
 def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
-    """The arguments for those of `names` that are not at their default."""
+    """Returns the arguments for those of `names` that differ from their default."""
     fields = type(options).model_fields
     changed = [name for name in names if getattr(options, name) != fields[name].default]
     return to_argv(options, only=sorted(changed))
@@ -101,7 +111,7 @@ def proxy_command(
     secret: str,
     key: str | None = None,
 ) -> Command:
-    """The proxy in front of servers that already serve, have this secret and want this API key."""
+    """Returns the command of the proxy, for servers that are ready."""
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
@@ -119,14 +129,14 @@ def _revealed(keys: Iterable[SecretStr]) -> list[str]:
 
 
 def _environment(**keys: Sequence[str]) -> dict[str, str]:
-    """Options for a process as variables, which other users cannot read."""
+    """Returns options as environment variables, which other users cannot read."""
     return {
         variable_name((name,)): ",".join(given) for name, given in keys.items() if given
     }
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
-    """CPU threads of each rank of a server, where not configured."""
+    """Returns the CPU threads of each rank of a server without --threads."""
     servers = settings.prefill.count + settings.decode.count
     share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
     return max(1, share // tp)

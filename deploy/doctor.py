@@ -1,7 +1,8 @@
-"""`baton doctor`: how KV would move between servers of this machine, how fast, and what is missing.
+"""`baton doctor`: how fast KV moves between servers of this machine, and what is
+missing.
 
-Pulls KV that it makes itself between two devices, in every way that servers have; needs no model
-and no running server.
+It creates KV and pulls it between two devices, by every path that servers have. It
+needs no model and no running server.
 """
 
 import json
@@ -16,46 +17,47 @@ from protocol.process.environment import safe_path
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 
-_BLOCK_TOKENS, _SIZES = 64, (8, 8, 64)  # layers, heads, elements of one
-# Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
+_BLOCK_TOKENS = 64
+_SIZES = (8, 8, 64)  # layers, KV heads, elements of a head
+# NVLink, and GPUs at one PCIe switch, are faster. A copy through host memory is slower.
 _SLOW_GPU_BYTES_PER_S = 15e9
-_GPU_BYTES = 1 << 30  # beside which its fence takes little
-_MIN_SHM_BYTES, _MIN_MEMLOCK_BYTES = (
-    64 << 20,
-    64 << 30,
-)  # with RDMA the whole KV pool is locked
+_GPU_BYTES = 1 << 30  # large enough to make the time of the fence negligible
+_MIN_SHM_BYTES = 64 << 20
+_MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
 
 
 class DoctorSettings(BatonSettings):
-    """How KV would move between servers of this machine, how fast, and what is missing."""
+    """How fast KV moves between servers of this machine, and what is missing."""
 
-    measure: bool = Field(True, description="move bytes; otherwise only look")
+    measure: bool = Field(
+        True, description="measure transfers, not only inspect the host"
+    )
     nbytes: int = Field(
-        64 << 20, ge=1 << 20, le=1 << 34, description="to move each way (bytes)"
+        64 << 20, ge=1 << 20, le=1 << 34, description="size of each transfer (bytes)"
     )
     as_json: bool = Field(False, description="print one JSON line instead of text")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One way from one device to another; `bytes_per_s` is None where it does not work."""
+    """A path from one device to another; `bytes_per_s` is None if it does not work."""
 
     path: str  # "mapped" | "nixl"
     source: str
     target: str
     bytes_per_s: float | None
     reason: str = ""
-    way: UcxRead | None = (
-        None  # by which UCX says that it read; None: it does not, or is not used
-    )
+    # The method of reading that UCX reports, if it reports one.
+    way: UcxRead | None = None
 
 
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
-    """Pulls about `nbytes` out of the pool of another process, the best of four.
+    """Pulls about `nbytes` from another process four times. Returns the best result.
 
     Args:
         path: "mapped" or "nixl".
-        source, target: torch devices, of the process that owns the KV and of this one.
+        source: torch device of the other process, which owns the KV.
+        target: torch device of this process.
     """
     try:
         from benchmarks import transfer_pair as pair  # loads UCX
@@ -72,28 +74,35 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
                 decode.check()
                 gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
                 way = None if setup.mapped else ucx_log.read_between(**gpus)
-    except Exception as error:  # whatever it is, it is what the user has to know
+    except Exception as error:  # the user needs to see any reason
         return Link(path, source, target, None, str(error) or repr(error))
     return Link(path, source, target, size.kv_bytes / seconds, way=way)
 
 
 def links(host: Host, nbytes: int) -> list[Link]:
-    """All ways between the devices that servers would use, measured: two GPUs, else one GPU with
-    itself, else the CPU."""
-    least = _GPU_BYTES if host.gpus else 0
-    source, target = (
-        [f"cuda:{n}" for n in range(len(host.gpus))] * 2 or ["cpu", "cpu"]
-    )[:2]
+    """Measures all paths between the devices that servers would use.
+
+    These are two GPUs, else one GPU twice, else the CPU.
+    """
+    min_bytes = _GPU_BYTES if host.gpus else 0
+    devices = [f"cuda:{index}" for index in range(len(host.gpus))]
+    if not devices:
+        devices = ["cpu"]
+    source, target = devices[0], devices[1 % len(devices)]
     return [
-        measure(path, source, target, max(nbytes, least)) for path in ("mapped", "nixl")
+        measure(path, source, target, max(nbytes, min_bytes))
+        for path in ("mapped", "nixl")
     ]
 
 
-def advice(host: Host, found: Sequence[Link]) -> list[str]:
-    """What should be changed, each with its fix."""
-    gpus, versions, rdma = host.gpus, host.packages, ", ".join(host.rdma_devices)
+def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
+    """Returns what the user should change, each with the fix."""
+    gpus = host.gpus
+    versions = host.packages
+    rdma = ", ".join(host.rdma_devices)
     tls = host.ucx_environment.get("UCX_TLS", "all")
-    memlock, shm = host.memlock_bytes, f"/dev/shm has {host.shm_bytes >> 20} MiB left"
+    memlock = host.memlock_bytes
+    shm = f"/dev/shm has {host.shm_bytes >> 20} MiB left"
     notes: dict[str, object] = {
         "NIXL is not installed: no KV moves between hosts. Fix: pip install nixl.":
             not versions["nixl"],
@@ -105,25 +114,27 @@ def advice(host: Host, found: Sequence[Link]) -> list[str]:
             len(gpus) > 1 and not host.peer_access,
         f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
             gpus and tls != "all" and "cuda" not in tls,
-        "kernel.yama.ptrace_scope is above 1: servers cannot map each other's memory. Fix: "
-        "sysctl kernel.yama.ptrace_scope=1, or --transfer nixl.":
+        "kernel.yama.ptrace_scope is above 1: servers cannot map each other's memory. "
+        "Fix: sysctl kernel.yama.ptrace_scope=1, or --transfer nixl.":
             not gpus and not host.can_read_peers,
         f"{shm}; NCCL and UCX want more. Fix: in compose, shm_size: 1gb or ipc: host.":
             host.shm_bytes < _MIN_SHM_BYTES,
-        f"This host has RDMA devices ({rdma}) and /dev/infiniband is not here: KV moves over "
-        "TCP between hosts. Fix: in compose, devices: /dev/infiniband.":
+        f"This host has RDMA devices ({rdma}) and /dev/infiniband is not here: KV "
+        "moves "
+        "over TCP between hosts. Fix: in compose, devices: /dev/infiniband.":
             rdma and not host.rdma_usable,
-        f"RDMA ({rdma}) locks the KV pool in memory, and {memlock >> 20} MiB may be locked. Fix: "
-        "ulimit -l unlimited; in compose, ulimits: memlock: -1.":
+        f"RDMA ({rdma}) locks the KV pool in memory, and {memlock >> 20} MiB may be "
+        "locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1.":
             rdma and host.rdma_usable and 0 <= memlock < _MIN_MEMLOCK_BYTES,
     }  # fmt: skip
-    of_links = (_judged(link)[1] for link in found)
+    of_links = (_judged(link)[1] for link in measured_links)
     return [*(note for note, holds in notes.items() if holds), *filter(None, of_links)]
 
 
 def _judged(link: Link) -> tuple[str, str | None]:
-    """How fast it is, and what should be changed."""
-    way, slow = f"{link.path}, {link.source} to {link.target}", None
+    """Returns how fast a link is, and what the user should change."""
+    way = f"{link.path}, {link.source} to {link.target}"
+    slow = None
     if link.bytes_per_s is None:
         return "does not work", f"{way}: {link.reason}"
     rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
@@ -132,24 +143,25 @@ def _judged(link: Link) -> tuple[str, str | None]:
         return f"{rate} by {link.way}", warning and f"{warning} It was {rate}."
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
         slow = f"{way}: {rate} goes through host memory. {GPU_FIX}"
-    silent = (
-        "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
-    )
+    silent = "; UCX does not report its method, so judge by the rate"
+    if link.path == "mapped":
+        silent = ""
     return rate + silent, slow
 
 
-def used(transfer: str, found: Sequence[Link]) -> str:
-    """What `--transfer auto` or `nixl` takes on this machine."""
+def used(transfer: str, measured_links: Sequence[Link]) -> str:
+    """Returns the path that `--transfer auto` or `nixl` uses on this machine."""
     wanted = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
     works = (
         link.path
-        for link in found
+        for link in measured_links
         if link.path in wanted and link.bytes_per_s is not None
     )
     return next(works, "nothing: every pull would fail and be computed again")
 
 
-def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
+def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> str:
+    """Returns the report as text."""
     pairs = len(host.gpus) * (len(host.gpus) - 1)
     installed = (
         f"{name} {version or 'not installed'}"
@@ -168,25 +180,30 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
         f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}",
         *(
             f"{link.path:7} {link.source} -> {link.target}: {_judged(link)[0]}"
-            for link in found
+            for link in measured_links
         ),
-        found
-        and f"--transfer {default} (the default here) uses: {used(default, found)}",
+        measured_links
+        and f"--transfer {default} (the default here) uses: "
+        f"{used(default, measured_links)}",
         *([f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]),
     ]
     return "\n".join(str(line) for line in lines if line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found; 1 where no KV could move at all."""
+    """Prints the report. Returns the exit status: 1 if no KV could move at all."""
     settings = parse(DoctorSettings, argv, prog="baton doctor")
     host = inspect_host()
-    found = links(host, settings.nbytes) if settings.measure else []
-    notes = advice(host, found)
+    measured_links = links(host, settings.nbytes) if settings.measure else []
+    notes = advice(host, measured_links)
     report = {
         "host": asdict(host),
-        "links": [asdict(link) for link in found],
+        "links": [asdict(link) for link in measured_links],
         "notes": notes,
     }
-    print(json.dumps(report) if settings.as_json else text(host, found, notes))
-    return 1 if found and all(link.bytes_per_s is None for link in found) else 0
+    print(json.dumps(report) if settings.as_json else text(host, measured_links, notes))
+    return (
+        1
+        if measured_links and all(link.bytes_per_s is None for link in measured_links)
+        else 0
+    )

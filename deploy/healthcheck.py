@@ -1,13 +1,15 @@
-"""Asking a Baton process of this machine over HTTP. As a program, whether it answers /health:
+"""HTTP requests to a Baton process of this machine.
 
-python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and BATON_PORT, over TLS
-                                    # where BATON_TLS_CERT is set
+As a program, it checks /health at BATON_HOST and BATON_PORT, over TLS if BATON_TLS_CERT
+is set:
+
+python -m deploy.healthcheck        # exit status 0 if the response is 200
 """
 
 import os
 import sys
 
-# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+# `python -m` puts the working directory first, where a model.py would hide Baton's.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -18,8 +20,8 @@ import urllib.request
 
 TIMEOUT_S = 2.0
 LOOPBACK = "127.0.0.1"
-# Without the proxy of the environment's http_proxy, which could not reach this machine's loopback.
-# Certificates are of the name that users call, which is not this machine's loopback.
+# A proxy of the environment (http_proxy) could not reach this machine's loopback
+# address. Certificates are for the public name, so they are not verified here.
 _direct = urllib.request.build_opener(
     urllib.request.ProxyHandler({}),
     urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
@@ -27,16 +29,16 @@ _direct = urllib.request.build_opener(
 
 
 def url_host(host: str) -> str:
-    """How a client on this machine writes the address that a process listens on."""
+    """Returns the host of a URL by which this machine reaches a listening address."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 
 def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
-    """The response's body, requested with this API key.
+    """Returns the body of the response to a GET with this API key.
 
     Raises:
-        OSError: nothing answers, or the status is 400 or above.
+        OSError: No server answers, or the status is 400 or above.
     """
     status, body = fetch(url, timeout_s, key)
     if status >= 400:
@@ -45,10 +47,10 @@ def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
 
 
 def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, bytes]:
-    """Status and body of the response to a GET, whatever the status.
+    """Returns status and body of the response to a GET, for any status.
 
     Raises:
-        OSError: nothing answers.
+        OSError: No server answers.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(url, headers=headers)
@@ -61,6 +63,7 @@ def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, byte
 
 
 def main() -> int:
+    """Checks /health. Returns the exit status."""
     host = url_host(os.environ.get("BATON_HOST", LOOPBACK))
     scheme = "https" if os.environ.get("BATON_TLS_CERT") else "http"
     url = f"{scheme}://{host}:{os.environ.get('BATON_PORT', '8000')}/health"

@@ -1,11 +1,12 @@
-"""`baton up`: prefill servers, decode servers and the proxy as processes of this machine; and
-`baton warm`, which ends once the servers are ready.
+"""`baton up`: a local cluster of prefill servers, decode servers and the proxy.
 
-    start: port free? -> servers on free ports, all at once -> proxy with their URLs -> `ready`
+`baton warm` starts the same servers and ends when they are ready.
+
+    start: check the port -> start servers on free ports -> start the proxy -> `ready`
     end:   Ctrl-C, SIGTERM, or any process ended -> all end; a second Ctrl-C kills
 
-Exit status: 0 ended on request; 1 a process failed, or had to be killed at the end; 130 killed by
-a second signal. The reason of a failure is the last thing printed.
+Exit status: 0: ended on request; 1: a process failed, or had to be killed at the end;
+130: killed by a second signal. The reason of a failure is the last line of the output.
 """
 
 import json
@@ -25,20 +26,20 @@ from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import unread_variables
 
-FIRST_NOTE_S = 1.0  # silence after which the user is told what is waited for
+FIRST_NOTE_S = 1.0  # time without output after which progress is printed
 NOTE_INTERVAL_S = 5.0
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
-MODEL_TIMEOUT_S = 60.0  # all is up by then: a slow machine is no reason to end it
+MODEL_TIMEOUT_S = 60.0  # generous: all servers are ready, so the cluster must not fail
 KILLED_BY_USER = 130
 
 
 class ClusterFailed(Exception):
-    """Why the cluster cannot start or go on, in a sentence for the user."""
+    """The cluster cannot start or continue. The message is for the user."""
 
 
 class StopRequested(Exception):
-    """The user asked for the end."""
+    """The user has requested the end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,10 +51,11 @@ def warm(argv: Sequence[str]) -> int:
 
 
 def up(settings: UpSettings, *, only_warm: bool = False) -> int:
-    """Runs a local cluster until told to end. Returns the exit status.
+    """Runs a local cluster until the user ends it. Returns the exit status.
 
     Args:
-        only_warm: end once the servers are ready: what they make once is kept for the next start.
+        only_warm: End when the servers are ready. What they have downloaded and
+            compiled stays for the next start.
     """
     queue_standard_streams(
         lambda num_lines: (
@@ -68,14 +70,15 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
                 check_port(settings.host, settings.port)
             servers = cluster.start_servers()
             if only_warm:
-                say("what these servers need is kept: models and compiled kernels")
+                say("models and compiled kernels are stored for the next start")
             else:
                 cluster.serve(servers)
         except StopRequested:
             say("ending")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
-        # A server drains its requests, then ends its engine: each may take the grace time.
+        # A server drains its requests, then ends its engine: each may take the grace
+        # time.
         clean = lifecycle.terminate(cluster.children, 2 * settings.shutdown_grace_s + 1)
     if cluster.killed_by_user:
         return KILLED_BY_USER
@@ -90,31 +93,32 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own among those of the processes."""
+    """Prints a line of the launcher."""
     print(f"baton | {text}", flush=True)
 
 
 class LocalCluster:
-    """The processes of `baton up`. Owned by the main thread; events come from others.
+    """The processes of `baton up`. The main thread owns it; other threads send events.
 
-    Its methods raise ClusterFailed when a process ends, StopRequested on a signal.
+    Its methods raise ClusterFailed when a process ends, and StopRequested on a signal.
     """
 
     def __init__(self, settings: UpSettings) -> None:
         self.settings = settings
         self.children: list[lifecycle.Child] = []
         self.killed_by_user = False
-        self._starting: dict[lifecycle.Child, str] = {}  # and what it does
-        self._ports: dict[lifecycle.Child, int] = {}  # of those that are ready
-        # None is a stop signal. SimpleQueue: its put may interrupt its own get, as a handler does.
+        self._starting: dict[lifecycle.Child, str] = {}  # with the step of its start
+        self._ports: dict[lifecycle.Child, int] = {}  # of processes that are ready
+        # None is a stop signal. A signal handler may call `put` while `get` runs, which
+        # SimpleQueue allows.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
-        # The proxy's, for the servers.
+        # The API key of the proxy for requests to the servers.
         self._key = secrets.token_hex(32) if settings.has_keys else None
         self._secret = secrets.token_hex(32)
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
-        """The first signal asks for an end; any further one kills."""
+        """Ends the cluster on the first signal, and kills it on a further one."""
         self._events.put(None)
         if count > 1:
             self.killed_by_user = True
@@ -122,10 +126,12 @@ class LocalCluster:
                 child.kill()
 
     def start_servers(self) -> dict[Kind, list[str]]:
-        """Starts all prefill and decode servers; returns their URLs once all are ready."""
+        """Starts all prefill and decode servers. Returns their URLs when all are
+        ready.
+        """
         say(f"settings {describe(self.settings)}")
         for variable in unread_variables(type(self.settings)):
-            say(f"not read here, but by other programs: {variable}")
+            say(f"this variable is only read by other programs: {variable}")
         cores = available_cores()
         commands = server_commands(
             self.settings, secret=self._secret, cores=cores, key=self._key
@@ -136,8 +142,11 @@ class LocalCluster:
         return urls
 
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
-        """Starts the proxy in front of these servers. Once a request would be disaggregated, prints
-        `ready` with the addresses and a command to paste. Never returns."""
+        """Starts the proxy in front of these servers. It returns only by an exception.
+
+        When requests can be disaggregated, it prints `ready` with the addresses and an
+        example command.
+        """
         (port,) = self._start(
             proxy_command(self.settings, urls, self._secret, self._key)
         )
@@ -153,10 +162,11 @@ class LocalCluster:
             self._take_event(lifecycle.SIGNAL_LOOK_S)
 
     def _start(self, *commands: Command) -> list[int]:
-        """The ports of these processes, once all are ready."""
+        """Starts processes. Returns their ports when all are ready."""
         children = []
         for command in commands:
-            # A signal between fork and append would miss this child: it ends with us all the same.
+            # A signal before `append` misses this child, but the child ends when this
+            # process does.
             child = lifecycle.spawn(
                 command.argv,
                 name=command.name,
@@ -176,27 +186,30 @@ class LocalCluster:
     def _wait(
         self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S
     ) -> None:
-        """Until nothing is missing. The user is told what is after a second, on news, and now and
-        then.
+        """Waits until nothing is missing, and prints what is, at intervals and on
+        changes.
 
         Args:
-            look_s: longest time between two looks.
+            missing: Describes what is missing.
+            look_s: Longest time between two calls of `missing`.
         """
         started = time.monotonic()
-        told, due = "", started + FIRST_NOTE_S
+        printed = ""
+        due = started + FIRST_NOTE_S
         while what := missing():
             now = time.monotonic()
             if now >= self._deadline:
                 raise ClusterFailed(
                     f"not ready in time (--start-timeout-s), waited for {what}"
                 )
-            if now >= due or (told and what != told):
+            if now >= due or (printed and what != printed):
                 say(f"{now - started:.0f} s, waiting for {what}")
-                told, due = what, now + NOTE_INTERVAL_S
+                printed = what
+                due = now + NOTE_INTERVAL_S
             self._take_event(min(look_s, due - now, self._deadline - now))
 
     def _take_event(self, timeout_s: float) -> None:
-        """Waits for an event, which is not to be the end of the cluster."""
+        """Processes the next event. Raises if it ends the cluster."""
         try:
             event = self._events.get(timeout=min(timeout_s, lifecycle.SIGNAL_LOOK_S))
         except queue.Empty:
@@ -216,7 +229,9 @@ class LocalCluster:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ClusterFailed when nobody could listen there: better known before models load."""
+    """Raises ClusterFailed if no process could listen there, before models are
+    loaded.
+    """
     try:
         bind(host, port).close()
     except CannotListen as error:
@@ -225,7 +240,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _unready(endpoint: str) -> str:
-    """What is missing until the proxy at `endpoint` is ready; empty once it is."""
+    """Returns what is missing until the proxy is ready; empty when it is ready."""
     try:
         status, body = fetch(f"{endpoint}/ready", PROBE_TIMEOUT_S)
     except OSError:
@@ -233,9 +248,8 @@ def _unready(endpoint: str) -> str:
     if status == 200:
         return ""
     try:
-        missing = json.loads(body).get(
-            "missing", []
-        )  # none to a client without an admin key
+        # The list is absent if the client has no admin key.
+        missing = json.loads(body).get("missing", [])
     except (ValueError, AttributeError):
         missing = []
     details = f" ({'; '.join(map(str, missing))})" if missing else ""
@@ -243,8 +257,10 @@ def _unready(endpoint: str) -> str:
 
 
 def announcement(endpoint: str, *, has_page: bool) -> str:
-    """The lines that say that the cluster is ready: what a person opens first, then what a program
-    is configured with."""
+    """Returns the lines that report that the cluster is ready.
+
+    They have the address for a browser, and the endpoint for programs.
+    """
     if not has_page:
         return f"ready {endpoint}/v1  (endpoint for OpenAI clients)"
     return (
@@ -254,7 +270,12 @@ def announcement(endpoint: str, *, has_page: bool) -> str:
 
 
 def example(endpoint: str, server: str, key: str | None) -> str:
-    """A curl line for the model served at `endpoint`, as `server` with this API key names it."""
+    """Returns a curl command for the cluster's model.
+
+    Args:
+        server: URL of a server, which reports the name of the model.
+        key: The API key for that server, if the cluster has API keys.
+    """
     models = json.loads(get(f"{server}/v1/models", MODEL_TIMEOUT_S, key))
     name = str(models["data"][0]["id"])
     prompt = "The capital of France is"
@@ -262,6 +283,6 @@ def example(endpoint: str, server: str, key: str | None) -> str:
     tls = "-k " if endpoint.startswith("https:") else ""
     bearer = '-H "Authorization: Bearer $API_KEY" ' if key else ""
     return (
-        f"curl {tls}{endpoint}/v1/completions {bearer}-H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
+        f"curl {tls}{endpoint}/v1/completions {bearer}-H 'Content-Type: "
+        f"application/json' -d {shlex.quote(json.dumps(body))}"
     )

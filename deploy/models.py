@@ -1,4 +1,4 @@
-"""`baton models`: the architectures that are served, or whether one model is."""
+"""`baton models`: the supported architectures, or whether a model is supported."""
 
 import sys
 from collections.abc import Sequence
@@ -11,27 +11,32 @@ from protocol.settings.settings import BatonSettings, parse
 
 
 class ModelsSettings(BatonSettings):
-    """The architectures that are served, each with its test; or whether one model is."""
+    """Prints the supported architectures and their tests, or whether one model is."""
 
     model: str | None = Field(
-        None, description="directory or hub id of a model to look at"
+        None, description="directory or hub id of a model (None: list architectures)"
     )
-    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a hub id (None: the default branch)"
+    )
     hf_overrides: str | None = Field(
-        None, description="JSON of values instead of config.json's"
+        None, description="JSON object of values that replace those in config.json"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints that; returns the exit status, 1 for a model that is not served."""
+    """Prints the report. Returns the exit status: 1 for an unsupported model."""
     settings = parse(ModelsSettings, argv, prog="baton models")
-    asked, options = settings.model, (settings.revision, settings.hf_overrides)
     try:
-        if any(options) and not asked:
-            raise ValueError(
-                "--revision and --hf-overrides are of a model: name it by --model"
+        if not settings.model:
+            if settings.revision or settings.hf_overrides:
+                raise ValueError("--revision and --hf-overrides need --model")
+            print(list_architectures())
+        else:
+            config = load_config(
+                settings.model, settings.revision, settings.hf_overrides
             )
-        print(load_config(asked, *options).summary if asked else list_architectures())
+            print(config.summary)
     except ValueError as error:
         print(f"baton models: error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
-"""`baton plan`: what would move between two KV geometries, how, and why.
+"""`baton plan`: which transfer moves KV between two KV geometries, and why.
 
-Plans a prompt with scattered blocks for every rank of D; moves nothing, and needs neither torch nor
-a server.
+It plans the pull of a prompt with scattered blocks for every rank of the decode server.
+It moves no data, and needs neither torch nor a server.
 """
 
 import json
@@ -31,42 +31,58 @@ from protocol.settings.settings import BatonSettings, parse
 
 
 class Model(NamedTuple):
-    """The part of a model that its KV cache shows."""
+    """The properties of a model that its KV cache depends on."""
 
-    num_layers: int  # of each group that shares blocks
+    num_layers: int  # of each group of layers with blocks of its own
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
     head_dim: int  # elements; for MLA kv_lora_rank + rope
-    windows: tuple[int | None, ...] = (None,)  # of each group, see KVGroups
+    windows: tuple[int | None, ...] = (None,)  # of each group; see KVGroups
 
 
 class Geometry(GeometryOptions):
-    """How one engine lays out its KV."""
+    """The KV geometry of one engine."""
 
     option_prefix: ClassVar[str] = "prefill."
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     dtype: Literal[DType, "float8_e4m3fn"] = Field(
-        "auto", description="type of the KV; auto: as `baton up` on --device"
+        "auto", description="type of the KV (auto: as in `baton up` on --device)"
     )
 
     @property
     def shared_by(self) -> int:
-        """Ranks that share the tokens of every sequence."""
+        """Number of ranks that share the tokens of every sequence."""
         return int(getattr(self, "dcp", 1))
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
-        """All ranks of such an engine, with room for `tokens` tokens; `dtype` is not auto."""
+        """Returns all ranks of such an engine, with capacity for `tokens` tokens.
+
+        `dtype` must not be auto.
+        """
         heads = len(heads_of(0, self.tp // self.shared_by, model.total_kv_heads))
         blocks = sum(map(len, self.tables(model, tokens))) + 1
-        sizes = model.num_layers, model.num_components, self.block_size, model.head_dim
-        layout = KVLayout(self.kv_layout, blocks, heads, *sizes, self.dtype)
-        rest = self.tp, (), self.shared_by, KVGroups(model.windows)
-        return [Endpoint(layout, rank, *rest) for rank in range(self.tp)]
+        layout = KVLayout(
+            self.kv_layout,
+            blocks,
+            heads,
+            model.num_layers,
+            model.num_components,
+            self.block_size,
+            model.head_dim,
+            self.dtype,
+        )
+        groups = KVGroups(model.windows)
+        return [
+            Endpoint(layout, rank, self.tp, (), self.shared_by, groups)
+            for rank in range(self.tp)
+        ]
 
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
-        """A block table of so many tokens for each group of layers, in which no two neighbours are
-        next to each other, as after long use."""
+        """Returns a block table of `tokens` tokens for each group of layers.
+
+        No neighbours in it are adjacent in memory, as after a long time of use.
+        """
         groups = len(model.windows)
         count = -(-tokens // (self.block_size * self.shared_by)) * groups
         odd_then_even = np.concatenate(
@@ -76,24 +92,24 @@ class Geometry(GeometryOptions):
 
 
 class DecodeGeometry(Geometry):
-    """How the engine that reads lays out its KV."""
+    """The KV geometry of the engine that reads."""
 
     option_prefix: ClassVar[str] = "decode."
 
     dcp: PartOfRanks = Field(
-        1, description="ranks that share tokens, a part of --decode.tp"
+        1, description="ranks that share tokens (a divisor of --decode.tp)"
     )
 
 
 class PlanSettings(LinkOptions, ModelName, BatonSettings):
-    """What would move from a prefill to a decode server, how, and why."""
+    """Which transfer moves KV from a prefill to a decode server, and why."""
 
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="whose links and dtype to assume"
+        "cpu", description="device whose links and dtype are assumed"
     )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
     hit_tokens: int = Field(
-        0, ge=0, description="prefix already on the decode server (tokens)"
+        0, ge=0, description="prefix that the decode server has cached (tokens)"
     )
     as_json: bool = Field(False, description="print one JSON line instead of text")
     prefill: Geometry = Field(Geometry(), description="geometry of the prefill server")
@@ -103,12 +119,14 @@ class PlanSettings(LinkOptions, ModelName, BatonSettings):
 
 
 def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, Any]:
-    """The plan of every rank of D for one prompt, and what it costs, as JSON types.
+    """Returns the plan of every rank of D for one prompt, and its cost, as JSON types.
 
     Raises:
-        PlanError: the two cannot be bridged.
+        PlanError: No transfer between the two geometries is possible.
     """
-    hit, tokens, heads = settings.hit_tokens, settings.tokens, model.total_kv_heads
+    hit = settings.hit_tokens
+    tokens = settings.tokens
+    heads = model.total_kv_heads
     if hit > tokens:
         raise PlanError(f"--hit-tokens is {hit} of {tokens} tokens; use 0 to {tokens}")
     p, d = (
@@ -127,16 +145,17 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
         parts = zip(end.groups.token_ranges(hit, tokens, tokens), *tables, strict=True)
         transfers = (
-            planner.make_transfer((span.start, span.stop), *own) for span, *own in parts
+            planner.make_transfer((span.start, span.stop), *block_tables)
+            for span, *block_tables in parts
         )
         plan = joined([planner.plan(each, costs) for each in transfers])
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
-        told = {
+        facts = {
             "rank": end.rank,
             "heads": _listed(end.heads(heads)),
             "tokens": whole - before,
         }
-        ranks.append(told | _facts(plan))
+        ranks.append(facts | _facts(plan))
     used = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
     return {
@@ -152,6 +171,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
 
 
 def _facts(plan: TransferPlan) -> dict[str, Any]:
+    """Returns the sizes and the cost of a plan as JSON types."""
     reads = list(plan.reads)
     lengths = (
         np.concatenate([read.lengths for read in reads])
@@ -174,28 +194,29 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
-    """What `explain` found, for people."""
-    windows = [window or "all" for window in found["model"]["windows"]]
+def text(report: dict[str, Any]) -> str:
+    """Returns the result of `explain` as text."""
+    windows = [window or "all" for window in report["model"]["windows"]]
     lines = [
         *(
-            _SIDE.format(**{"name": name.upper(), "dcp": 1, **found[name]})
+            _SIDE.format(**{"name": name.upper(), "dcp": 1, **report[name]})
             for name in "pd"
         ),
-        f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} tokens, of "
-        "{num_layers} layers, {total_kv_heads} KV heads of {head_dim} elements, "
-        "{num_components} component(s)".format(**found["model"]),
-        f"prompt {found['tokens']} tokens, {found['hit_tokens']} of them already on D; blocks "
-        "scattered on both sides\n",
+        f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} "
+        "tokens, of {num_layers} layers, {total_kv_heads} KV heads of {head_dim} "
+        "elements, "
+        "{num_components} component(s)".format(**report["model"]),
+        f"prompt {report['tokens']} tokens, {report['hit_tokens']} of them already on "
+        "D; blocks scattered on both sides\n",
     ]
-    for rank in found["ranks"]:
+    for rank in report["ranks"]:
         sized = {name: value for name, value in rank.items() if "bytes" in name}
         sizes = {n: ByteSize(v).human_readable(separator=" ") for n, v in sized.items()}
         lines.append(
             _RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"]))
         )
-    idle = f"P ranks without a reader: {_listed(found['idle_p_ranks'])}"
-    took = f"{found['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
+    idle = f"P ranks without a reader: {_listed(report['idle_p_ranks'])}"
+    took = f"{report['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
     return "\n".join([*lines, idle, took])
 
 
@@ -216,25 +237,24 @@ def _listed(numbers: range | list[int]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan; returns the exit status."""
+    """Prints the plan. Returns the exit status."""
     settings = parse(PlanSettings, argv, prog="baton plan")
     try:
         config = load_config(settings.model, settings.revision)
         for side in (settings.prefill, settings.decode):
             check_parallelism(config, side.tp, side.shared_by)
         groups, dealt = kv_groups(config)
-        sizes = (
-            max(map(len, dealt)),
-            config.kv_heads_total,
-            config.kv_components,
-            config.kv_dim,
+        model = Model(
+            num_layers=max(map(len, dealt)),
+            total_kv_heads=config.kv_heads_total,
+            num_components=config.kv_components,
+            head_dim=config.kv_dim,
+            windows=groups.windows,
         )
-        model = Model(*sizes, groups.windows)
-        found = explain(
-            settings, model, "float32" if settings.device == "cpu" else config.dtype
-        )
+        auto_dtype = "float32" if settings.device == "cpu" else config.dtype
+        report = explain(settings, model, auto_dtype)
     except ValueError as error:
         print(f"baton plan: error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(found) if settings.as_json else text(found))
+    print(json.dumps(report) if settings.as_json else text(report))
     return 0

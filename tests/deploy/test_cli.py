@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "told"),
+    ("argv", "status", "output"),
     [
         *((["--help"], 0, f"\n  {name} ") for name in cli.COMMANDS),
         ([], 2, "usage"),
@@ -21,19 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--version"], 0, f"baton {VERSION}\n"),
     ],
 )
-def test_what_is_told_without_running_a_program(argv, status, told, capsys):
+def test_help_and_version_run_no_program(argv, status, output, capsys):
     assert cli.main(argv) == status
-    assert told in "".join(capsys.readouterr())
+    assert output in "".join(capsys.readouterr())
 
 
-def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch):
+def test_subcommand_gets_its_arguments_and_returns_the_status(monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr("proxy.__main__.main", lambda argv: seen.extend(argv) or 7)
     assert cli.main(["proxy", "--port", "0"]) == 7
     assert seen == ["--port", "0"]
 
 
-def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered():
+def test_slow_imports_happen_after_ctrl_c_is_handled():
     code = (
         "import sys, deploy.cli; assert not {'pydantic', 'asyncio'} & set(sys.modules)"
     )
@@ -41,7 +41,7 @@ def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered():
 
 
 @pytest.mark.parametrize("command", ["up", "proxy"])
-def test_a_wrong_option_ends_with_2_and_says_which(command):
+def test_wrong_option_exits_with_2_and_is_named(command):
     argv = [sys.executable, "-m", "deploy.cli", command, "--prot", "1"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2

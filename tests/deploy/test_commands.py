@@ -18,34 +18,38 @@ def up(*argv: str) -> UpSettings:
 
 def test_each_server_gets_a_name_and_the_secret_by_environment():
     settings = up("--prefill.count=2", "--decode.count", "1")
-    found = server_commands(settings, secret="s" * 16, cores=8)
-    assert [command.name for command in found] == ["prefill-0", "prefill-1", "decode-0"]
-    for command in found:
+    values = server_commands(settings, secret="s" * 16, cores=8)
+    assert [command.name for command in values] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    ]
+    for command in values:
         assert command.env == {"BATON_CLUSTER_SECRET": "s" * 16}
         assert "s" * 16 not in " ".join(command.argv)
 
 
-def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers():
-    client, admin, own = "client-key-1", "admin-key-12", "the-proxy's-own"
+def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
+    client, admin, proxy_key = "client-key-1", "admin-key-12", "the-proxy's-own"
     settings = up(
         f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k"
     )
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
-    proxy = proxy_command(settings, urls, "s" * 16, own)
+    proxy = proxy_command(settings, urls, "s" * 16, proxy_key)
     assert proxy.env == {
         "BATON_API_KEY": client,
         "BATON_ADMIN_KEY": admin,
-        "BATON_UPSTREAM_API_KEY": own,
+        "BATON_UPSTREAM_API_KEY": proxy_key,
         "BATON_CLUSTER_SECRET": "s" * 16,
     }
-    for server in server_commands(settings, secret="s" * 16, cores=8, key=own):
-        assert server.env["BATON_ADMIN_KEY"] == f"{own},{admin}"
+    for server in server_commands(settings, secret="s" * 16, cores=8, key=proxy_key):
+        assert server.env["BATON_ADMIN_KEY"] == f"{proxy_key},{admin}"
         assert not any(
-            key in " ".join(server.argv) for key in (client, admin, own, "tls")
+            key in " ".join(server.argv) for key in (client, admin, proxy_key, "tls")
         )
     words = " ".join(proxy.argv)
     assert "--tls-cert=c --tls-key=k" in words
-    assert not any(key in words for key in (client, admin, own))
+    assert not any(key in words for key in (client, admin, proxy_key))
 
 
 def test_keys_salt_at_the_proxy_which_knows_them():

@@ -88,14 +88,14 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
             )
         return "127.0.0.1" if value in services else value
 
-    found = {}
+    result = {}
     for name, service in services.items():
         program, command, *options = service["command"]
         assert program == "baton"
         env = {key: here(str(value)) for key, value in service["environment"].items()}
         env |= {key: moved[env[key]] for key in PORTS if key in env}
-        found[name] = Service(name, [command, *map(here, options)], env)
-    return found
+        result[name] = Service(name, [command, *map(here, options)], env)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,12 @@ def test_a_request_goes_through_all_three_services(proxy):
 
 
 @pytest.mark.usefixtures("proxy")
-def test_the_images_health_check_is_content_with_every_service(services):
-    found = re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", DOCKERFILE.read_text(), re.DOTALL)
-    assert found is not None
-    python, *argv = json.loads(found[1])
+def test_health_check_of_the_image_succeeds_for_every_service(services):
+    result = re.search(
+        r"HEALTHCHECK.*?CMD (\[.*?\])", DOCKERFILE.read_text(), re.DOTALL
+    )
+    assert result is not None
+    python, *argv = json.loads(result[1])
     assert python == "python"
 
     def status(**environ: str) -> int:
@@ -166,7 +168,7 @@ def test_servers_and_proxy_have_one_secret_which_has_no_default(file):
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
-def test_the_image_runs_as_nobody_special_and_has_every_package(name):
+def test_image_runs_as_an_ordinary_user_and_has_every_package(name):
     text = (COMPOSE.parent / name).read_text()
     assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
     made = re.search(r"for package in ([\w \\\n]+); do", text)
@@ -197,14 +199,14 @@ def settings(name: str, **variables: str) -> Any:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
-    known = {variable_name(path) for path in field_paths(KINDS[name])}
+    known_names = {variable_name(path) for path in field_paths(KINDS[name])}
     given = {
         key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")
     }
-    assert given - known == set()
+    assert given - known_names == set()
 
 
-def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own():
+def test_on_one_host_the_proxy_reaches_both_servers_on_separate_gpus():
     prefill, decode, proxy = map(settings, KINDS)
     assert proxy.prefill == (f"http://127.0.0.1:{prefill.port}",)
     assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
@@ -212,7 +214,7 @@ def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own
     assert decode.transfer == "auto"
 
 
-def test_several_hosts_and_ranks_are_a_matter_of_variables():
+def test_several_hosts_and_ranks_are_configured_by_variables():
     names = {
         "PREFILL_NAME": "host-p",
         "PREFILL_DEVICES": "0,1",

@@ -55,10 +55,10 @@ OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_option_that_a_text_names_is_one(path):
-    known = set(map(option_name, ALL_FIELDS))
+    names = set(map(option_name, ALL_FIELDS))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
-    assert named - known - OTHERS == set()
+    assert named - names - OTHERS == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -72,11 +72,11 @@ def test_every_file_that_a_text_names_exists(path):
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path):
-    known = set(map(variable_name, ALL_FIELDS))
+    names = set(map(variable_name, ALL_FIELDS))
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {
         "BATON_UPPER_CASE"
     }
-    assert named - known - MACHINE_VARIABLES == set()
+    assert named - names - MACHINE_VARIABLES == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -89,7 +89,7 @@ def test_every_source_that_a_text_names_exists(path):
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_target_of_make_that_a_text_names_is_one(path):
+def test_every_make_target_in_the_docs_exists(path):
     targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
     named = re.findall(r"(?m)(?:^ {4}|`)make ([a-z][a-z-]*)", path.read_text())
     assert set(named) <= set(targets)
@@ -139,7 +139,7 @@ def test_the_arguments_of_make_are_accepted():
 
 
 @pytest.mark.parametrize(("given", "code"), [("PORT=8031", 0), ("port=8031", 2)])
-def test_make_refuses_variables_that_it_would_not_read(given, code):
+def test_make_refuses_variables_that_it_does_not_read(given, code):
     command = [
         "make",
         "--dry-run",
@@ -151,15 +151,15 @@ def test_make_refuses_variables_that_it_would_not_read(given, code):
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == code
-    told = done.stderr if code else done.stdout
-    assert ("--port '8031'" if code == 0 else "no variable here: port; ") in told
+    message = done.stderr if code else done.stdout
+    assert ("--port '8031'" if code == 0 else "no variable here: port; ") in message
 
 
 def test_the_requests_of_the_readme_are_accepted():
     text = (ROOT / "README.md").read_text()
     (body,) = re.findall(r"-d '(\{.*\})'", text)
-    asked = validate(CompletionRequest, json.loads(body))
-    assert asked.prompt == "The capital of France is"
+    request = validate(CompletionRequest, json.loads(body))
+    assert request.prompt == "The capital of France is"
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (create,) = [
         node
@@ -207,14 +207,14 @@ def _leaves(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
 
 
 def test_the_table_of_errors_is_that_of_the_code():
-    told = {
+    message = {
         (_names(code)[0], status, again)
         for code, status, again, *_ in _rows("## Errors")
     }
     modules = (errors.__name__, proxy_errors.__name__)
     kinds = {kind for kind in _leaves(errors.BatonError) if kind.__module__ in modules}
-    found = {(k.code, str(k.status), "yes" if k.retryable else "no") for k in kinds}
-    assert told == found
+    matches = {(k.code, str(k.status), "yes" if k.retryable else "no") for k in kinds}
+    assert message == matches
 
 
 def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
@@ -255,12 +255,14 @@ def test_every_symptom_in_troubleshooting_is_quoted_from_the_code():
         "proxy",
     )
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
-    said = " ".join(path.read_text() for path in sources)
-    said = re.sub(r'"\s*\n?\s*f?"', "", said)  # one text over several lines
+    quoted_text = " ".join(path.read_text() for path in sources)
+    quoted_text = re.sub(
+        r'"\s*\n?\s*f?"', "", quoted_text
+    )  # one text over several lines
     pieces = {
         piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)
     }
-    assert {piece for piece in pieces if piece not in said} == set()
+    assert {piece for piece in pieces if piece not in quoted_text} == set()
 
 
 def _links(text: str) -> list[str]:

@@ -52,12 +52,12 @@ def test_a_machine_with_all_it_needs_gets_no_advice():
         ),
     ],
 )
-def test_what_is_missing_is_named_with_its_fix(host, word):
+def test_missing_package_or_device_is_named_with_the_fix(host, word):
     (note,) = advice(host, [FAST])
     assert word in note
 
 
-def test_a_slow_way_between_gpus_is_a_warning_with_the_fix():
+def test_slow_link_between_gpus_is_a_warning_with_the_fix():
     (note,) = advice(GPU_HOST, [FAST, SLOW])
     assert "6.00 GB/s" in note and "ipc: host" in note
     assert used("auto", [FAST, SLOW]) == "mapped"
@@ -67,7 +67,7 @@ def test_a_slow_way_between_gpus_is_a_warning_with_the_fix():
     )
 
 
-def test_the_way_that_is_told_is_the_one_that_servers_take_by_default():
+def test_reported_path_is_the_default_of_servers():
     assert "--transfer auto (the default here) uses: mapped" in text(
         GPU_HOST, [FAST, SLOW], []
     )
@@ -78,7 +78,7 @@ def test_the_way_that_is_told_is_the_one_that_servers_take_by_default():
     assert used("nixl", [FAST]).startswith("nothing")
 
 
-def test_a_way_that_does_not_work_says_why():
+def test_failed_link_has_a_reason():
     link = measure(
         "mapped", "cpu", "cuda:0", 1 << 20
     )  # no GPU, or not mappable from there
@@ -86,7 +86,7 @@ def test_a_way_that_does_not_work_says_why():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
-def test_both_ways_between_processes_of_this_machine_are_measured(capsys):
+def test_both_paths_between_processes_of_this_machine_are_measured(capsys):
     assert main(["--nbytes", str(4 << 20), "--as-json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]

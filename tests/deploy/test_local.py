@@ -86,7 +86,7 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process ends (it is not ours to reap)."""
     try:
         fd = os.pidfd_open(pid)
@@ -109,7 +109,7 @@ def family(endpoint: str) -> dict[str, Any]:
     return {endpoint: proxy, **{url: get(url) for url in urls}}
 
 
-def test_it_starts_everything_says_so_and_ends_on_sigterm():
+def test_up_starts_all_processes_prints_ready_and_ends_on_sigterm():
     with launched("serve,serve,serve", "--prefill.count=2") as launcher:
         endpoint = launcher.endpoint()
         curl = launcher.until("curl ")
@@ -123,7 +123,7 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm():
         assert launcher.end() == 0
         assert launcher.lines[-2:] == ["baton | ending", "baton | ended"]
         assert "prefill-1 | prefill starts" in launcher.lines
-        assert all(gone(member["pid"]) for member in members.values())
+        assert all(has_ended(member["pid"]) for member in members.values())
 
 
 def test_the_page_is_announced_first_then_the_endpoint():
@@ -137,14 +137,14 @@ def test_the_page_is_announced_first_then_the_endpoint():
         assert api == f"      {endpoint}/v1  (endpoint for OpenAI clients)"
 
 
-def test_without_the_page_the_endpoint_alone_is_announced():
+def test_without_the_page_only_the_endpoint_is_announced():
     with launched("serve,serve,serve", "--no-ui") as launcher:
         ready = launcher.until("ready ")
         assert ready.split()[1].endswith("/v1")
         assert launcher.until("curl ") and "page" not in " ".join(launcher.lines[-2:])
 
 
-def test_it_is_not_ready_before_the_proxy_is_and_names_what_that_waits_for():
+def test_cluster_is_ready_after_the_proxy_and_prints_what_the_proxy_waits_for():
     with launched("serve,serve,waiting", "--start-timeout-s=8") as launcher:
         assert launcher.end() == 1
         assert not any(line.startswith("ready ") for line in launcher.lines)
@@ -160,14 +160,12 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
         port = f"--port={taken.getsockname()[1]}"
         with launched("serve,serve,never", port) as launcher:
             assert launcher.end() == 0
-    told = "\n".join(launcher.lines)
-    assert "baton | what these servers need is kept" in told
-    assert "proxy |" not in told and "ready http" not in told
+    output = "\n".join(launcher.lines)
+    assert "baton | what these servers need is kept" in output
+    assert "proxy |" not in output and "ready http" not in output
 
 
-def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(
-    monkeypatch,
-):
+def test_http_proxy_variable_and_slow_model_list_do_not_matter(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("http_proxy", nobody)
@@ -179,12 +177,12 @@ def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinde
         assert launcher.end() == 0
 
 
-def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
+def test_ctrl_c_reaches_only_the_launcher_and_ends_all():
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
         os.killpg(launcher.process.pid, signal.SIGINT)  # as a terminal does
         assert launcher.end() == 0
-        assert all(gone(member["pid"]) for member in members.values())
+        assert all(has_ended(member["pid"]) for member in members.values())
 
 
 @pytest.mark.parametrize(
@@ -203,13 +201,13 @@ def test_failed_start_ends_all_processes_and_prints_the_reason_last(modes, reaso
         assert launcher.end() == 1
         last = launcher.lines[-1]
         assert last.startswith("baton up: error: ") and reason in last
-        name, told = last.removeprefix("baton up: error: ").split(": ", 1)
+        name, output = last.removeprefix("baton up: error: ").split(": ", 1)
         assert name in ("prefill-0", "decode-0 ended", "proxy")
         if name == "prefill-0":
-            assert f"prefill-0 | error: {told}" in launcher.lines
+            assert f"prefill-0 | error: {output}" in launcher.lines
 
 
-def test_waiting_is_explained_and_ends_after_a_while():
+def test_waiting_is_explained_and_times_out():
     with launched(
         "serve,hang,fail", "--start-timeout-s=5"
     ) as launcher:  # long for the other one
@@ -220,12 +218,12 @@ def test_waiting_is_explained_and_ends_after_a_while():
         assert notes and re.fullmatch(
             r"baton \| \d+ s, waiting for decode-0 \(starting\)", notes[-1]
         )
-        told = "not ready in time (--start-timeout-s), waited for decode-0 (starting)"
-        assert launcher.lines[-1] == f"baton up: error: {told}"
+        output = "not ready in time (--start-timeout-s), waited for decode-0 (starting)"
+        assert launcher.lines[-1] == f"baton up: error: {output}"
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_process_that_dies_later_ends_all_and_is_named(killed):
+def test_process_that_dies_later_ends_the_cluster_and_is_named(killed):
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
         _, prefill, decode = members
@@ -240,20 +238,20 @@ def test_a_process_that_dies_later_ends_all_and_is_named(killed):
             assert "decode-0 ended: " in last and "SIGKILL" in last
         else:
             assert last.endswith("prefill-0 ended: out of luck (exit status 3)")
-        assert all(gone(member["pid"]) for member in members.values())
+        assert all(has_ended(member["pid"]) for member in members.values())
 
 
 def test_sigkill_of_the_launcher_leaves_no_orphan():
     with launched("serve,serve,serve", "--decode.count=2") as launcher:
         members = family(launcher.endpoint())
         launcher.process.kill()
-        assert all(gone(member["pid"]) for member in members.values())
+        assert all(has_ended(member["pid"]) for member in members.values())
 
 
 @pytest.mark.parametrize(
     ("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)]
 )
-def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(
+def test_hung_process_is_killed_and_immediately_by_a_second_ctrl_c(
     grace_s, num_signals, status
 ):
     with launched("serve,stubborn,serve", f"--shutdown-grace-s={grace_s}") as launcher:
@@ -264,10 +262,10 @@ def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(
             launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == status
         assert status > 1 or "killed" in launcher.lines[-1]
-        assert all(gone(member["pid"]) for member in members.values())
+        assert all(has_ended(member["pid"]) for member in members.values())
 
 
-def test_a_stop_while_starting_ends_all():
+def test_stop_signal_during_the_start_ends_all_processes():
     with launched("serve,hang,serve") as launcher:
         launcher.until("decode-0 | decode starts")
         launcher.process.send_signal(signal.SIGTERM)
@@ -298,7 +296,7 @@ def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
             assert any("lines were dropped" in line for line in launcher.lines)
         else:
             assert launcher.process.wait(DEADLINE_S) == 0
-        assert all(gone(server["pid"]) for server in servers.values())
+        assert all(has_ended(server["pid"]) for server in servers.values())
 
 
 def test_a_taken_port_is_refused_before_anything_starts():

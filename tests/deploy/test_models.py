@@ -28,7 +28,7 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "overrides", "status", "told"),
+    ("change", "overrides", "status", "expected"),
     [
         ({}, {}, 0, "served: LlamaForCausalLM, 2 layers"),
         (
@@ -47,10 +47,10 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
         ({"hidden_act": "mish"}, {"hidden_act": "silu"}, 0, "served: Llama"),
     ],
 )
-def test_a_model_is_served_or_the_reason_told(
-    tmp_path, capsys, change, overrides, status, told
+def test_model_is_supported_or_the_reason_is_printed(
+    tmp_path, capsys, change, overrides, status, expected
 ):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
-    asked = [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []
-    assert models.main([f"--model={tmp_path}", *asked]) == status
-    assert told in "".join(capsys.readouterr())
+    argv = [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []
+    assert models.main([f"--model={tmp_path}", *argv]) == status
+    assert expected in "".join(capsys.readouterr())

@@ -45,23 +45,23 @@ TEXTS = [
     "file", [METRICS_DOC, *TEXTS, DASHBOARD, RULES, ALERTS], ids=str
 )
 def test_no_text_names_a_metric_that_is_not_there(file):
-    known = {exposed(spec): spec for spec in TABLE}
+    labels_by_name = {exposed(spec): spec for spec in TABLE}
     for spec in TABLE:
         if spec.kind == "histogram":
-            known |= {
+            labels_by_name |= {
                 f"{spec.name}_{part}": spec for part in ("bucket", "sum", "count")
             }
     named = set(re.findall(r"\bbaton_[a-z_]+", file.read_text()))
-    assert named and named - known.keys() == set()
+    assert named and named - labels_by_name.keys() == set()
 
 
 def rules() -> list[dict[str, str]]:
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
-    found: list[dict[str, str]] = group["rules"]
-    return found
+    names: list[dict[str, str]] = group["rules"]
+    return names
 
 
-def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have():
+def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
     labels = {exposed(spec): spec.labels for spec in TABLE}
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [
@@ -70,11 +70,11 @@ def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have():
     assert len(targets) >= 10
     for expression in [*targets, *(rule["expr"] for rule in rules())]:
         for name, inside in re.findall(r"\b(baton_\w+)\{([^}]*)\}", expression):
-            asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {
+            used_labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {
                 "job",
                 "instance",
             }
-            assert asked <= set(labels[name.removesuffix("_bucket")]), expression
+            assert used_labels <= set(labels[name.removesuffix("_bucket")]), expression
         # Prefill servers have these too, of first tokens.
         assert not re.search(r"baton_(generation_tokens|inter_token)\w+\[", expression)
         assert expression.count("(") == expression.count(")")
@@ -86,7 +86,7 @@ def test_the_docs_have_a_row_for_every_alert():
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs Prometheus' promtool")
-def test_alerts_fire_when_all_goes_wrong_and_else_not():
+def test_alerts_fire_only_when_something_is_wrong():
     command = ["promtool", "test", "rules", ALERTS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

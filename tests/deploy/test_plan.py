@@ -28,65 +28,65 @@ def explain(
     return plan.explain(settings, model, "float32")
 
 
-def of_ranks(found: dict[str, Any], name: str) -> list[Any]:
-    return [rank[name] for rank in found["ranks"]]
+def of_ranks(report: dict[str, Any], name: str) -> list[Any]:
+    return [rank[name] for rank in report["ranks"]]
 
 
 def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block():
-    found = explain(LLAMA, geometry(tp=1), geometry(tp=2), tokens=1024)
-    assert of_ranks(found, "descriptors") == [16, 16]
-    assert of_ranks(found, "path") == ["direct"] * 2
-    assert of_ranks(found, "run_bytes_median") == [4 << 20] * 2
-    assert of_ranks(found, "heads") == ["0-3", "4-7"]
-    assert "runs of 4.0 MiB / 4.0 MiB / 4.0 MiB" in plan.text(found)
+    report = explain(LLAMA, geometry(tp=1), geometry(tp=2), tokens=1024)
+    assert of_ranks(report, "descriptors") == [16, 16]
+    assert of_ranks(report, "path") == ["direct"] * 2
+    assert of_ranks(report, "run_bytes_median") == [4 << 20] * 2
+    assert of_ranks(report, "heads") == ["0-3", "4-7"]
+    assert "runs of 4.0 MiB / 4.0 MiB / 4.0 MiB" in plan.text(report)
 
 
-def test_token_major_blocks_cut_by_heads_are_staged_and_it_says_why():
+def test_token_major_blocks_cut_by_heads_are_staged_with_a_reason():
     sides = geometry(kv_layout="LBCNHD"), geometry(tp=2, kv_layout="LBCNHD")
-    found = explain(LLAMA, *sides, tokens=1024)
-    (rank, _) = found["ranks"]
+    report = explain(LLAMA, *sides, tokens=1024)
+    (rank, _) = report["ranks"]
     assert rank["path"] == "staged" and rank["bytes_read"] == 2 * rank["useful_bytes"]
     assert "direct would read 65536 runs" in rank["why"]
-    assert rank["why"] in plan.text(found)
+    assert rank["why"] in plan.text(report)
 
 
-def test_a_latent_is_read_once_and_from_all_ranks_in_turn():
-    found = explain(MLA, geometry(tp=4), geometry(tp=2), tokens=1024)
-    assert of_ranks(found, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
-    assert of_ranks(found, "remote_ranks") == [[0, 1, 2, 3]] * 2
-    assert found["idle_p_ranks"] == []
+def test_mla_latent_is_read_once_and_from_all_ranks_in_turn():
+    report = explain(MLA, geometry(tp=4), geometry(tp=2), tokens=1024)
+    assert of_ranks(report, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
+    assert of_ranks(report, "remote_ranks") == [[0, 1, 2, 3]] * 2
+    assert report["idle_p_ranks"] == []
     # 64 tokens are one block of the peer: one of the two copies of the latent serves it.
-    found = explain(MLA, geometry(tp=2), geometry(tp=1), tokens=64)
-    assert found["idle_p_ranks"] == [1] and "without a reader: 1" in plan.text(found)
+    report = explain(MLA, geometry(tp=2), geometry(tp=1), tokens=64)
+    assert report["idle_p_ranks"] == [1] and "without a reader: 1" in plan.text(report)
 
 
-def test_ranks_that_share_tokens_read_their_own():
-    found = explain(
+def test_ranks_that_share_tokens_read_only_their_tokens():
+    report = explain(
         MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256
     )
     # Of blocks of 64: three each, but the last one, of 40 tokens, is the last rank's.
-    assert of_ranks(found, "tokens") == [192, 192, 192, 168]
-    assert of_ranks(found, "bytes_read") == [
+    assert of_ranks(report, "tokens") == [192, 192, 192, 168]
+    assert of_ranks(report, "bytes_read") == [
         n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)
     ]
-    assert "tp 4, dcp 4, BHLCND" in plan.text(found)
-    assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(found)
-    found = explain(
+    assert "tp 4, dcp 4, BHLCND" in plan.text(report)
+    assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(report)
+    report = explain(
         LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40
     )  # less than a stripe
-    assert (of_ranks(found, "tokens"), of_ranks(found, "remote_ranks")) == (
+    assert (of_ranks(report, "tokens"), of_ranks(report, "remote_ranks")) == (
         [40, 0],
         [[0], []],
     )
-    found = explain(LLAMA, geometry(block_size=16), geometry(tp=4, dcp=2), tokens=200)
-    assert of_ranks(found, "tokens") == [128, 72] * 2
-    assert of_ranks(found, "heads") == ["0-3", "0-3", "4-7", "4-7"]
+    report = explain(LLAMA, geometry(block_size=16), geometry(tp=4, dcp=2), tokens=200)
+    assert of_ranks(report, "tokens") == [128, 72] * 2
+    assert of_ranks(report, "heads") == ["0-3", "0-3", "4-7", "4-7"]
 
 
 def test_a_full_hit_moves_nothing():
-    found = explain(LLAMA, geometry(), geometry(), tokens=100, hit_tokens=100)
-    assert of_ranks(found, "descriptors") == of_ranks(found, "bytes_read") == [0]
-    assert found["estimated_s_per_1000_tokens"] == 0
+    report = explain(LLAMA, geometry(), geometry(), tokens=100, hit_tokens=100)
+    assert of_ranks(report, "descriptors") == of_ranks(report, "bytes_read") == [0]
+    assert report["estimated_s_per_1000_tokens"] == 0
 
 
 def test_another_dtype_is_converted_on_demand():
@@ -95,17 +95,17 @@ def test_another_dtype_is_converted_on_demand():
     assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
 
 
-def test_of_a_window_only_what_is_still_seen_moves():
+def test_only_tokens_within_the_window_move():
     """Of 48 layers 8 see all tokens: so the bytes, not 6 times as many."""
     windows = (None, *[1024] * 5)
     gemma = Model(8, 8, 2, 128, windows)
-    found = explain(gemma, geometry(tp=2), geometry(), tokens=100_000, hit_tokens=1000)
-    (rank,) = found["ranks"]
+    report = explain(gemma, geometry(tp=2), geometry(), tokens=100_000, hit_tokens=1000)
+    (rank,) = report["ranks"]
     layer_bytes = 8 * 2 * 128 * 2  # of a token
     assert rank["useful_bytes"] == 8 * layer_bytes * (99_000 + 5 * 1024)
     assert (
         "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens"
-        in plan.text(found)
+        in plan.text(report)
     )
     hit = explain(gemma, geometry(), geometry(), tokens=100_000, hit_tokens=99_500)
     assert of_ranks(hit, "useful_bytes") == [48 * layer_bytes * 500]
@@ -133,16 +133,16 @@ def model(tmp_path: Path) -> str:
 
 def test_equal_geometry_moves_at_most_a_read_per_block(model, capsys):
     assert plan.main(["--model", model, "--tokens=256", "--as-json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    [rank] = found["ranks"]
+    report = json.loads(capsys.readouterr().out)
+    [rank] = report["ranks"]
     assert rank["path"] == "direct" and rank["descriptors"] <= 4
     assert rank["useful_bytes"] == rank["bytes_read"] == 256 * 4 * HEAD_BYTES
-    assert found["p"]["block_size"] == 64
+    assert report["p"]["block_size"] == 64
     per_1000 = rank["estimated_s"] * 1000 / 256
-    assert found["estimated_s_per_1000_tokens"] == pytest.approx(per_1000)
+    assert report["estimated_s_per_1000_tokens"] == pytest.approx(per_1000)
 
 
-def test_a_hit_is_not_moved_and_the_text_says_why(model, capsys):
+def test_prefix_hit_does_not_move_and_the_text_has_the_reason(model, capsys):
     argv = ["--model", model, "--tokens=128", "--hit-tokens=64", "--decode.tp=2"]
     assert (
         plan.main([*argv, "--prefill.kv-layout=LBCNHD", "--prefill.block-size=16"]) == 0
@@ -164,7 +164,7 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
     assert paths == ["staged", "direct"]
 
 
-def test_a_config_tells_the_windows(model, capsys):
+def test_windows_come_from_the_model_config(model, capsys):
     windowed = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
     Path(model, "config.json").write_text(json.dumps(windowed))
     assert plan.main(["--model", model, "--tokens=500", "--as-json"]) == 0
@@ -175,7 +175,7 @@ def test_a_config_tells_the_windows(model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "told"),
+    ("argv", "status", "message"),
     [
         (["--decode.tp=3"], 1, "--tp 3 does not divide the model's 8 query heads; use 1 or 2 or"),
         (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
@@ -191,12 +191,12 @@ def test_a_config_tells_the_windows(model, capsys):
         (["--device=tpu"], 2, "--device: must be cpu or cuda, not tpu"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_at_the_command_line(
-    model, argv, status, told, capsys
+def test_invalid_geometry_is_refused_at_the_command_line(
+    model, argv, status, message, capsys
 ):
     try:
         ended: Any = plan.main(["--model", model, *argv])
     except SystemExit as error:
         ended = error.code
     assert ended == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():
 
 @pytest.mark.parametrize("field", OTHERS)
 @pytest.mark.parametrize("converts", [False, True])
-def test_digests_pair_just_whom_a_handshake_lets_pair(field, converts):
+def test_kv_digests_pair_exactly_the_compatible_engines(field, converts):
     for prefill, decode in (
         (COMPAT, COMPAT),
         (fp8(), COMPAT),
@@ -147,16 +147,16 @@ def test_digests_pair_just_whom_a_handshake_lets_pair(field, converts):
             fits = False
         else:
             fits = True
-        told = kv_digest(prefill), kv_digest(decode, converts)
-        assert may_pair(*told) is fits
-        assert same_model(*told) is (
+        error_text = kv_digest(prefill), kv_digest(decode, converts)
+        assert may_pair(*error_text) is fits
+        assert same_model(*error_text) is (
             prefill.model_fingerprint == decode.model_fingerprint
         )
-        assert same_model("vllm", told[1]) and same_model("", told[1])
+        assert same_model("vllm", error_text[1]) and same_model("", error_text[1])
         assert (
-            may_pair("", told[1])
-            and may_pair(told[0], "")
-            and not may_pair("vllm", told[1])
+            may_pair("", error_text[1])
+            and may_pair(error_text[0], "")
+            and not may_pair("vllm", error_text[1])
         )
         assert (
             may_pair("vllm", "vllm")
@@ -273,7 +273,7 @@ def test_property_garbage_is_a_frame_error(message):
             opened(message, SECRET)
 
 
-def test_requests_and_replies_are_not_each_others_proof():
+def test_mac_of_a_request_is_not_valid_for_a_reply():
     with pytest.raises(FrameError):
         open_request(seal_reply(Ok(nonce="n"), SECRET), SECRET)
     ok = Ok(nonce="n")
@@ -282,7 +282,7 @@ def test_requests_and_replies_are_not_each_others_proof():
         open_reply(reflected, SECRET)
 
 
-def test_only_a_refusal_is_believed_without_proof():
+def test_only_a_refusal_is_accepted_without_a_valid_mac():
     assert isinstance(open_reply(seal_reply(Refused(), b"other"), SECRET), Refused)
     for reply in REPLIES[:3]:
         with pytest.raises(FrameError, match="secret"):

@@ -17,8 +17,8 @@ from tests.rigs.client import sse_events
 
 def test_an_error_event_has_its_name_and_openai_s_shape():
     ((name, data),) = sse_events(sse.error_event(TransferFailed("cut off")).decode())
-    told = json.loads(data)
-    assert (name, told["type"], told["error"]["code"]) == (
+    payload = json.loads(data)
+    assert (name, payload["type"], payload["error"]["code"]) == (
         "error",
         "error",
         "transfer_failed",
@@ -55,13 +55,13 @@ def halves(*spans: tuple[float, float]) -> list[float]:
         ([100.0 * turn for turn in range(10)], None, 500.0),  # always late
     ],
 )
-def test_a_countdown_of_4_s_ends(looks, cancelled_at, end):
-    found: list[float] = []
+def test_countdown_ends(looks, cancelled_at, end):
+    end_times: list[float] = []
 
     async def look() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
-        countdown = Countdown(loop, 4.0, lambda: found.append(loop.now_s))
+        countdown = Countdown(loop, 4.0, lambda: end_times.append(loop.now_s))
         for loop.now_s in looks:
             if loop.now_s == cancelled_at:
                 countdown.cancel()
@@ -70,21 +70,21 @@ def test_a_countdown_of_4_s_ends(looks, cancelled_at, end):
 
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(look())
-    assert found == ([] if end is None else [end])
+    assert end_times == ([] if end is None else [end])
 
 
-async def test_the_error_of_a_connection_keeps_nothing_of_the_body():
-    known: dict[str, Any] = {"refusal": None}
+async def test_error_of_a_connection_does_not_keep_the_body_alive():
+    prompt: dict[str, Any] = {"refusal": None}
     error = Overloaded("too many")
 
     async def receive() -> dict[str, Any]:
-        known["refusal"] = error
+        prompt["refusal"] = error
         return {"type": "http.request", "body": b"x" * 1000, "more_body": False}
 
     with pytest.raises(Overloaded):
-        await read_body({"extensions": {"baton.connection": known}}, receive, 10_000)
+        await read_body({"extensions": {"baton.connection": prompt}}, receive, 10_000)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kept = next(
+    texts = next(
         frame.f_locals["parts"] for frame in frames if "parts" in frame.f_locals
     )
-    assert kept == []
+    assert texts == []

@@ -105,5 +105,5 @@ def test_error_names_value_and_limit(body, error, words):
     ],
     ids=["members", "numbers", "marks in a string", "backslashes", "depth"],
 )
-def test_what_is_within_the_bounds_passes(body):
+def test_values_within_the_bounds_are_accepted(body):
     check_bounds(body)

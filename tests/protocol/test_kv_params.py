@@ -66,8 +66,8 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
         FirstToken(5, TokenLogprobs(logprob, [5, 7], [logprob, -3.25])),
         FirstToken(2),
     ]
-    told = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
-    obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **told)
+    error_text = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
+    obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **error_text)
     params = parse(through_floats(json.loads(json.dumps(obj))))
     params.verify(SECRET)
     assert params.seed == str(seed)
@@ -119,7 +119,7 @@ def test_text_that_cannot_be_encoded_has_no_signature(field):
         parse(obj).verify(SECRET)
 
 
-def test_another_secret_has_another_signature_and_without_checksums_no_field_is_named():
+def test_wrong_secret_is_reported_and_without_checksums_no_field_is_named():
     with pytest.raises(KVParamsRejected, match=r"signature .* checksums changed"):
         parse({**offer(), "tp_size": 2, "checksums": None}).verify(SECRET)
     with pytest.raises(KVParamsRejected, match=r"signature .* BATON_CLUSTER_SECRET"):
@@ -189,14 +189,14 @@ def test_a_wrong_type_or_range_names_the_field(field, value):
     assert len(caught.value.message) < 400
 
 
-def test_a_large_object_is_not_copied_for_what_is_no_integer_either_way(monkeypatch):
+def test_large_object_is_not_converted_for_a_value_that_is_not_an_integer(monkeypatch):
     monkeypatch.setattr("protocol.kv_params._with_integers", lambda value: value * 1)
     with pytest.raises(KVParamsRejected, match="remote_port"):
         parse({**offer(), "remote_port": 1.5})
 
 
 @pytest.mark.parametrize("obj", [None, 3, "x", [], {}])
-def test_what_is_no_reference_is_rejected(obj):
+def test_object_that_is_not_a_reference_is_rejected(obj):
     with pytest.raises(KVParamsRejected):
         parse(obj)
 
@@ -214,7 +214,7 @@ def test_one_object_for_each_prompt():
             parse_list(obj, prompts)
 
 
-def test_the_order_to_prefill_may_carry_null_members():
+def test_prefill_request_may_have_null_members():
     usual = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -236,11 +236,11 @@ def test_the_order_to_prefill_may_carry_null_members():
         "x",
     ],
 )
-def test_a_contradictory_order_to_prefill_is_rejected(obj):
+def test_contradictory_prefill_flags_are_rejected(obj):
     with pytest.raises(KVParamsRejected):
         is_prefill_request(obj)
 
 
-def test_prompt_digest_tells_prompts_apart():
+def test_prompt_digest_differs_for_different_prompts():
     prompts = [[], [0], [0, 0], [1, 2], [2, 1], [258], [1 << 40]]
     assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)

@@ -59,13 +59,13 @@ def ends(fd: int) -> bool:
 
 def test_reports_arrive_in_order_and_exit_is_last(events):
     child = events.spawn("report_progress('loading'); report_ready({'port': 12})")
-    found = [events.next() for _ in range(3)]
-    assert found == [("progress", "loading"), ("ready", {"port": 12}), ("exited", 0)]
+    result = [events.next() for _ in range(3)]
+    assert result == [("progress", "loading"), ("ready", {"port": 12}), ("exited", 0)]
     assert child.process.returncode == 0
     assert lifecycle.terminate([child], grace_s=0.0)  # one that has ended is left alone
 
 
-def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(capfd):
+def test_child_is_watched_and_reaped_even_if_the_callback_raises(capfd):
     def broken(event: lifecycle.Event) -> None:
         assert event.kind == "exited", f"cannot take {event.kind}"
 
@@ -89,7 +89,7 @@ def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(capfd):
          "thread pull-0 ended: RuntimeError: the device is gone"),
     ],
 )  # fmt: skip
-def test_an_end_has_a_reason(body, code, reason, events, capfd):
+def test_reason_of_an_end_is_reported(body, code, reason, events, capfd):
     child = events.spawn(body)
     if "report" in body or "Vital" in body:
         assert events.next() == ("failed", reason)
@@ -129,13 +129,15 @@ if os.fork() == 0:  # a rank, which detects the death and writes to the same pip
     ],
     ids=["killed", "raises"],
 )
-def test_last_words_are_not_what_ranks_wrote_after_a_death(death, more, reason, events):
+def test_last_line_ignores_lines_that_ranks_wrote_after_a_death(
+    death, more, reason, events
+):
     child = events.spawn(SURVIVED.format(header=HEADER, more=more, death=death))
     assert events.next()[0] == "exited"
     assert child.reason() == reason
 
 
-def test_a_program_that_is_not_there_leaks_no_descriptor():
+def test_missing_program_leaks_no_descriptor():
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError, match="no-such-program"):
         lifecycle.spawn(["/no-such-program"], name="child")
@@ -144,22 +146,22 @@ def test_a_program_that_is_not_there_leaks_no_descriptor():
 
 def test_stdin_and_environment_reach_the_child(events, monkeypatch):
     monkeypatch.setenv("BATON_PORT", "8000")  # the launcher's own setting
-    told = (
+    message = (
         "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
     )
     events.spawn(
-        f"report_ready({{'told': [{told}]}})",
+        f"report_ready({{'told': [{message}]}})",
         stdin=b'{"a": 1}',
         env={"BATON_CLUSTER_SECRET": "s"},
     )
-    assert events.next() == ("ready", {"told": ['{"a": 1}', "s", None]})
+    assert events.next() == ("ready", {"message": ['{"a": 1}', "s", None]})
     assert events.next() == ("exited", 0)
 
 
 @pytest.mark.parametrize(
     "is_named", [False, True], ids=["by its directory", "by PYTHONPATH"]
 )
-def test_a_child_elsewhere_imports_its_parents_baton_and_nothing_of_that_directory(
+def test_child_imports_its_parents_baton_and_nothing_of_its_own_directory(
     is_named, tmp_path, monkeypatch
 ):
     """The parent found this checkout in its working directory alone, or by a variable."""
@@ -182,9 +184,7 @@ subprocess.run(child, cwd=sys.argv[1], env=environment.child_environment(), chec
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(
-    events, ignores
-):
+def test_child_in_its_own_session_is_terminated_then_killed_and_reaped(events, ignores):
     body = "report_ready({}); time.sleep(600)"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
     child = events.spawn(ignore + body)
@@ -250,7 +250,7 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignor
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_process_started_by_hand_watches_and_reports_nothing(
+def test_process_without_a_parent_watches_and_reports_nothing(
     value, monkeypatch, capfd
 ):
     monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
@@ -262,7 +262,7 @@ def test_a_process_started_by_hand_watches_and_reports_nothing(
     assert capfd.readouterr().err == "error: why\n"
 
 
-def test_a_parent_that_ends_without_having_read_all_reports_leaves_time_to_end_in_order():
+def test_child_ends_in_order_if_its_parent_ends_with_unread_reports():
     program = """
 import signal, sys
 from protocol.process import lifecycle
@@ -289,7 +289,9 @@ signal.pause()
 @pytest.mark.parametrize(
     "value", ["abc", "-1", "0", "99999", "9" * 40, "1.5", "{a_pipe}"]
 )
-def test_a_descriptor_that_no_parent_left_is_refused_by_name(value, monkeypatch, capfd):
+def test_invalid_parent_descriptor_is_refused_by_its_variable_name(
+    value, monkeypatch, capfd
+):
     ends = os.pipe()
     monkeypatch.setenv(lifecycle.PARENT_FD, value.format(a_pipe=ends[1]))
     with pytest.raises(SystemExit) as ended:
@@ -297,11 +299,11 @@ def test_a_descriptor_that_no_parent_left_is_refused_by_name(value, monkeypatch,
     for end in ends:
         os.close(end)
     assert ended.value.code == 2
-    told = capfd.readouterr().err
-    assert told.startswith(
+    message = capfd.readouterr().err
+    assert message.startswith(
         f'error: BATON_PARENT_FD is "{value.format(a_pipe=ends[1])[:70]}'
     )
-    assert told.endswith("unset BATON_PARENT_FD\n") and told.count("\n") == 1
+    assert message.endswith("unset BATON_PARENT_FD\n") and message.count("\n") == 1
 
 
 def test_stop_signals_count_and_are_restored():
@@ -327,7 +329,7 @@ def test_only_a_vital_thread_that_raises_ends_its_process(events):
     assert [events.next(), events.next()] == [("ready", {}), ("exited", 0)]
 
 
-def test_an_output_that_nobody_reads_keeps_no_process():
+def test_unread_output_does_not_keep_a_process_alive():
     argv = python(
         """
         lifecycle._MAX_REPORT_S = 0.2
@@ -381,7 +383,7 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("where", ["code", "callback", "finalizer"])
-def test_it_is_never_lost(where):
+def test_alarm_is_never_lost(where):
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, where],
         cwd=ROOT,

@@ -12,8 +12,8 @@ def test_a_free_port_is_taken_and_may_be_listened_on():
         sock.listen()
         socket.create_connection(sock.getsockname()).close()
         port = sock.getsockname()[1]
-        told = rf"127.0.0.1:{port} \(Address already in use\); use another --port$"
-        with pytest.raises(CannotListen, match=told):
+        message = rf"127.0.0.1:{port} \(Address already in use\); use another --port$"
+        with pytest.raises(CannotListen, match=message):
             bind("127.0.0.1", port)
 
 
@@ -26,7 +26,7 @@ def test_a_free_port_is_taken_and_may_be_listened_on():
         ("ü..b", "encoding"),
     ],
 )
-def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(host, reason):
+def test_address_of_another_machine_is_refused_with_the_host_option(host, reason):
     with pytest.raises(
         CannotListen, match=rf"{host}:0 \(({reason}).*\); use another --host$"
     ):

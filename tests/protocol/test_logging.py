@@ -25,7 +25,7 @@ def stream() -> Iterator[io.StringIO]:
         logger.setLevel(level)
 
 
-def test_a_line_says_when_who_which_request_and_where(stream):
+def test_line_has_time_sender_request_and_logger(stream):
     setup_logging("decode", rank=1, stream=stream)
     with request_context("r-1"):
         get_logger("engine.core").info("admitted, %d blocks", 3)
@@ -47,7 +47,7 @@ def test_a_request_id_cannot_forge_a_line(stream):
     assert escape("grüße 東京\u2028\x85") == r"grüße 東京\u2028\x85"
 
 
-def test_tasks_keep_their_own_request(stream):
+def test_each_task_logs_its_request_id(stream):
     setup_logging("proxy", stream=stream)
     turn = asyncio.Event()
 

@@ -16,7 +16,7 @@ from protocol.settings.machine import (
 )
 
 
-def test_a_variable_or_the_home_directory_says_where(monkeypatch):
+def test_cache_folder_comes_from_the_variable_or_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/of/somebody")
     monkeypatch.delenv("BATON_CACHE", raising=False)
     assert cache_dir() == Path("/of/somebody/.cache/baton")
@@ -24,7 +24,7 @@ def test_a_variable_or_the_home_directory_says_where(monkeypatch):
     assert cache_dir() == Path("/elsewhere")
 
 
-def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
+def test_missing_home_directory_names_the_variable_to_set(monkeypatch):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -34,9 +34,7 @@ def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
         cluster_secret(None)
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
-    tmp_path, monkeypatch
-):
+def test_unwritable_folder_is_named_with_the_variable_to_set(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "baton"
     monkeypatch.setenv("BATON_CACHE", str(folder))
@@ -72,13 +70,13 @@ def test_a_file_without_a_secret_is_refused(tmp_path, content):
         cluster_secret(None, file)
 
 
-def test_loopback_is_this_machine_as_a_socket_of_both_families_calls_it_too():
+def test_loopback_addresses_are_local_also_when_ipv4_mapped():
     here = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"]
-    found = [
+    results = [
         machine.is_local(one)
         for one in (*here, "::ffff:10.0.0.7", "10.0.0.7", "0.0.0.0", "::", "h")
     ]
-    assert found == [True] * 4 + [False] * 5
+    assert results == [True] * 4 + [False] * 5
 
 
 @pytest.mark.parametrize(

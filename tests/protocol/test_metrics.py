@@ -30,12 +30,12 @@ def test_the_table_has_one_line_per_name_in_prometheus_style():
         ("baton_engine_steps", {"state": "free"}),
     ],
 )
-def test_a_key_that_the_table_does_not_have_is_our_bug(name, labels):
+def test_unknown_metric_name_or_label_raises(name, labels):
     with pytest.raises(KeyError):
         stat_key(name, **labels)
 
 
-def test_the_engine_s_newest_value_counts_and_gaps_stay():
+def test_newest_engine_value_is_exposed_and_missing_ones_stay():
     metrics = Metrics("server")
     granted = stat_key("baton_leases", event="granted")
     metrics.update_engine({"baton_requests_running": 3, granted: 1})
@@ -46,7 +46,7 @@ def test_the_engine_s_newest_value_counts_and_gaps_stay():
     assert "# TYPE baton_leases_total counter" in text
 
 
-def test_the_engine_s_histogram_counts_what_is_at_most_each_bound():
+def test_engine_histogram_counts_values_up_to_each_bound():
     histogram = EngineHistogram("baton_kv_transfer_seconds")
     metrics = Metrics("server")
     for seconds in (0.0001, 0.001, 0.0011, 99.0):
@@ -54,28 +54,26 @@ def test_the_engine_s_histogram_counts_what_is_at_most_each_bound():
         metrics.update_engine(histogram.values())
     lines = metrics.expose().decode().splitlines()
     assert "# TYPE baton_kv_transfer_seconds histogram" in lines
-    found = {}
+    samples = {}
     for line in lines:
         if line.startswith("baton_kv_transfer_seconds"):
             series, value = line.rsplit(" ", 1)
-            found[series.removeprefix("baton_kv_transfer_seconds_")] = float(value)
+            samples[series.removeprefix("baton_kv_transfer_seconds_")] = float(value)
     bounds = [*SPECS["baton_kv_transfer_seconds"].buckets_s, float("inf")]
-    counts = [found.pop(f'bucket{{le="{b if b < 1e9 else "+Inf"}"}}') for b in bounds]
+    counts = [samples.pop(f'bucket{{le="{b if b < 1e9 else "+Inf"}"}}') for b in bounds]
     assert counts == [1, 1, 2] + [3] * (len(bounds) - 4) + [4]
-    assert found == {"count": 4, "sum": pytest.approx(99.0022)}
+    assert samples == {"count": 4, "sum": pytest.approx(99.0022)}
 
 
 @pytest.mark.parametrize("origin", ["server", "proxy"])
-def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(
-    origin,
-):
+def test_every_process_exposes_version_and_memory_but_no_creation_times(origin):
     text = Metrics(origin).expose().decode()
     assert f'baton_build_info{{version="{VERSION}"}}' in text
     assert "\nprocess_resident_memory_bytes " in text
     assert "_created" not in text
 
 
-def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metrics_own():
+def test_label_order_does_not_matter_and_wrong_labels_are_refused():
     metrics = Metrics("proxy")
     metrics.inc("baton_proxy_requests", path="pd", reason="routed")
     metrics.inc("baton_proxy_requests", 2, reason="routed", path="pd")
@@ -86,7 +84,7 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
         metrics.inc("baton_prompt_tokens")  # of another process
 
 
-def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model():
+def test_version_equals_the_package_and_fingerprint_depends_on_the_model():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
         "project"
     ]

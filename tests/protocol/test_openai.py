@@ -72,7 +72,7 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
         ),
     ],
 )
-def test_what_a_member_means(parsed, read):
+def test_members_are_parsed_to_their_meaning(parsed, read):
     assert {name: getattr(parsed, name) for name in read} == read
 
 
@@ -96,7 +96,7 @@ def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fi
             parse(**{name: value})
 
 
-def test_a_top_p_of_0_leaves_the_likeliest_token_alone():
+def test_top_p_of_0_leaves_only_the_most_likely_token():
     assert 0 < completion(top_p=0).sampling(1).top_p < 1e-6
 
 
@@ -143,19 +143,19 @@ def turns(parsed: Any) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in parsed.messages]
 
 
-def test_a_conversation_is_read_whatever_its_form():
+def test_every_form_of_a_conversation_is_accepted():
     part = {"type": "text", "text": "b"}
     call = {
         "id": "c1",
         "type": "function",
         "function": {"name": "f", "arguments": '{"x": 1}'},
     }
-    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    asked["provider_specific_fields"] = {
+    request = {"role": "assistant", "content": None, "tool_calls": [call]}
+    request["provider_specific_fields"] = {
         "refusal": None
     }  # as litellm's clients send it back
-    told = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
-    parsed = chat(messages=[USER, asked, told])
+    expected = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
+    parsed = chat(messages=[USER, request, expected])
     assert turns(parsed) == [("user", "Hi"), ("assistant", None), ("tool", "b\nb")]
     _, turn, answer = parsed.messages
     assert turn.tool_calls[0].function.model_dump() == {
@@ -165,10 +165,12 @@ def test_a_conversation_is_read_whatever_its_form():
     assert answer.tool_call_id == "c1"
     for text in ("", " ", "null"):  # as some write a call without arguments
         call["function"]["arguments"] = text
-        assert chat(messages=[asked]).messages[0].tool_calls[0].function.arguments == {}
+        assert (
+            chat(messages=[request]).messages[0].tool_calls[0].function.arguments == {}
+        )
 
 
-def test_what_responses_are_asked_for_is_a_conversation():
+def test_input_of_responses_becomes_a_conversation():
     assert turns(responses(instructions="Be kind.")) == [
         ("system", "Be kind."),
         ("user", "a"),
@@ -212,27 +214,27 @@ def test_the_default_is_none_without_tools_and_auto_with_them():
     assert read().mode == "none" and not read(tools=[]).active
     assert read(tool_choice="auto").mode == "none"
     assert not read(tools=[tool()], tool_choice="none").active
-    found = read(tools=[tool(description="d", parameters=None)])
-    assert (found.mode, found.active, found.parallel) == ("auto", True, True)
-    assert found.offered == (tool(description="d"),)
-    assert found.guided is None
+    result = read(tools=[tool(description="d", parameters=None)])
+    assert (result.mode, result.active, result.parallel) == ("auto", True, True)
+    assert result.offered == (tool(description="d"),)
+    assert result.guided is None
 
 
 def test_a_named_tool_demands_its_arguments():
     choice = {"type": "function", "function": {"name": "g"}}
-    found = read(tools=[tool(), tool("g", parameters=NUMBER)], tool_choice=choice)
-    assert (found.mode, found.name) == ("named", "g")
-    assert found.guided is not None
-    assert found.guided.field == "tools[1].function.parameters"
-    assert json.loads(found.guided.grammar.text) == NUMBER
+    result = read(tools=[tool(), tool("g", parameters=NUMBER)], tool_choice=choice)
+    assert (result.mode, result.name) == ("named", "g")
+    assert result.guided is not None
+    assert result.guided.field == "tools[1].function.parameters"
+    assert json.loads(result.guided.grammar.text) == NUMBER
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_demands_a_list_of_calls(parallel):
-    asked = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
-    found = read(**asked, parallel_tool_calls=parallel)
-    assert found.guided is not None and found.guided.grammar.kind == "calls"
-    demanded = json.loads(found.guided.grammar.text)
+    request = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
+    result = read(**request, parallel_tool_calls=parallel)
+    assert result.guided is not None and result.guided.grammar.kind == "calls"
+    demanded = json.loads(result.guided.grammar.text)
     assert demanded == {"tools": [["f", NUMBER]], "is_parallel": parallel}
 
 
@@ -281,7 +283,7 @@ def structured(**members: Any) -> dict[str, Any]:
         ({"guided_regex": "a"}, "guided_regex", REGEX),
     ],
 )
-def test_every_way_to_say_what_to_match(fields, field, grammar):
+def test_every_field_for_structured_output_is_accepted(fields, field, grammar):
     for parsed in (completion(**fields), chat(**fields)):
         assert parsed.guided == GuidedDecoding(grammar, field)
         assert parsed.sampling(1).grammar == grammar

@@ -24,12 +24,12 @@ def responses_writer(**fields: Any) -> ResponsesWriter:
 
 def test_the_events_of_a_response_in_one_piece():
     piece = ChoicePiece(0, "x", first=True, finish_reason="length")
-    told = sse_events(responses_writer().last_chunk(piece, USAGE, {}).decode())
-    assert " ".join(name.removeprefix("response.") for name, _ in told) == (
+    payload = sse_events(responses_writer().last_chunk(piece, USAGE, {}).decode())
+    assert " ".join(name.removeprefix("response.") for name, _ in payload) == (
         "created in_progress output_item.added content_part.added output_text.delta "
         "output_text.done content_part.done output_item.done incomplete"
     )
-    created, final = (json.loads(told[at][1])["response"] for at in (0, -1))
+    created, final = (json.loads(payload[at][1])["response"] for at in (0, -1))
     assert (created["output"], created["usage"]) == ([], None)
     assert (final["id"], final["status"], final["created_at"]) == (
         "resp_1",
@@ -38,15 +38,15 @@ def test_the_events_of_a_response_in_one_piece():
     )
 
 
-def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
-    asked = {"instructions": "i", "max_output_tokens": 2, "metadata": {"k": "v"}}
-    out = responses_writer(**asked)
+def test_complete_response_repeats_the_request_and_has_the_reason_of_its_end():
+    request = {"instructions": "i", "max_output_tokens": 2, "metadata": {"k": "v"}}
+    out = responses_writer(**request)
     piece = ChoicePiece(0, "ab", finish_reason="length")
     out.take(piece)
     body = json.loads(out.full([piece], USAGE, {"x": 1}))
     assert (body["status"], body["x"]) == ("incomplete", 1)
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert {name: body[name] for name in asked} == asked
+    assert {name: body[name] for name in request} == request
     assert body["usage"] == {
         "input_tokens": 7,
         "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
@@ -56,7 +56,7 @@ def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
     }
 
 
-def test_an_event_of_a_chat_tells_one_thing():
+def test_chat_event_contains_one_kind_of_content():
     """As OpenAI's do: litellm, for Claude Code, drops what else is in one that begins a call, or
     that says how the answer ended."""
     calls = [
@@ -66,11 +66,13 @@ def test_an_event_of_a_chat_tells_one_thing():
     ]
     piece = ChoicePiece(0, "So", [1, 2], None, "tool_calls", first=True, reasoning="hm")
     piece.tool_calls = calls
-    asked = validate(
+    request = validate(
         ChatRequest, {"model": "m", "messages": [USER], "return_token_ids": True}
     )
-    told = sse_events(ChatWriter("1", 5, asked).last_chunk(piece, USAGE, {}).decode())
-    chunks = [json.loads(text) for _, text in told]
+    payload = sse_events(
+        ChatWriter("1", 5, request).last_chunk(piece, USAGE, {}).decode()
+    )
+    chunks = [json.loads(text) for _, text in payload]
     assert ["baton_kv" in chunk for chunk in chunks] == [False] * 5 + [True]
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["finish_reason"] for choice in choices] == [None] * 5 + [

@@ -64,7 +64,7 @@ def test_a_body_must_be_an_object(raw):
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_object_or_an_invalid_request(raw):
+def test_property_any_body_is_an_object_or_an_invalid_request(raw):
     try:
         assert isinstance(parse_json_object(raw), dict)
     except InvalidRequest:
@@ -74,7 +74,7 @@ def test_any_bytes_are_an_object_or_an_invalid_request(raw):
 @pytest.mark.parametrize(
     "body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)]
 )
-def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
+def test_garbage_collector_is_paused_only_while_a_large_body_is_read(body):
     begun: list[str] = []
 
     def seen(phase: str, info: dict[str, int]) -> None:
@@ -372,7 +372,7 @@ WHOLE |= {
 
 
 @pytest.mark.parametrize(("parse", "body"), FULL)
-def test_whatever_is_wrong_in_a_body_is_named_by_its_path(parse, body):
+def test_wrong_value_in_a_body_is_named_by_its_path(parse, body):
     parse(**body)
     for way, wrong in itertools.product(places(body), WRONG):
         changed = json.loads(json.dumps(body))
@@ -381,13 +381,13 @@ def test_whatever_is_wrong_in_a_body_is_named_by_its_path(parse, body):
         try:
             parse(**changed)
         except InvalidRequest as error:
-            told = str(error.param)
-            is_part_of_it = told.endswith("]") and path.startswith(told)
-            assert told.startswith(path) or is_part_of_it or told in WHOLE
+            error_text = str(error.param)
+            is_part_of_it = error_text.endswith("]") and path.startswith(error_text)
+            assert error_text.startswith(path) or is_part_of_it or error_text in WHOLE
 
 
 @pytest.mark.parametrize(("parse", "fields", "param"), MISTAKES)
-def test_a_mistake_is_named(parse, fields, param):
+def test_mistake_names_field_value_and_fix(parse, fields, param):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
@@ -395,7 +395,7 @@ def test_a_mistake_is_named(parse, fields, param):
 
 
 @pytest.mark.parametrize(
-    ("parse", "fields", "told"),
+    ("parse", "fields", "error_text"),
     [
         (completion, {"min_tokens": 9, "max_tokens": 8}, "is 9, above `max_tokens`, which is 8"),
         (completion, {"min_tokens": 9, "max_completion_tokens": 7}, "above `max_completion_toke"),
@@ -458,10 +458,10 @@ def test_a_mistake_is_named(parse, fields, param):
         (chat, {"x" * 100_000: 1}, "xxx"),
     ],
 )  # fmt: skip
-def test_a_refusal_says_why(parse, fields, told):
+def test_refusal_has_a_reason(parse, fields, error_text):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
-    assert told in caught.value.message and len(caught.value.message) < 400
+    assert error_text in caught.value.message and len(caught.value.message) < 400
 
 
 def test_zero_may_be_written_as_integer_or_float_but_never_as_false():
@@ -491,7 +491,7 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "error_text"),
     [
         (None, "null"),
         (True, "true"),
@@ -514,5 +514,5 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
         (DEEP, "[" * 77 + "..."),
     ],
 )
-def test_a_value_is_shown_as_json(value, told):
-    assert short_repr(value) == told
+def test_a_value_is_shown_as_json(value, error_text):
+    assert short_repr(value) == error_text

@@ -48,7 +48,7 @@ def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     assert queue.flush(TIMEOUT_S)
 
 
-def test_lines_are_taken_again_once_the_file_is_read(pipe):
+def test_lines_are_accepted_again_when_the_file_is_read(pipe):
     reader, writer = pipe
     queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
     for _ in range(5000):
@@ -112,7 +112,7 @@ END
         ),
     ],
 )
-def test_last_words_are_written_at_every_end(end, last, status):
+def test_output_is_flushed_at_every_end(end, last, status):
     program = _PROGRAM.replace("END", end)
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

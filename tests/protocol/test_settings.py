@@ -38,7 +38,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
 
 
 @pytest.mark.parametrize(
-    ("cls", "argv", "told"),
+    ("cls", "argv", "message"),
     [
         (P, "--blck-size 16", "--block-size"),
         (UP, "--prefil.tp=2", "--prefill.tp"),
@@ -137,8 +137,8 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         ),
     ],
 )
-def test_a_refusal_names_option_value_and_fix(cls, argv, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_refusal_names_option_value_and_fix(cls, argv, message):
+    with pytest.raises(ConfigError, match=message):
         load(cls, argv.split())
 
 
@@ -153,13 +153,11 @@ def test_a_refusal_names_option_value_and_fix(cls, argv, told):
          ("https://a.b", "http://b:3")),
     ],
 )  # fmt: skip
-def test_a_value_is_read(cls, argv, name, value):
+def test_option_value_is_parsed(cls, argv, name, value):
     assert getattr(load(cls, argv.split()), name) == value
 
 
-def test_shared_tokens_can_be_read_from_blocks_that_divide_those_of_decode_servers() -> (
-    None
-):
+def test_dcp_accepts_prefill_blocks_that_divide_decode_blocks() -> None:
     assert load(UP, [*SHARED.split(), "--prefill.block-size=16"]).decode.dcp == 2
     assert load(UP, ["--decode.block-size=32"]).decode.block_size == 32
 
@@ -182,7 +180,7 @@ def test_how_kv_moves_and_the_size_of_a_step_follow_the_device() -> None:
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
 
 
-def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(
+def test_command_line_precedes_environment_file_and_default_also_in_groups(
     tmp_path, monkeypatch
 ):
     file = tmp_path / "up.yaml"
@@ -211,7 +209,7 @@ def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(
         ("BATON_CASHE", "BATON_CACHE"),  # no option, but read all the same
     ],
 )
-def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(
+def test_unknown_variable_is_an_error_unless_another_program_reads_it(
     monkeypatch, wrong, near
 ):
     for name in (
@@ -228,7 +226,7 @@ def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
         ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
@@ -245,15 +243,15 @@ def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(
         ("config: other.yaml", "unknown key config"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text(text)
     cls = UpSettings if "prefill" in text else PrefillSettings
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load(cls, [f"--config={file}"])
 
 
-def test_a_refusal_names_what_the_user_wrote(tmp_path, monkeypatch):
+def test_refusal_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
     file = tmp_path / "up.yaml"
     file.write_text("prefill: {tp: x, block-size: [1]}\ndecode: {dcp: 3}\nhost: null\n")
     monkeypatch.setenv("BATON_CONFIG", str(file))
@@ -273,7 +271,7 @@ def test_a_refusal_names_what_the_user_wrote(tmp_path, monkeypatch):
     ]
 
 
-def test_a_variable_of_a_group_that_is_no_json_is_refused(
+def test_group_variable_that_is_not_json_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BATON_DECODE", "{")
@@ -284,9 +282,7 @@ def test_a_variable_of_a_group_that_is_no_json_is_refused(
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_decode_servers_are_never_told_to_connect_to_every_address(
-    wildcard, monkeypatch
-):
+def test_wildcard_address_is_never_advertised_to_decode_servers(wildcard, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
     with pytest.raises(
         ConfigError, match="--side-channel-host: decode servers cannot connect"
@@ -306,7 +302,7 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(
         (P, ["--side-channel-host", "host-p"]),
     ],
 )
-def test_servers_of_several_machines_are_given_their_secret(cls, argv, monkeypatch):
+def test_servers_of_several_machines_need_a_configured_secret(cls, argv, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load(cls, argv)
     for words in (*argv, "set BATON_CLUSTER_SECRET to the same text for all"):
@@ -324,8 +320,8 @@ def test_server_urls_repeat_or_join_with_commas(
     assert repeated.prefill == ("http://a:1", "http://b:2")
     monkeypatch.setenv("BATON_DECODE", "http://c:3,https://d:4")
     assert load(PROXY, []).decode == ("http://c:3", "https://d:4")
-    kept = "http://[::1]:3", "http://a_b:3", "http://\u00fc.example:3"
-    assert load(PROXY, [f"--decode={url}" for url in kept]).decode == kept
+    valid_urls = "http://[::1]:3", "http://a_b:3", "http://\u00fc.example:3"
+    assert load(PROXY, [f"--decode={url}" for url in valid_urls]).decode == valid_urls
     wrong_hosts = (
         "http://u:p@c:3",
         "http://c d:3",
@@ -358,15 +354,13 @@ def test_help_explains_every_option(cls, capsys):
     for path in field_paths(cls):
         if len(path) > 1 or path[0] not in groups:
             assert option_name(path) in text
-    told = [info.description for info in cls.model_fields.values()]
-    assert all(told) and len(set(told)) == len(told)
+    message = [info.description for info in cls.model_fields.values()]
+    assert all(message) and len(set(message)) == len(message)
 
 
-def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> (
-    None
-):
-    told = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
-    assert told == {"port": 1, "prefill": {"tp": 2}}
+def test_first_line_shows_changed_settings_and_all_at_debug_level() -> None:
+    message = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
+    assert message == {"port": 1, "prefill": {"tp": 2}}
     debugged = load(UP, ["--port=1", "--log-level=debug"])
     assert json.loads(describe(debugged)) == debugged.model_dump(mode="json")
 
@@ -380,12 +374,12 @@ def test_secrets_are_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "too short")
     monkeypatch.setenv("BATON_API_KEY", "[too short")
     (file := tmp_path / "a.yml").write_text('api-key: "too short')
-    for argv, told in (
+    for argv, message in (
         ([], r"T: .* 16 characters"),
         ([], "Y: it is not a list"),
         ([file], "YAML"),
     ):
-        with pytest.raises(ConfigError, match=told) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             load(P, [f"--config={one}" for one in argv])
         assert "too short" not in str(caught.value)
 
@@ -417,7 +411,7 @@ def test_register_is_read_from_option_variable_and_file(tmp_path, monkeypatch):
     assert load(D, []).register_with == ("http://c:3",)
 
 
-def test_variables_of_other_programs_are_found_with_those_meant(monkeypatch):
+def test_variables_of_other_programs_are_listed_with_similar_names(monkeypatch):
     for name in (
         "BATON_TP",
         "BATON_LEASE_S",
@@ -434,7 +428,7 @@ def test_variables_of_other_programs_are_found_with_those_meant(monkeypatch):
     assert unread_variables(P) == []
 
 
-def test_a_launcher_keeps_its_own_variables_to_itself() -> None:
+def test_launcher_does_not_pass_on_its_settings() -> None:
     of_machine = {"BATON_CACHE": "c", "BATON_EVAL_DATA": "d", "HF_TOKEN": "t"}
     environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", **of_machine}
     assert clean_environment(environ) == of_machine

@@ -10,7 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, SecretStr
 
 from deploy.healthcheck import LOOPBACK
-from protocol.settings.options import ModelOptions, QueueOptions
+from protocol.settings.options import ModelOptions
+from protocol.settings.server_options import QueueOptions
 from protocol.settings.settings import PROGRAMS as SETTINGS
 from protocol.settings.settings import ProxySettings, UpSettings, to_argv
 from protocol.settings.sources import variable_name

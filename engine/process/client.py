@@ -32,7 +32,7 @@ from protocol.messages import (
     encode,
 )
 from protocol.process.logging import get_logger
-from protocol.settings.options import QueueOptions
+from protocol.settings.server_options import QueueOptions
 
 log = get_logger(__name__)
 

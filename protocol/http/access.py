@@ -19,7 +19,7 @@ from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from protocol.server_stats import STATS_PATH
 from protocol.settings.machine import is_local
-from protocol.settings.options import AccessOptions, ListenOptions
+from protocol.settings.server_options import AccessOptions, ListenOptions
 
 logger = get_logger(__name__)
 

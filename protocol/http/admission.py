@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from protocol.errors import GrammarQueueFull, QueueFull
 from protocol.http.prompt_marks import Mark, SharedPrefixes, WaitingPrompt, marks_of
 from protocol.messages import AddRequest
-from protocol.settings.options import QueueOptions
+from protocol.settings.server_options import QueueOptions
 
 # A prompt, and each of its choices, counts as this many tokens or more, because it also
 # takes memory and time.

@@ -49,7 +49,7 @@ from protocol.http.tls import Certificate
 from protocol.ipc.wire import keep_alive
 from protocol.messages import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
-from protocol.settings.options import ListenOptions
+from protocol.settings.server_options import ListenOptions
 
 # Of data that arrives together, all counts, even the end of the previous request.
 MAX_HEAD_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from protocol.process.logging import get_logger
-from protocol.settings.options import AccessOptions
+from protocol.settings.server_options import AccessOptions
 
 logger = get_logger(__name__)
 

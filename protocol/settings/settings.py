@@ -37,17 +37,19 @@ from protocol.settings.options import (
     Device,
     DType,
     KVOptions,
-    ListenOptions,
     LogLevel,
     ModelOptions,
     Options,
     Port,
     PrefillOptions,
+    Seconds,
+    Threads,
+)
+from protocol.settings.server_options import (
+    ListenOptions,
     QueueOptions,
     RegisterOptions,
     RoutingOptions,
-    Seconds,
-    Threads,
 )
 from protocol.settings.sources import ConfigError
 

@@ -8,9 +8,10 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
+from proxy.placement.assignment import Assignment as Assignment
+from proxy.placement.assignment import CachedTail
 from proxy.placement.placement import (
     NOTHING_CACHED,
     CachedPrefixes,
@@ -41,59 +42,6 @@ ServerT = TypeVar("ServerT")
 # A hint to pull is given from this many tokens on: fewer are computed in no time.
 MIN_HINT_TOKENS = 32
 _MAX_TAILS = 16_384  # prompts whose tail and answer are remembered, over all servers
-
-
-@dataclass(eq=False)
-class Assignment:
-    """One leg of a request that a server was given, or that is reserved for it.
-
-    Attributes:
-        is_reserved: the leg has not started yet.
-        computes: the server has yet to compute the prompt.
-        prefill_s: estimated time for that.
-        expected_end_at: estimated end of the computation, without the server's
-            `total_delay_s` of that time.
-        started_at: when it was assigned.
-        is_incoming: counted in `load.incoming_streams` and not in `load.streams`,
-            because there is no first token yet.
-        new_blocks: blocks that the server computes for it, each with the server's index.
-        is_answered: the server has begun to answer with status 200, so its cache has
-            the prompt.
-    """
-
-    load: ServerLoad
-    profile: RequestProfile
-    computes: bool
-    generates: bool
-    prefill_s: float
-    expected_end_at: float
-    started_at: float
-    new_blocks: Sequence[tuple[int, int]]
-    is_incoming: bool
-    is_answered: bool = False
-    is_reserved: bool = False
-
-
-class _Tail(NamedTuple):
-    """What a server has cached beyond the last complete block of a prompt.
-
-    This is the rest of the prompt, and the answer.
-
-    Attributes:
-        num_bytes: length of the rest, without the characters that close its JSON.
-        text_hash: hash of the rest.
-        num_tokens: estimated tokens from the start of the prompt to the end of the
-            answer.
-    """
-
-    num_bytes: int
-    text_hash: int
-    num_tokens: float
-
-    def matches(self, text: bytes, num_blocks: float) -> bool:
-        """Return whether a prompt continues with this rest after its first blocks."""
-        start = int(num_blocks * BLOCK_BYTES)
-        return hash(text[start : start + self.num_bytes]) == self.text_hash
 
 
 class _Loads(dict[object, ServerLoad]):
@@ -145,7 +93,7 @@ class LoadTracker:
         self._speeds: dict[object, PromptSpeed] = {}
         self._lenders: dict[int, object] = {}  # servers by the index of their load
         # By the hash of the last complete block, and the index of the server.
-        self._tails = OrderedDict[tuple[int, int], _Tail]()
+        self._tails = OrderedDict[tuple[int, int], CachedTail]()
         # Blocks that are being computed, each with the index of the server.
         self._pending_blocks = set[tuple[int, int]]()
         self.pulls = False
@@ -489,7 +437,7 @@ class LoadTracker:
         rest = profile.text[len(profile.hashes) * BLOCK_BYTES : -1]
         self._tails.pop(key, None)  # the new entry goes to the end
         num_tokens = profile.tokens + num_generated
-        self._tails[key] = _Tail(len(rest), hash(rest), num_tokens)
+        self._tails[key] = CachedTail(len(rest), hash(rest), num_tokens)
         if len(self._tails) > _MAX_TAILS:
             self._tails.popitem(last=False)
 

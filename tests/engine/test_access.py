@@ -19,7 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import RateLimited
 from protocol.http.access import check
 from protocol.metrics import Metrics
-from protocol.settings.options import ListenOptions
+from protocol.settings.server_options import ListenOptions
 from protocol.settings.settings import ProxySettings
 from proxy.keys import FileAccess, LimitedKey, Line
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until

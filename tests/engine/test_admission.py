@@ -16,7 +16,7 @@ from engine.process import client
 from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
-from protocol.settings.options import QueueOptions
+from protocol.settings.server_options import QueueOptions
 from tests.rigs.http_server import Server, connected, events, send_request, serving
 from tests.rigs.memory_pair import REMOTE
 from tests.rigs.metric import metric

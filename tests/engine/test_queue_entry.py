@@ -36,7 +36,7 @@ from protocol.messages import (
     SamplingParams,
     TokenDelta,
 )
-from protocol.settings.options import QueueOptions
+from protocol.settings.server_options import QueueOptions
 from tests.engine.test_admission import Gate, until_added
 from tests.rigs.http_server import READY, Server, serving
 from tests.rigs.metric import metric

@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 
 from protocol.http.tls import Certificate, trusted
-from protocol.settings.options import AccessOptions
+from protocol.settings.server_options import AccessOptions
 from tests.proxy.fakes import Rig, until
 from tests.rigs.http_server import Running, serving
 

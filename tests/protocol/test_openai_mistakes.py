@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import operator
-import sys
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -19,7 +18,6 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import Strict, neutral, parse_json_object, validate
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import TokenizeRequest
-from protocol.short_repr import short_repr
 
 Parse = Callable[..., Any]
 USER = {"role": "user", "content": "Hi"}
@@ -479,40 +477,3 @@ def test_zero_may_be_written_as_integer_or_float_but_never_as_false():
     for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
         with pytest.raises(InvalidRequest, match=f"`{field}`"):
             validate(Body, {field: value})
-
-
-# -- values ------------------------------------------------------------------------------------
-
-
-DEEP: list[Any] = []
-for _ in range(2 * sys.getrecursionlimit()):
-    DEEP = [DEEP]
-NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
-
-
-@pytest.mark.parametrize(
-    ("value", "error_text"),
-    [
-        (None, "null"),
-        (True, "true"),
-        (1.0, "1.0"),
-        (1e300, "1e+300"),
-        ("it's", '"it\'s"'),
-        ('a "b"\n', '"a \\"b\\"\\n"'),
-        ("Zürich 東京", '"Zürich 東京"'),
-        ("half \ud800", '"half \\ud800"'),
-        ("\u202eabc", '"\\u202eabc"'),
-        ((0, 1), "[0, 1]"),
-        (NESTED, '{"a": [true, null, {"b": "c"}], "d": 1.5}'),
-        (b"x", "\"b'x'\""),
-        # Cut, if they are too long:
-        ("x" * 78, '"' + "x" * 78 + '"'),
-        ("x" * 79, '"' + "x" * 76 + "..."),
-        ([[]] * 200, ("[" + "[], " * 20)[:77] + "..."),
-        ({"x" * 200: 1}, '{"' + "x" * 75 + "..."),
-        (10**200, "1" + "0" * 76 + "..."),
-        (DEEP, "[" * 77 + "..."),
-    ],
-)
-def test_a_value_is_shown_as_json(value, error_text):
-    assert short_repr(value) == error_text

@@ -13,7 +13,7 @@ from protocol.messages import (
     KVUsage,
     TokenDelta,
 )
-from protocol.settings.options import QueueOptions
+from protocol.settings.server_options import QueueOptions
 
 
 async def generate(

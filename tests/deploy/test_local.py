@@ -161,7 +161,7 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
         with launched("serve,serve,never", port) as launcher:
             assert launcher.end() == 0
     output = "\n".join(launcher.lines)
-    assert "baton | what these servers need is kept" in output
+    assert "baton | models and compiled kernels are stored" in output
     assert "proxy |" not in output and "ready http" not in output
 
 

@@ -232,11 +232,11 @@ async def test_requested_tokens_are_counted(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 60)), max_size=60))
-def test_key_never_exceeds_its_token_rate(request_fields):
+def test_key_never_exceeds_its_token_rate(charges):
     now = [5.0]
     key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0
-    for tokens, pause_s in request_fields:
+    for tokens, pause_s in charges:
         now[0] += pause_s
         try:
             key.charge(tokens)

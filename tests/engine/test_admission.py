@@ -109,7 +109,7 @@ def test_rate_follows_a_change_of_speed_within_a_second():
 
 
 def test_empty_queue_accepts_any_prompt_and_a_nonempty_one_few_tokens():
-    queue = Queue(most=5000)
+    queue = Queue(limit=5000)
     queue.send_request(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
         queue.send_request(64)
@@ -142,7 +142,7 @@ def test_urgent_requests_wait_only_for_urgent_requests():
 )
 def test_accounting_adds_up_in_any_order_of_events(moves):
     """Events 0 and 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
-    queue = Queue(max_queue_s=3.0, most=20_000)
+    queue = Queue(max_queue_s=3.0, limit=20_000)
     left: dict[Place, int] = {}
     for num_tokens, priority, move in moves:
         queue.now_s += num_tokens / 5000

@@ -150,13 +150,14 @@ def test_a_grammar_slows_nobody_and_itself_least(compiler):
 @pytest.mark.parametrize("slow", [False, True])
 def test_who_is_late_for_too_long_fails_alone(depth, slow, compiler, monkeypatch):
     """A step waits a moment for a mask, and not at all where the grammar is known to be slow."""
-    go_on, compute = threading.Event(), GrammarState._compute
+    go_on = threading.Event()
+    compute = GrammarState._compute_mask
 
     def held(state: GrammarState) -> None:
         assert state._num_consumed < 3 or go_on.wait(60.0)
         compute(state)
 
-    monkeypatch.setattr(GrammarState, "_compute", held)
+    monkeypatch.setattr(GrammarState, "_compute_mask", held)
     monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if slow else 0.001)
     if slow:
         monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)

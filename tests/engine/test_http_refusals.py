@@ -73,7 +73,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
         ("/tokenize", {}, 400, "prompt", ""),
-        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "one of the two"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "either it or"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
         ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed", ""),
         ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "this server has"),
@@ -85,14 +85,14 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
 async def test_bad_input_is_refused_clearly(
     tokenizer, path, fields, status, param, message
 ):
-    local_name = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
+    prompt_fields = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
     is_grammar = (
         path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
     )
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
     async with serving(tokenizer, ready=ready) as server:
         response = await server.http.post(
-            path, json={"model": "m", **local_name, **fields}
+            path, json={"model": "m", **prompt_fields, **fields}
         )
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (status, param)

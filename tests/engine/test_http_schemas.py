@@ -169,13 +169,13 @@ async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer,
         "input": '"Hi"',
     }
     used = used_fields(BODIES[path])
-    local_name = {name: text for name, text in needed.items() if name in used}
+    required_fields = {name: text for name, text in needed.items() if name in used}
     async with serving_4k(
         tokenizer, text_script(tokenizer, "x", finish_reason="stop")
     ) as server:
         for name in sorted(used):
             for value in ("1e999", "-1e999", '{"a":1e999}', "[1e999]", '[{"a":1e999}]'):
-                members = {"model": '"m"', **local_name, name: value}
+                members = {"model": '"m"', **required_fields, name: value}
                 body = ",".join(f'"{key}":{text}' for key, text in members.items())
                 response = await server.http.post(path, content=f"{{{body}}}")
                 assert response.status_code < 500, (name, value, response.text)

@@ -8,16 +8,8 @@ from typing import NamedTuple
 
 from benchmarks.loads import BLOCK, Request
 from benchmarks.simulation import Engine, Fleet
-from proxy.placement.load_tracker import (
-    Assignment,
-    Disaggregate,
-    LoadTracker,
-    Routing,
-)
-from proxy.placement.placement import CachedPrefixes, choose, least_full_server
-from proxy.placement.prefix_index import Depths
-from proxy.placement.request_profile import RequestProfile
-from proxy.placement.server_load import USUAL_STEP_S, ServerLoad
+from proxy.knowledge import Disaggregate, Knowledge, Routing, Work
+from proxy.placement import USUAL_STEP_S, Ask, Depths, Load, cheapest_decode, place
 
 POLL_S = 1.0  # between two health checks
 # The ideal router estimates that this many streams double the time of a step.
@@ -25,17 +17,15 @@ _DOUBLING_STREAMS = 96
 
 
 class _Legs(NamedTuple):
-    """The two legs of a request. They are the same Assignment if one server has both."""
+    """The two legs of a request. They are the same Work if one server has both."""
 
-    prompt: Assignment
+    prompt: Work
     decode_engine: Engine
-    stream: Assignment
+    stream: Work
 
 
-def _profile(request: Request) -> RequestProfile:
-    return RequestProfile(
-        request.prompt_tokens, request.hashes, BLOCK, request.output_tokens
-    )
+def _profile(request: Request, now: float = 0.0) -> Ask:
+    return Ask(request.prompt_tokens, request.hashes, BLOCK, request.output_tokens, now)
 
 
 class ProxyRouter:
@@ -53,34 +43,30 @@ class ProxyRouter:
         step_s: float = USUAL_STEP_S,
         pulls: bool = False,
     ):
-        self.tracker = LoadTracker(
+        self.tracker = Knowledge(
             routing, disaggregate, step_s=step_s, clock=lambda: fleet.now
         )
         self.tracker.pulls = pulls
         self.lender: Engine | None = None
         for engine in fleet.engines:
-            self.tracker.set_lender(engine, True)
+            self.tracker.lends(engine, True)
         self._fleet = fleet
         # Each list is in the order of the least recent use.
         self._prefills = list(fleet.prefills)
         self._decodes = list(fleet.decodes)
         self._legs: dict[int, _Legs] = {}  # by the id of the request
         self._polled_at = 0.0
-        self._reservation: Assignment | None = None
 
     def place_prompt(self, request: Request) -> Engine:
         self._poll()
         profile = _profile(request)
-        on_decode_server = not self._prefills or self.tracker.decode_only
-        if on_decode_server is None:
-            self._reservation = self.tracker.reserve_decode_only(
-                profile, self._prefills, self._decodes
-            )
-            on_decode_server = self._reservation is not None
+        on_decode_server = not self._prefills or self.tracker.goes_alone(
+            profile, self._prefills, self._decodes
+        )
         return self.begin_legs(request, profile, on_decode_server)
 
     def begin_legs(
-        self, request: Request, profile: RequestProfile, on_decode_server: bool
+        self, request: Request, profile: Ask, on_decode_server: bool
     ) -> Engine:
         """Begin both legs at once. Return the engine that computes the prompt."""
         self.lender = None
@@ -101,25 +87,14 @@ class ProxyRouter:
 
     def place_stream(self, request: Request) -> Engine:
         legs = self._legs[id(request)]
-        self.tracker.on_answer(legs.stream)
+        self.tracker.answered(legs.stream)
         return legs.decode_engine
 
     def _begin(
-        self,
-        profile: RequestProfile,
-        servers: list[Engine],
-        *,
-        computes: bool,
-        generates: bool,
-    ) -> tuple[Engine, Assignment]:
-        reservation = self._reservation
-        self._reservation = None
-        engine = self.tracker.choose_server(
-            servers,
-            profile,
-            computes=computes,
-            generates=generates,
-            reservation=reservation,
+        self, profile: Ask, servers: list[Engine], *, computes: bool, generates: bool
+    ) -> tuple[Engine, Work]:
+        engine = self.tracker.first(
+            servers, profile, computes=computes, generates=generates
         )
         lenders = self.tracker.lenders(engine, profile) if computes else []
         if self.lender is None and lenders:
@@ -128,30 +103,26 @@ class ProxyRouter:
             self.lender = lender
         servers.remove(engine)
         servers.append(engine)
-        work = self.tracker.start(
-            engine,
-            profile,
-            computes=computes,
-            generates=generates,
-            reservation=reservation,
+        work = self.tracker.begin(
+            engine, profile, computes=computes, generates=generates
         )
         return engine, work
 
     def on_computed(self, request: Request) -> None:
         legs = self._legs[id(request)]
-        self.tracker.on_answer(legs.prompt)
+        self.tracker.answered(legs.prompt)
         if legs.prompt is not legs.stream:
-            self.tracker.end(legs.prompt)
+            self.tracker.ended(legs.prompt)
 
     def on_finished(self, request: Request) -> None:
-        self.tracker.end(self._legs[id(request)].stream)
+        self.tracker.ended(self._legs[id(request)].stream)
 
     def _poll(self) -> None:
         """Send health reports to the tracker, once per POLL_S."""
         if self._fleet.now >= self._polled_at + POLL_S:
             self._polled_at = self._fleet.now
             for engine in self._fleet.engines:
-                self.tracker.on_report(engine, engine.times.capacity, engine.totals)
+                self.tracker.told(engine, engine.times.capacity, engine.totals)
 
 
 class IdealRouter:
@@ -169,12 +140,11 @@ class IdealRouter:
             engine.index: engine.cached_blocks(request.hashes)
             for engine in fleet.engines
         }
-        placement = choose(
-            _profile(request),
+        placement = place(
+            _profile(request, fleet.now),
             [self._load(engine) for engine in fleet.prefills],
             [self._load(engine) for engine in fleet.decodes],
-            CachedPrefixes(depths),
-            fleet.now,
+            depths,
         )
         if placement.prefill is None:
             return fleet.engines[placement.decode]
@@ -182,7 +152,8 @@ class IdealRouter:
 
     def place_stream(self, request: Request) -> Engine:
         loads = [self._load(engine) for engine in self._fleet.decodes]
-        return self._fleet.decodes[least_full_server(_profile(request), loads)]
+        profile = _profile(request, self._fleet.now)
+        return self._fleet.decodes[cheapest_decode(profile, loads)]
 
     def on_computed(self, request: Request) -> None:
         pass
@@ -190,20 +161,20 @@ class IdealRouter:
     def on_finished(self, request: Request) -> None:
         pass
 
-    def _load(self, engine: Engine) -> ServerLoad:
+    def _load(self, engine: Engine) -> Load:
         num_streams = len(engine.streams)
-        load = ServerLoad(
+        load = Load(
             engine.index,
             len(engine.waiting),
             self._fleet.now + engine.queued_s(),
-            streams=num_streams,
-            kv_tokens=engine.held_tokens,
-            base_step_s=engine.stream_step_s() / (1 + num_streams / _DOUBLING_STREAMS),
+            running=num_streams,
+            held=engine.held_tokens,
+            step_s=engine.stream_step_s() / (1 + num_streams / _DOUBLING_STREAMS),
         )
         for request in engine.waiting:
-            size = RequestProfile(request.prompt_tokens).size_class
+            size = Ask(request.prompt_tokens).size
             load.queued_s[size] += request.uncomputed_tokens * load.token_s
-        load.add_queued(0, 0.0)  # updates the sums that depend on queued_s
-        load.kv_capacity = engine.times.capacity
-        load.target_step_s = self._step_s
+        load.queue(0, 0.0)  # updates the sums that depend on queued_s
+        load.capacity = engine.times.capacity
+        load.target_s = self._step_s
         return load

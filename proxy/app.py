@@ -18,14 +18,12 @@ from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import MODELS_PATH, Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
-from proxy.failover import signing_secret
 from proxy.keys import FileAccess
-from proxy.legs.series import initial_series
-from proxy.legs.upstreams import Upstreams
 from proxy.pd_request import PDRequest
-from proxy.relay import Reply, Send
+from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site, is_browser
 from proxy.upstream import HttpUpstream
+from proxy.upstream_call import Upstreams, known_series
 
 logger = get_logger(__name__)
 
@@ -70,12 +68,12 @@ class ProxyApp:
             self.metrics,
             lambda server, is_long: self._upstreams.on_silence(server, is_long),
         )
-        self.fleet, self.load_tracker = self._members.fleet, self._members.load_tracker
+        self.fleet, self.knowledge = self._members.fleet, self._members.knowledge
         self._upstreams = Upstreams(
             self.fleet,
             self._upstream,
             self.metrics,
-            self.load_tracker,
+            self.knowledge,
             settings.max_queue_s,
             settings.max_resumes,
             signing_secret(settings),
@@ -85,7 +83,7 @@ class ProxyApp:
         )
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for name, labels in initial_series():
+        for name, labels in known_series():
             self.metrics.begin(name, **labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,10 +19,10 @@ from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
 from protocol.resume import MEMBER
-from proxy.placement.request_profile import RequestProfile, profile_prompt
+from proxy.knowledge import ask_of
+from proxy.placement import Ask
 
 Body = dict[str, msgspec.Raw]
-MakeBody = Callable[[], bytes]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 PROMPT_LIMIT = "truncate_prompt_tokens"
@@ -173,7 +173,7 @@ def is_scoring(body: Body) -> bool:
     return is_none or (b"1" in limits and member(body, "echo") == b"true")
 
 
-def reports_prompt(body: Body) -> bool:
+def tells_of_prompt(body: Body) -> bool:
     """Whether the answer has logprobs of the prompt, which are known only with all of it."""
     echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
     return echoes or member(body, "prompt_logprobs") != b"null"
@@ -220,25 +220,23 @@ def _lent(params: msgspec.Raw) -> object:
     return {SENDER_RELEASES: True, **found} if found else found
 
 
-def profile(body: Body) -> RequestProfile:
+def ask(body: Body) -> Ask:
     """What placement is to know of a request that generates."""
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
-    found = profile_prompt(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
+    found = ask_of(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
     limit = member(body, PROMPT_LIMIT)
     most = int(limit) * num_prompts(body) if _is_token_limit(limit) else found.tokens
     if found.tokens <= most:
         return found
-    return RequestProfile(
-        tokens=most, max_output_tokens=found.max_output_tokens
-    )  # it does not begin as its text does
+    return Ask(tokens=most, answer=found.answer)  # it does not begin as its text does
 
 
 def num_text_tokens(body: Body) -> int:
     """The tokens of a body of /tokenize or /detokenize, estimated as a prompt's are."""
     names = ("tools", "prompt", "messages", "tokens")
-    return profile_prompt(
+    return ask_of(
         b"", b"".join(member(body, name) for name in names if name in body), 0
     ).tokens
 

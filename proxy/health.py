@@ -13,7 +13,7 @@ must not be able to close the service for everybody.
 
 from dataclasses import dataclass, replace
 
-from proxy.placement.speed import StepTotals
+from proxy.knowledge import Totals
 
 SILENCES = 3  # health checks without an answer, in a row, that make a server not ready
 LONG_SILENCE = 10  # so many of them: it will not answer what it was asked before either
@@ -60,7 +60,7 @@ class Said:
     reason: str = ""  # why it is not
     room: Room | None = None  # None: it did not say, as while it starts
     capacity: int | None = None  # tokens of KV
-    totals: StepTotals | None = None
+    totals: Totals | None = None
     itl_target_s: float | None = None
     answered: bool = True  # False: no connection could be had
     models: tuple[str, ...] = ()  # names that it serves; none: it did not say

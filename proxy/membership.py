@@ -20,7 +20,7 @@ from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, Said, SideChannel
 
-TRUST_COOLDOWN_S = 30.0  # for which a server that believed no signature is sent none, unless it restarts
+DOUBTED_S = 30.0  # for which a server that believed no signature is sent none, unless it restarts
 _TOLD = 64  # names in an error
 _MAX_TOKENS = 1 << 24
 _MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
@@ -44,7 +44,7 @@ class Server:
         sources: who names it; none: it leaves.
         drained: an operator took it out.
         in_flight: requests that it has from this proxy.
-        trust_circuit: until when it may not believe what this proxy signs, and which of its starts.
+        doubted: until when it may not believe what this proxy signs, and which of its starts.
     """
 
     kind: Kind
@@ -56,12 +56,12 @@ class Server:
     in_flight: int = 0
     circuit: str = "closed"
     has_left: bool = False
-    trust_circuit: tuple[float, SideChannel | None] = (0.0, None)
+    doubted: tuple[float, SideChannel | None] = (0.0, None)
 
     @property
-    def is_circuit_open(self) -> bool:
+    def is_doubted(self) -> bool:
         """Nobody names it KV to pull, nor streams to go on with."""
-        until, start = self.trust_circuit
+        until, start = self.doubted
         return time.monotonic() < until and start == self.health.side_channel
 
     @property
@@ -364,7 +364,7 @@ class Fleet(Pool):
         server.drained = drained
         self._has_changed()
 
-    def add_in_flight(self, server: Server, num: int) -> None:
+    def works(self, server: Server, num: int) -> None:
         """It was given so many requests more. One that has left may be, for a stream of its own."""
         server.in_flight += num
         self._end(server)

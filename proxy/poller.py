@@ -17,9 +17,8 @@ from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness
 from proxy.health import Room, Said, SideChannel, pause_s
+from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
-from proxy.placement.load_tracker import LoadTracker
-from proxy.placement.speed import StepTotals
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
 
 logger = get_logger(__name__)
@@ -33,7 +32,7 @@ class Poller:
 
     fleet: Fleet
     upstream: HttpUpstream
-    load_tracker: LoadTracker
+    knowledge: Knowledge
     settings: ProxySettings
 
     def __post_init__(self) -> None:
@@ -101,11 +100,11 @@ class Poller:
             self.readiness.update()
             health = server.health
             if not server.has_left:
-                self.load_tracker.set_lender(
+                self.knowledge.lends(
                     server, health.ready and health.side_channel is not None
                 )
             if said.ready and said.totals is not None:
-                self.load_tracker.on_report(
+                self.knowledge.told(
                     server, said.capacity, said.totals, said.itl_target_s
                 )
 
@@ -182,7 +181,7 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
         text[:200] if isinstance(text, str) else f"status {status}",
         Room(**limits) if limits else None,
         None if None in (blocks, size) else blocks * size,
-        StepTotals(*totals) if len(totals) == len(ENGINE_TOTALS) else None,
+        Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None,
         target_s if target_s and target_s > 0 else None,
         models=tuple(filter(None, [told("model", str)])),
         kv_digest=told("kv_digest", str) or "",

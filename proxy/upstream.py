@@ -67,14 +67,14 @@ class UpstreamError(Exception):
     """The server could not be talked to."""
 
     failure: Failure
-    client_message = property(str)  # without addresses
+    told = property(str)  # to clients: without addresses
 
 
 # fmt: off
 class Unreachable(UpstreamError):  # no connection: nothing was sent
-    failure, client_message = Failure.UNREACHABLE, "unreachable"
+    failure, told = Failure.UNREACHABLE, "unreachable"
 class Exhausted(UpstreamError):  # as that, for want of descriptors or ports here: no server's fault
-    failure, client_message = Failure.BUSY, "exhausted"
+    failure, told = Failure.BUSY, "exhausted"
 class Lost(UpstreamError):  # the connection ended, or spoke no HTTP, after the request was sent
     failure = Failure.LOST
 class TimedOut(UpstreamError):  # nothing came for the read timeout

@@ -17,8 +17,8 @@ from proxy.discovery import admin
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
 from proxy.discovery.sources import Discovery
 from proxy.health import CIRCUITS, Health
+from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
-from proxy.placement.load_tracker import LoadTracker
 from proxy.poller import Poller
 from proxy.relay import Reply
 from proxy.upstream import HttpUpstream
@@ -49,7 +49,7 @@ class Members:
         on_silence: Callable[[Server, bool], None],
     ) -> None:
         self._metrics = metrics
-        self.load_tracker = LoadTracker(
+        self.knowledge = Knowledge(
             settings.routing,
             settings.disaggregate,
             max_blocks=settings.prefix_blocks,
@@ -61,7 +61,7 @@ class Members:
             self._joins, self._has_left, self._changed, self._circuit, on_silence
         )
         self.fleet = Fleet(watch=watch)
-        self._poller = Poller(self.fleet, upstream, self.load_tracker, settings)
+        self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
         self.readiness = self._poller.readiness
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
@@ -126,13 +126,13 @@ class Members:
         for twin in [
             s for s in self.fleet.servers if s.url == server.url and s is not server
         ]:
-            self.load_tracker.share_load(server, twin)
+            self.knowledge.are_one(server, twin)
         self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
 
     def _has_left(self, server: Server) -> None:
         self._poller.leave(server)
-        self.load_tracker.remove(server)
+        self.knowledge.left(server)
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
@@ -145,7 +145,7 @@ class Members:
         if new.ready:
             logger.info("%s is ready", server)
             return
-        self.load_tracker.forget_cache(server)
+        self.knowledge.forget(server)
         if old.ready:
             self._poller.hurry(server)
         # All may end together, one that leaves was to, and one that starts tells how far it is.

@@ -15,12 +15,11 @@ from proxy.health import (
     polled,
     silent,
 )
+from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
-from proxy.placement.load_tracker import LoadTracker
-from proxy.placement.request_profile import profile_prompt
 
 YES = Said(True)
-ASK = profile_prompt(b"", b"x" * 4096, 1)
+ASK = ask_of(b"", b"x" * 4096, 1)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["join", "leave", "begin", "end"]),
@@ -33,11 +32,11 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
-    load_tracker, left = LoadTracker("auto"), list[Server]()
+    knowledge, left = Knowledge("auto"), list[Server]()
 
     def on_left(server: Server) -> None:
         left.append(server)
-        load_tracker.remove(server)
+        knowledge.left(server)
 
     fleet = Fleet(watch=Watch(on_left=on_left))
     named: dict[str, set[str]] = {}
@@ -53,12 +52,12 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
                 named[url].discard(source)
                 fleet.leave(server, source)
             case "begin" if server is not None and server.accepts:
-                fleet.add_in_flight(server, 1)
-                begun = load_tracker.start(server, ASK, computes=True, generates=True)
+                fleet.works(server, 1)
+                begun = knowledge.begin(server, ASK, computes=True, generates=True)
                 works.setdefault(server, []).append(begun)
             case "end" if server is not None and works.get(server):
-                load_tracker.end(works[server].pop())  # type: ignore[arg-type]
-                fleet.add_in_flight(server, -1)
+                knowledge.ended(works[server].pop())  # type: ignore[arg-type]
+                fleet.works(server, -1)
         members = fleet.of[Kind.DECODE]
         most = max(most, len(members))
         busy = {server.url for server, some in works.items() if some}
@@ -68,8 +67,8 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
         }
         assert len({each.index for each in members}) == len(members)
         assert all(each.index < most for each in members)
-        assert not set(left) & set(members) & set(load_tracker.loads)
-        assert all(load.index < most for load in load_tracker.loads.values())
+        assert not set(left) & set(members) & set(knowledge.loads)
+        assert all(load.index < most for load in knowledge.loads.values())
 
 
 def test_who_comes_takes_the_place_that_another_left():

@@ -4,8 +4,8 @@ import pytest
 
 from protocol.settings.settings import ProxySettings
 from proxy.health import LONG_SILENCE, SILENCES, Room, Said
+from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Watch
-from proxy.placement.load_tracker import LoadTracker
 from proxy.poller import Poller, _said
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import until
@@ -26,9 +26,7 @@ class Failing:
 
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
-    poller = Poller(
-        fleet, upstream, LoadTracker(), ProxySettings(health_interval_s=1e-4)
-    )
+    poller = Poller(fleet, upstream, Knowledge(), ProxySettings(health_interval_s=1e-4))
     for server in fleet.servers:
         poller.watch(server)
     await until(lambda: upstream.asked > num_polls)

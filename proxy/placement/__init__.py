@@ -1,1 +1,0 @@
-"""Which server gets a request: load estimates, prefix caches, and the choice."""

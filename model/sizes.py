@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -112,25 +112,30 @@ def implied_weights(config: ModelConfig) -> list[MatrixGroup]:
     projections: Sequence[str] = _GATED_PROJECTIONS
     if "gate_up_proj" in config.traits.fused:
         projections = ("gate_up_proj", "down_proj")
+    # The layers are not listed, because the config may have any number of them.
     layers = range(config.num_layers)
-    dense_layers = [layer for layer in layers if not config.is_moe_layer(layer)]
-    moe_layers = [layer for layer in layers if config.is_moe_layer(layer)]
-    groups += _layer_groups(config, layers, _attention_shapes(config))
+    dense_layers = (layer for layer in layers if not config.is_moe_layer(layer))
+    moe_layers = (layer for layer in layers if config.is_moe_layer(layer))
+    num_dense = config.num_dense_layers
+    num_moe = config.num_layers - num_dense
+    dense_shapes = _gated_shapes("mlp", "intermediate_size", projections)
     groups += _layer_groups(
-        config, dense_layers, _gated_shapes("mlp", "intermediate_size", projections)
+        config, iter(layers), config.num_layers, _attention_shapes(config)
     )
-    groups += _layer_groups(config, moe_layers, _mixture_shapes(config))
+    groups += _layer_groups(config, dense_layers, num_dense, dense_shapes)
+    groups += _layer_groups(config, moe_layers, num_moe, _mixture_shapes(config))
     return groups
 
 
 def _layer_groups(
-    config: ModelConfig, layers: Sequence[int], shapes: Shapes
+    config: ModelConfig, layers: Iterator[int], num_layers: int, shapes: Shapes
 ) -> list[MatrixGroup]:
-    """Returns the matrices that each of `layers` has."""
-    if not layers:
+    """Returns the matrices that each of `num_layers` layers has."""
+    if num_layers == 0:
         return []
+    first_layer = next(layers)
     mixture = config.traits.mixture
-    fields = {**_fields(config), "num_hidden_layers": len(layers)}
+    fields = {**_fields(config), "num_hidden_layers": num_layers}
     groups = []
     for name, shape in shapes.items():
         count = "num_hidden_layers"
@@ -138,7 +143,7 @@ def _layer_groups(
             count += f" x {mixture.count_field}"
         groups.append(
             MatrixGroup(
-                name=f"model.layers.{layers[0]}.{name}",
+                name=f"model.layers.{first_layer}.{name}",
                 shape=tuple(_evaluate(formula, fields) for formula in shape),
                 count=_evaluate(count, fields),
             )

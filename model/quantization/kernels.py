@@ -187,17 +187,17 @@ _converted_halves: Any = triton.jit(_convert_halves)
 
 
 def _convert_weight(  # type: ignore[no-untyped-def]
-    codes, zeros, weight_row, start, dtype: tl.constexpr,
+    x, codes, zeros, weight_row, start,
     WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
     OFFSET: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Loads codes [COLUMNS, DEPTH] from the column `start` on, as 16-bit floats."""
+    """Loads codes [COLUMNS, DEPTH] from the column `start` on, in the type of `x`."""
     if KIND == "fp8":
         depth = tl.arange(0, DEPTH)
         code = tl.load(codes + weight_row[:, None] * WIDTH + start + depth[None, :])
         weight = tl.inline_asm_elementwise(
-            PTX, "=r,=r,r", [code], dtype=dtype, is_pure=True, pack=4
+            PTX, "=r,=r,r", [code], dtype=x.dtype.element_ty, is_pure=True, pack=4
         )
     else:
         half_depth = tl.arange(0, DEPTH // 2)
@@ -207,7 +207,8 @@ def _convert_weight(  # type: ignore[no-untyped-def]
         if HAS_ZEROS:
             zero_at = zeros + weight_row * NUM_GROUPS + start // GROUP
             zero = tl.load(zero_at).to(tl.int32)
-        weight = _converted_halves(code, (-OFFSET - zero).to(dtype)[:, None], PTX)
+        addend = (-OFFSET - zero).to(x.dtype.element_ty)[:, None]
+        weight = _converted_halves(code, addend, PTX)
     return weight
 
 
@@ -245,7 +246,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         start = tl.program_id(2) * SPLIT_WIDTH + step
         right = tl.load(x + x_row + start + depth[:, None])
         left = _converted_weight(
-            codes, zeros, weight_row, start, dtype, WIDTH, KIND, NUM_GROUPS, GROUP,
+            x, codes, zeros, weight_row, start, WIDTH, KIND, NUM_GROUPS, GROUP,
             HAS_ZEROS, PTX, OFFSET, COLUMNS, DEPTH,
         )  # fmt: skip
         if NUM_GROUPS == 1:

@@ -1,4 +1,5 @@
-"""Whether Baton reads a config.json as transformers does: both compute the same, or refuse."""
+"""Comparison of Baton and transformers: both must compute the same, or refuse a
+config."""
 
 import copy
 import json
@@ -14,43 +15,74 @@ from tests.model.dense import DenseAttention
 from tests.model.random_configs import PROMPT_TOKENS
 from tests.model.random_models import load, make_of
 
-# What transformers computes and Baton refuses: the error, and why it is not served.
+# Errors of Baton for configs that transformers accepts, with the reasons.
 REFUSALS = {
-    r"^hidden_act(ivation)? .* is not supported": "activations that no served model has",
+    r"^hidden_act(ivation)? .* is not supported": (
+        "activations that no served model has"
+    ),
     r"^clip_qkv .* is not supported": "not implemented",
-    r"^(attn|final)_logit_softcapping .* in this architecture": "transformers ignores it",
+    r"^(attn|final)_logit_softcapping .* in this architecture": (
+        "transformers ignores it"
+    ),
     r"^layer_types sliding_attention in this architecture": "transformers ignores it",
-    r"layer_types has sliding_attention: set sliding_window": "the window is both on and off",
+    r"layer_types has sliding_attention: set sliding_window": (
+        "the window is both on and off"
+    ),
     r"^rope_\w+ by kind of layer in this architecture": "transformers ignores it",
-    r"rope_parameters has an object for each of": "transformers ignores a rope without a kind",
+    r"rope_parameters has an object for each of": (
+        "transformers ignores a rope without a kind"
+    ),
     r"rope_scaling has the type .* and no rope_type": "transformers 5 ignores it",
-    r"rope_scaling and rope_parameters contradict each other": "transformers ignores one",
-    r"^truncate false of rope type yarn in this architecture": "transformers ignores it",
-    r"original_max_position_embeddings is \d+ outside of": "transformers 4 reads it, 5 does not",
-    r"rope_theta is .* which does not say whether": "transformers 4 and 5 read it differently",
-    r"hidden_activation is .*, but hidden_act is": "transformers 4 and 5 read it differently",
+    r"rope_scaling and rope_parameters contradict each other": (
+        "transformers ignores one"
+    ),
+    r"^truncate false of rope type yarn in this architecture": (
+        "transformers ignores it"
+    ),
+    r"original_max_position_embeddings is \d+ outside of": (
+        "transformers 4 reads it, 5 does not"
+    ),
+    r"rope_theta is .* which does not say whether": (
+        "transformers 4 and 5 read it differently"
+    ),
+    r"hidden_activation is .*, but hidden_act is": (
+        "transformers 4 and 5 read it differently"
+    ),
     r"high_freq_factor of rope type llama3": "frequencies would jump",
     r"^mscale_all_dim of rope type": "no released model has it",
-    r"^partial_rotary_factor .* in this architecture": "works where no layer is rotated",
+    r"^partial_rotary_factor .* in this architecture": (
+        "works where no layer is rotated"
+    ),
     r"expected an even number of at least 1": "works for three elements only",
-    r"^norm_topk_prob true in this architecture": "transformers ignores it, DeepSeek's code does not",
-    r"^mlp_bias true is not supported in a model with experts": "no released model has it",
+    r"^norm_topk_prob true in this architecture": (
+        "transformers ignores it, DeepSeek's code does not"
+    ),
+    r"^mlp_bias true is not supported in a model with experts": (
+        "no released model has it"
+    ),
 }
-# What transformers breaks on and Baton serves: the error, and why it is served.
+# Errors of transformers for configs that Baton accepts, with the reasons.
 SERVED = {
-    r"^KeyError.*for 'rope_type'='longrope': {'original_max": "Phi-3's first files name it su",
-    r"^KeyError.*for 'rope_type'='yarn': {'factor'}": "the ratio of the contexts is meant",
+    r"^KeyError.*for 'rope_type'='longrope': {'original_max": (
+        "Phi-3's first files name it su"
+    ),
+    r"^KeyError.*for 'rope_type'='yarn': {'factor'}": (
+        "the ratio of the contexts is meant"
+    ),
     r"TypeError.*for \*: 'NoneType' and 'float'": "Mixtral's head_dim can be derived",
     r"^TypeError.*for //: 'int' and 'NoneType'": "no n_group means one group",
     r"^ValueError: Could not find a `sliding_window`": "no layer has a window",
 }
-_TOLERANCE = 1e-3  # of logits, which are around 1
+_TOLERANCE = 1e-3  # logits are around 1
 
 
 class Comparison(NamedTuple):
-    """Attributes:
-    verdict: "equal", "both refuse", "refused as listed", "served as listed" or "disagreement".
-    details: the errors, or how far logits are apart.
+    """The result of a comparison.
+
+    Attributes:
+        verdict: "equal", "both refuse", "refused as listed", "served as listed" or
+            "disagreement".
+        details: the errors, or the largest difference of logits.
     """
 
     verdict: str
@@ -58,55 +90,54 @@ class Comparison(NamedTuple):
 
 
 def compare(raw: dict[str, Any], folder: Path) -> Comparison:
-    """Makes a random model of `raw` in `folder`, and has both compute the logits of a prompt."""
+    """Makes a random model of `raw` in `folder` and compares the logits of a prompt."""
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, 60, (PROMPT_TOKENS,), generator=generator)
-    wanted, broken = _of_transformers(raw, folder, prompt)
+    expected, reference_error = _reference_logits(raw, folder, prompt)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     try:
-        if wanted is None:
+        if expected is None:
             load_config(folder)
             return _listed(
-                SERVED, broken, "served as listed", "transformers refuses it"
+                SERVED, reference_error, "served as listed", "transformers refuses it"
             )
         model = load(folder)
     except ModelError as error:
-        if wanted is None:
-            return Comparison("both refuse", f"{error}; transformers: {broken}")
+        if expected is None:
+            details = f"{error}; transformers: {reference_error}"
+            return Comparison("both refuse", details)
         return _listed(
             REFUSALS, str(error), "refused as listed", "transformers serves it"
         )
     with torch.inference_mode():
         attention = DenseAttention(model.attention_spec)
-        logits = model.logits(
-            model.forward(prompt, torch.arange(len(prompt)), attention)
-        )
-    apart = (logits - wanted).abs().max().item()
-    verdict = "equal" if apart < _TOLERANCE else "disagreement"
-    return Comparison(verdict, f"logits differ by {apart:.2g}")
+        hidden = model.forward(prompt, torch.arange(len(prompt)), attention)
+        logits = model.logits(hidden)
+    difference = (logits - expected).abs().max().item()
+    verdict = "equal" if difference < _TOLERANCE else "disagreement"
+    return Comparison(verdict, f"logits differ by {difference:.2g}")
 
 
-def _of_transformers(
+def _reference_logits(
     raw: dict[str, Any], folder: Path, prompt: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
-    """Returns the logits; None, and the error, where transformers breaks."""
+    """Returns the logits of transformers, or None and its error."""
     try:
         reference = make_of(copy.deepcopy(raw), folder)
         with torch.inference_mode():
             logits = reference(prompt[None]).logits[0]
-    except Exception as error:  # transformers breaks with errors of many types
+    except Exception as error:  # transformers raises errors of many types
         return None, f"{type(error).__name__}: {error}"
-    return (
-        (logits, "")
-        if logits.isfinite().all()
-        else (None, "logits that are not finite")
-    )
+    if not logits.isfinite().all():
+        return None, "logits that are not finite"
+    return logits, ""
 
 
 def _listed(
-    reasons: dict[str, str], error: str, verdict: str, otherwise: str
+    reasons: dict[str, str], error: str, verdict: str, explanation: str
 ) -> Comparison:
+    """Returns `verdict` if the error is listed in `reasons`, else a disagreement."""
     if any(re.search(pattern, error) for pattern in reasons):
         return Comparison(verdict, error)
-    return Comparison("disagreement", f"{error} ({otherwise})")
+    return Comparison("disagreement", f"{error} ({explanation})")

@@ -1,5 +1,5 @@
-"""A reference attention for one sequence: keeps plain K and V, no pool, no blocks. And the torch
-backend for one sequence."""
+"""Attention for a single sequence: a reference without blocks, and the torch
+backend."""
 
 import numpy as np
 import torch
@@ -14,7 +14,10 @@ BLOCK_SIZE = 16
 
 
 class DenseAttention:
-    """Stands in for an AttentionBackend; the sequence grows with every forward of layer 0."""
+    """A reference AttentionBackend that stores plain keys and values of one sequence.
+
+    The sequence grows with every call.
+    """
 
     applies_rope = False
 
@@ -59,17 +62,16 @@ class DenseAttention:
     ) -> torch.Tensor:
         (window, soft_cap), sinks = self._spec.layers[layer]
         group = q.shape[1] // keys.shape[1]
-        keys, values = (
-            x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values)
-        )
-        total, new = keys.shape[1], q.shape[0]
+        keys = keys.repeat_interleave(group, dim=1).transpose(0, 1)
+        values = values.repeat_interleave(group, dim=1).transpose(0, 1)
+        total = keys.shape[1]
+        new = q.shape[0]
         scores = q.transpose(0, 1) @ keys.mT * self._spec.scale
         scores = (scores / soft_cap).tanh() * soft_cap if soft_cap else scores
-        at = torch.arange(total, device=q.device)
-        ago = at[total - new :, None] - at
-        scores = scores.masked_fill(
-            (ago < 0) | (ago >= (window or total)), float("-inf")
-        )
+        positions = torch.arange(total, device=q.device)
+        distance = positions[total - new :, None] - positions
+        is_hidden = (distance < 0) | (distance >= (window or total))
+        scores = scores.masked_fill(is_hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat(
                 (scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1
@@ -78,8 +80,9 @@ class DenseAttention:
 
 
 def paged(model, num_tokens: int) -> AttentionBackend:
-    """The torch backend over a pool for one sequence of so many tokens."""
-    config, spec = model.config, model.attention_spec
+    """Returns the torch backend with a pool for one sequence of `num_tokens` tokens."""
+    config = model.config
+    spec = model.attention_spec
     sizes = (
         spec.num_kv_heads,
         config.num_layers,
@@ -97,12 +100,16 @@ def paged(model, num_tokens: int) -> AttentionBackend:
 def greedy(
     model, prompt: list[int], num_tokens: int, chunk: int | None = None
 ) -> list[int]:
-    """Generates with `model` and the torch backend, the prompt in chunks of `chunk` tokens."""
+    """Generates greedily with `model` and the torch backend.
+
+    The prompt is computed in chunks of `chunk` tokens.
+    """
     ids = list(prompt)
     attention = paged(model, len(prompt) + num_tokens)
     table = np.arange(1, attention.pool.layout.num_blocks, dtype=np.int32)
     with torch.inference_mode():
-        start, step = 0, chunk or len(prompt)
+        start = 0
+        step = chunk or len(prompt)
         while len(ids) < len(prompt) + num_tokens:
             stop = min(start + step, len(ids))
             lens = (np.array([n], np.int32) for n in (stop - start, stop))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, written here by the words of each format, beside what they stand for."""
+"""Writers of quantised checkpoints in each format, and the exact weights of these."""
 
 import json
 from collections.abc import Callable
@@ -14,42 +14,44 @@ from model.quantization.quantized import Quantized, quantise
 
 GROUP = 32
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-# What a writer makes of a weight [out, in]: tensors by the end of their names, and the weight that
-# they stand for, in float64.
+# The result of a writer for a weight [out, in]: tensors by the suffixes of their names,
+# and the weight that they represent, in float64.
 Written = tuple[dict[str, Tensor], Tensor]
 
 
 def in_groups(weight: Tensor, size: int) -> Quantized:
-    """FP8 codes of weights [n, out, in], with a scale for every `size` columns of a row."""
-    each = quantise(weight.unflatten(2, (-1, size)).flatten(1, 2))
-    parts = [
-        part.unflatten(1, (weight.shape[1], -1)) for part in (each.codes, each.scales)
-    ]
-    codes, scales = (part.flatten(2) for part in parts)
-    return replace(each, codes=codes, scales=scales, group=size)
+    """Quantises [n, out, in] to FP8 with a scale for every `size` columns of a row."""
+    weight_groups = quantise(weight.unflatten(2, (-1, size)).flatten(1, 2))
+    height = weight.shape[1]
+    codes = weight_groups.codes.unflatten(1, (height, -1)).flatten(2)
+    scales = weight_groups.scales.unflatten(1, (height, -1)).flatten(2)
+    return replace(weight_groups, codes=codes, scales=scales, group=size)
 
 
 def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[n, 8 m] codes of 4 bits -> int32 [n, m]; `order`: of those in a word, lowest first."""
+    """Packs codes of 4 bits [n, 8 m] to int32 [n, m].
+
+    Args:
+        order: the codes of a word, the one in the lowest bits first.
+    """
     parts = codes.view(len(codes), -1, 8)[:, :, list(order)].long()
-    found = sum(parts[:, :, place] << 4 * place for place in range(8))
-    return (found - (found >> 31 << 32)).to(torch.int32)
+    packed_words = sum(parts[:, :, place] << 4 * place for place in range(8))
+    return (packed_words - (packed_words >> 31 << 32)).to(torch.int32)
 
 
 def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
-        size = tuple(map(min, block, weight.shape))
-        scales = torch.rand(
-            [-(-n // of) for n, of in zip(weight.shape, size, strict=True)]
-        )
-        row, col = (
-            torch.arange(n) // of for n, of in zip(weight.shape, size, strict=True)
-        )
+        height, width = weight.shape
+        block_height = min(block[0], height)
+        block_width = min(block[1], width)
+        scales = torch.rand([-(-height // block_height), -(-width // block_width)])
+        row = torch.arange(height) // block_height
+        col = torch.arange(width) // block_width
         codes = weight.to(torch.float8_e4m3fn)
-        of_all = min(scales.shape) == max(scales.shape) == 1
+        has_single_scale = scales.numel() == 1
         tensors = {
             ".weight": codes,
-            f".weight{suffix}": scales.view(()) if of_all else scales,
+            f".weight{suffix}": scales.view(()) if has_single_scale else scales,
             ".input_scale": torch.ones(()),
         }
         return tensors, codes.double() * scales.double()[row[:, None], col]
@@ -57,10 +59,10 @@ def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
     return write
 
 
-def _four(
+def _random_int4(
     weight: Tensor, index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales and zeros by row and group, and what they stand for."""
+    """Returns random codes, scales and zeros by row and group, and the exact weight."""
     height, width = weight.shape
     codes = torch.randint(0, 16, (height, width))
     scales = torch.rand(height, width // GROUP).mul(0.03).half()  # weights around 0.1
@@ -72,7 +74,7 @@ def _four(
 
 def packed(*, has_zeros: bool) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
-        codes, scales, zeros, exact = _four(weight)
+        codes, scales, zeros, exact = _random_int4(weight)
         tensors = {
             ".weight_packed": words(codes),
             ".weight_scale": scales,
@@ -90,7 +92,7 @@ def packed(*, has_zeros: bool) -> Callable[[Tensor], Written]:
 
 
 def awq(weight: Tensor) -> Written:
-    codes, scales, zeros, exact = _four(weight)
+    codes, scales, zeros, exact = _random_int4(weight)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {
         ".qweight": words(codes.t().contiguous(), order),
@@ -100,16 +102,21 @@ def awq(weight: Tensor) -> Written:
     return tensors, exact
 
 
-def gptq(*, less: int, shuffles: bool = False) -> Callable[[Tensor], Written]:
-    """`less`: than zeros are those in the file."""
+def gptq(*, zero_offset: int, shuffles: bool = False) -> Callable[[Tensor], Written]:
+    """Returns a writer of gptq.
+
+    Args:
+        zero_offset: is subtracted from zeros in the file.
+        shuffles: the columns of a group are not contiguous.
+    """
 
     def write(weight: Tensor) -> Written:
         index = torch.arange(weight.shape[1]) // GROUP
         index = index[torch.randperm(len(index))] if shuffles else index
-        codes, scales, zeros, exact = _four(weight, index)
+        codes, scales, zeros, exact = _random_int4(weight, index)
         tensors = {
             ".qweight": words(codes).t().contiguous(),
-            ".qzeros": words((zeros - less).t().contiguous()),
+            ".qzeros": words((zeros - zero_offset).t().contiguous()),
             ".scales": scales.t().contiguous(),
             ".g_idx": index.int(),
             ".bias": torch.zeros(len(weight)).half(),
@@ -120,7 +127,7 @@ def gptq(*, less: int, shuffles: bool = False) -> Callable[[Tensor], Written]:
 
 
 def mxfp4(weight: Tensor) -> Written:
-    """Of experts [experts, in, out], as the plain ones lie there."""
+    """Writes experts [experts, in, out], the order of plain experts in files."""
     codes = torch.randint(0, 16, weight.mT.shape)
     scales = torch.randint(118, 125, (*codes.shape[:-1], codes.shape[-1] // 32))
     factors = 2.0 ** (scales.double() - 127).repeat_interleave(32, -1)
@@ -139,7 +146,7 @@ _INT4_GROUPS = {
     },
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
-# By name: quantization_config, and the writer.
+# The quantization_config and the writer of each format.
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
@@ -165,13 +172,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
         awq,
     ),
-    "gptq": (_GPTQ, gptq(less=1)),
-    "gptq of the second kind": (
-        {**_GPTQ, "checkpoint_format": "gptq_v2"},
-        gptq(less=0),
+    "gptq": (_GPTQ, gptq(zero_offset=1)),
+    "gptq version 2": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(zero_offset=0)),
+    "gptq of transformers 5": ({**_GPTQ, "format": "gptq_v2"}, gptq(zero_offset=0)),
+    "gptq with shuffled columns": (
+        {**_GPTQ, "desc_act": True},
+        gptq(zero_offset=1, shuffles=True),
     ),
-    "gptq of transformers 5": ({**_GPTQ, "format": "gptq_v2"}, gptq(less=0)),
-    "gptq in another order": ({**_GPTQ, "desc_act": True}, gptq(less=1, shuffles=True)),
 }
 
 
@@ -179,15 +186,20 @@ def rewrite(
     folder: Path,
     config: dict[str, Any],
     write: Callable[[Tensor], Written],
-    of: str = "_proj.weight",
+    suffix: str = "_proj.weight",
 ) -> dict[str, Tensor]:
-    """Quantises the weights of a checkpoint whose names end so, but for those of layer 1's
-    attention; returns all that it stands for, by the names of plain weights."""
+    """Quantises the weights of a checkpoint whose names end in `suffix`.
+
+    The attention of layer 1 is not quantised.
+
+    Returns:
+        All exact weights, by the names of plain weights.
+    """
     stored: dict[str, Tensor] = {}
     exact: dict[str, Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         stored[name] = exact[name] = weight
-        if name.endswith(of) and "layers.1.self_attn" not in name:
+        if name.endswith(suffix) and "layers.1.self_attn" not in name:
             tensors, exact[name] = write(weight)
             del stored[name]
             for end, part in tensors.items():
@@ -206,7 +218,7 @@ def rewrite(
 def save_plain(
     folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Turns a checkpoint into the plain one that it stands for."""
+    """Replaces a checkpoint by the plain one with the weights `exact`."""
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(raw))

@@ -1,7 +1,8 @@
-"""Random config.json files of every served architecture, small enough to compute with.
+"""Random config.json files of all architectures, small enough for tests.
 
-They vary what publishers vary: where and how rope parameters are written, windows, layer types,
-biases, activations, scales, experts; keys that are missing, and keys that the class does not read.
+They vary what publishers vary: the form and place of rope parameters, windows, layer
+types, biases, activations, scales and experts. Keys may be missing, and there are keys
+that the class does not read.
 """
 
 import random
@@ -11,15 +12,15 @@ from model.architectures.table import ARCHITECTURES
 from tests.model.random_models import IMAGES
 
 MAX_POSITION: Final = 96  # tokens
-PROMPT_TOKENS: Final = (
-    80  # above every original context drawn, so that longrope is long
-)
+# More than every original context, so that longrope uses its long factors.
+PROMPT_TOKENS: Final = 80
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ACTIVATIONS: Final = (
-    "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new",
-    "gelu_fast", "gelu_accurate", "quick_gelu", "relu", "relu2", "mish",
+    "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh",
+    "gelu_new", "gelu_fast", "gelu_accurate", "quick_gelu", "relu", "relu2", "mish",
 )  # fmt: skip
 _ORIGINAL: Final = "original_max_position_embeddings"
 
@@ -27,7 +28,8 @@ Raw = dict[str, Any]
 
 
 def random_config(seed: int) -> Raw:
-    """Returns the config.json of a small random model; the same for the same seed."""
+    """Returns the config.json of a small random model, which depends only on the
+    seed."""
     draw = random.Random(seed)
     architecture = draw.choice(sorted(ARCHITECTURES))
     raw = _sizes(draw, architecture)
@@ -52,10 +54,10 @@ def random_config(seed: int) -> Raw:
     return top
 
 
-# Without these the class default is a model that is too large for a test.
+# Without one of these keys, the default of the class is too large for a test.
 _NEEDED: Final = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_local_experts", "num_experts",
-    "n_routed_experts", "num_experts_per_tok",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_local_experts",
+    "num_experts", "n_routed_experts", "num_experts_per_tok",
 )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def _sizes(draw: random.Random, architecture: str) -> Raw:
     }
     if draw.random() < 0.8:
         raw["num_key_value_heads"] = draw.choice((1, 2, heads))
-    # Phi-3 checks its factors by hidden_size, and OLMoE's norms are as wide as that.
+    # Phi-3 checks its factors against hidden_size, and OLMoE's norms have this width.
     if draw.random() < 0.6 and not architecture.startswith(("Phi3", "Olmoe")):
         raw["head_dim"] = draw.choice((8, 16, 20))
     if draw.random() < 0.5:
@@ -163,7 +165,7 @@ def _add_scales(draw: random.Random, architecture: str, raw: Raw) -> None:
 
 
 def _strays(raw: Raw) -> list[tuple[str, Any]]:
-    """Keys that few classes read."""
+    """Returns keys that few classes read, with values."""
     return [
         ("mlp_bias", True),
         ("qkv_bias", False),
@@ -188,7 +190,7 @@ def _add_ropes(draw: random.Random, architecture: str, raw: Raw) -> None:
     forms += ["kinds"] * 8 + ["flat"] if has_kinds else ["flat"] * 8 + ["kinds"]
     form = draw.choice(forms)
     if draw.random() < 0.5 or form == "theta":
-        # Olmo 3 is read differently by versions of transformers where this is not its default.
+        # Versions of transformers read Olmo 3 differently if this is not its default.
         is_plain = architecture.startswith("Olmo3") and draw.random() < 0.8
         raw["rope_theta"] = 500000.0 if is_plain else draw.choice((100.0, 10000.0))
     if form in ("none", "theta"):
@@ -223,7 +225,7 @@ def _theta(draw: random.Random, rope: Raw) -> Raw:
 
 
 def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
-    """One rope's parameters; now and then without one that its type needs."""
+    """Returns the parameters of one rope. Sometimes a required one is missing."""
     kinds = ("default", "longrope", "longrope", "su", "yarn", "linear")
     rope_type = draw.choice(kinds if architecture.startswith("Phi3") else _ROPE_TYPES)
     rope: Raw = {
@@ -232,7 +234,8 @@ def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
     if rope_type != "default" and draw.random() < 0.9:
         rope["factor"] = draw.choice((1.0, 2.0, 4.0))
     if rope_type == "llama3":
-        low, high = draw.choice(((1.0, 4.0), (1.0, 2.0), (2.0, 8.0), (4.0, 1.0)))
+        factors = ((1.0, 4.0), (1.0, 2.0), (2.0, 8.0), (4.0, 1.0))
+        low, high = draw.choice(factors)
         rope |= {"low_freq_factor": low, "high_freq_factor": high}
     if rope_type == "yarn":
         optional = {

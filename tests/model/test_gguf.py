@@ -1,4 +1,4 @@
-"""GGUF files become the model and the tokenizer that they were made from."""
+"""Converted GGUF files equal the models and tokenizers that they were made from."""
 
 import json
 
@@ -22,11 +22,11 @@ TEMPLATES = [
     {"name": name, "template": f"of {name}"} for name in ("default", "tool_use")
 ]
 LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 TOP = {
     "model.embed_tokens": "token_embd",
@@ -44,7 +44,7 @@ def gguf_name(name: str) -> str:
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of Llama models."""
+    """Reorders q or k of Llama models as llama.cpp's converter does."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -60,7 +60,7 @@ def write_gguf(
     files=1,
     ends=(),
 ):
-    """Writes a transformers model as llama.cpp's converter would."""
+    """Writes a transformers model as llama.cpp's converter does."""
     config = reference.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -118,14 +118,14 @@ def convert(path, target):
         ("Qwen3ForCausalLM", "qwen3", {"head_dim": 16, "num_key_value_heads": 2}),
     ],
 )
-def test_a_converted_model_equals_its_original(architecture, kind, options, tmp_path):
+def test_converted_model_equals_its_original(architecture, kind, options, tmp_path):
     reference = make(architecture, tmp_path / "hf", **options)
     write_gguf(tmp_path / "m.gguf", reference, kind)
     check_equal(convert(tmp_path / "m.gguf", tmp_path / "out"), reference, num_tokens=8)
 
 
 def llama3_factors(head_dim: int) -> np.ndarray:
-    """rope_freqs as llama.cpp's converter computes them."""
+    """Returns rope_freqs as llama.cpp's converter computes them."""
     factors = []
     for inverse in 500000.0 ** -(np.arange(0, head_dim, 2) / head_dim):
         wavelength = 2 * np.pi / inverse
@@ -156,21 +156,14 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
         convert(tmp_path / "odd.gguf", tmp_path / "odd")
 
 
-def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
+def test_tokenizer_splits_and_joins_as_the_original(tmp_path):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "m.gguf", reference)
     convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     encoded = tokenizer.encode("<s>hello w12\n</s>")
-    assert encoded.tokens == [
-        "<s>",
-        "hello",
-        "Ġw",
-        "1",
-        "2",
-        "Ċ",
-        "</s>",
-    ]  # digits stand alone
+    # Each digit is a token.
+    assert encoded.tokens == ["<s>", "hello", "Ġw", "1", "2", "Ċ", "</s>"]
     assert (
         tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
     )
@@ -181,11 +174,14 @@ def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
     assert generation["eos_token_id"] == 2
 
 
-@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", ["<s>"]), ("smollm", [])])
-def test_a_text_for_llama3_begins_with_its_bos_and_its_turns_end(
-    pre, begins, tmp_path, monkeypatch
+@pytest.mark.parametrize(("pre", "prefix"), [("llama-bpe", ["<s>"]), ("smollm", [])])
+def test_llama3_text_begins_with_bos_and_all_end_of_turn_tokens_are_listed(
+    pre, prefix, tmp_path, monkeypatch
 ):
-    """Its files name neither that a text begins so, nor all tokens that end a turn."""
+    """Llama 3's files do not say that a text begins with bos.
+
+    They also do not name all tokens that end a turn.
+    """
     monkeypatch.setattr(
         "tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"]
     )
@@ -194,13 +190,13 @@ def test_a_text_for_llama3_begins_with_its_bos_and_its_turns_end(
     write_gguf(tmp_path / "m.gguf", reference, pre=pre)
     convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert tokenizer.encode("he").tokens == [*begins, "he"]
+    assert tokenizer.encode("he").tokens == [*prefix, "he"]
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [2, len(TOKENS) - 2, len(TOKENS) - 1]
 
 
-def test_the_end_of_a_turn_and_of_a_message_end_a_generation_too(tmp_path):
-    """As in files of Llama 3, whose end of a text is another token than a chat's turns end with."""
+def test_end_of_turn_and_end_of_message_tokens_end_a_generation(tmp_path):
+    """In files of Llama 3, turns of a chat end with another token than a text."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4), ("eom", 3)])
     convert(tmp_path / "m.gguf", tmp_path / "out")
@@ -208,27 +204,28 @@ def test_the_end_of_a_turn_and_of_a_message_end_a_generation_too(tmp_path):
     assert generation["eos_token_id"] == [2, 3, 4]
 
 
-def test_special_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
-    """As llama.cpp does."""
+def test_special_tokens_outside_of_the_vocabulary_are_ignored(tmp_path):
+    """llama.cpp ignores them, too."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
-    beyond = [
+    token_ids = [
         ("padding", 100_000),
         ("unknown", len(TOKENS)),
         ("eot", 4),
         ("eom", 1 << 31),
     ]
-    write_gguf(tmp_path / "m.gguf", reference, ends=beyond)
+    write_gguf(tmp_path / "m.gguf", reference, ends=token_ids)
     lines: list[str] = []
     (tmp_path / "out").mkdir()
     convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lines.append)
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"]) == ([2, 4], None)
-    told = "\n".join(lines)
-    assert "tokenizer.ggml.padding_token_id is 100000" in told and "eom" in told
-    assert "eot" not in told
+    progress = "\n".join(lines)
+    assert "tokenizer.ggml.padding_token_id is 100000" in progress
+    assert "eom" in progress
+    assert "eot" not in progress
 
 
-def test_a_file_without_an_end_token_may_name_the_end_of_a_turn(tmp_path, monkeypatch):
+def test_end_of_turn_token_is_used_without_an_end_of_text_token(tmp_path, monkeypatch):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     monkeypatch.setattr(
         gguf.GGUFWriter, "add_eos_token_id", lambda writer, token_id: None
@@ -239,7 +236,7 @@ def test_a_file_without_an_end_token_may_name_the_end_of_a_turn(tmp_path, monkey
     assert generation["eos_token_id"] == [4]
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path):
+def test_unsupported_gguf_files_are_refused(tmp_path):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "gemma.gguf", reference, "gemma2")
     with pytest.raises(UnsupportedModel, match=r"gemma2.*llama, qwen2, qwen3"):
@@ -265,7 +262,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path / "first.gguf", tmp_path / "f")
 
 
-def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(
+def test_gguf_file_and_its_directory_resolve_to_the_same_conversion(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
@@ -273,10 +270,10 @@ def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(
     (tmp_path / "m").mkdir()
     path = tmp_path / "m" / "model.files.gguf"
     write_gguf(path, reference)
-    said: list[str] = []
-    folder = resolve_model(str(path), progress=said.append)
-    assert said and load_config(folder).vocab_size == SIZES["vocab_size"]
-    assert resolve_model(str(path.parent), progress=pytest.fail) == folder  # made once
+    progress_lines: list[str] = []
+    folder = resolve_model(str(path), progress=progress_lines.append)
+    assert progress_lines and load_config(folder).vocab_size == SIZES["vocab_size"]
+    assert resolve_model(str(path.parent), progress=pytest.fail) == folder
     write_gguf(tmp_path / "m" / "other.gguf", reference)
     with pytest.raises(ModelNotAvailable, match=r"model\.gguf, other\.gguf"):
         resolve_model(str(path.parent))

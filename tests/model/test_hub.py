@@ -1,4 +1,4 @@
-"""From a name to a directory: local paths, hub ids, the default model, and clear refusals."""
+"""Resolving model names: local paths, hub ids, the default model, and errors."""
 
 import json
 import multiprocessing
@@ -20,12 +20,12 @@ from model.hub import DEFAULT_MODEL, build_once, resolve_model
 @pytest.mark.parametrize(
     "name", ["./nothing-here", "/no/such/dir", "no-owner", "a/b/c"]
 )
-def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
+def test_name_that_is_neither_a_path_nor_a_hub_id_is_refused(name):
     with pytest.raises(ModelNotAvailable, match=r"no such directory.*hub id"):
         resolve_model(name)
 
 
-def test_what_is_no_folder_or_has_no_revision_is_refused_as_such(tmp_path):
+def test_file_and_needless_revision_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ModelNotAvailable, match=r"is a file.*give the model's folder"):
@@ -37,13 +37,13 @@ def test_what_is_no_folder_or_has_no_revision_is_refused_as_such(tmp_path):
             resolve_model(name, "v2")
 
 
-def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(
+def test_hub_download_uses_revision_and_token_and_errors_hide_the_token(
     monkeypatch, tmp_path
 ):
-    asked = {}
+    request = {}
 
     def snapshot_download(name, **options):
-        asked.update(options, name=name)
+        request.update(options, name=name)
         if name == "owner/none":
             raise OSError("offline")
         with options["tqdm_class"](total=4 << 30, unit="B") as bar:
@@ -53,25 +53,21 @@ def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setenv("HF_TOKEN", "very-secret")
-    told = []
-    assert resolve_model("owner/name", "v2", progress=told.append) == tmp_path
-    assert told[0].startswith("downloading: 1.00 of 4.00 GiB, about ")
-    assert (asked["name"], asked["revision"], asked["token"]) == (
-        "owner/name",
-        "v2",
-        "very-secret",
-    )
-    assert (
-        "*.safetensors" in asked["allow_patterns"]
-        and "original/*" in asked["ignore_patterns"]
-    )
-    told = r"owner/none' at revision 'v2'.*HF_TOKEN"
-    with pytest.raises(ModelNotAvailable, match=told) as failed:
+    progress_lines = []
+    assert resolve_model("owner/name", "v2", progress=progress_lines.append) == tmp_path
+    assert progress_lines[0].startswith("downloading: 1.00 of 4.00 GiB, about ")
+    assert request["name"] == "owner/name"
+    assert request["revision"] == "v2"
+    assert request["token"] == "very-secret"
+    assert "*.safetensors" in request["allow_patterns"]
+    assert "original/*" in request["ignore_patterns"]
+    message = r"owner/none' at revision 'v2'.*HF_TOKEN"
+    with pytest.raises(ModelNotAvailable, match=message) as error:
         resolve_model("owner/none", "v2")
-    assert "very-secret" not in str(failed.value)
+    assert "very-secret" not in str(error.value)
 
 
-_ASK = """
+_RESOLVE_WITH_SHORT_TIMEOUT = """
 from model import hub
 from model.errors import ModelNotAvailable
 hub._HUB_TIMEOUT_S = 0.2
@@ -82,10 +78,10 @@ except ModelNotAvailable as error:
 """
 
 
-@pytest.mark.parametrize(("accepts", "told"), [(False, "refused"), (True, "timed out")])
-def test_a_hub_that_cannot_be_reached_or_is_silent_is_told_in_one_line(
-    accepts, told, tmp_path
-):
+@pytest.mark.parametrize(
+    ("accepts", "reason"), [(False, "refused"), (True, "timed out")]
+)
+def test_unreachable_or_silent_hub_is_reported_in_one_line(accepts, reason, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if accepts:
@@ -93,11 +89,12 @@ def test_a_hub_that_cannot_be_reached_or_is_silent_is_told_in_one_line(
         port = listener.getsockname()[1]
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
         done = subprocess.run(
-            [sys.executable, "-c", _ASK], env={**os.environ, **env}, capture_output=True, text=True,
-            timeout=120, check=True,
+            [sys.executable, "-c", _RESOLVE_WITH_SHORT_TIMEOUT],
+            env={**os.environ, **env}, capture_output=True, text=True, timeout=120,
+            check=True,
         )  # fmt: skip
     assert re.fullmatch(
-        rf"model 'owner/name' .* HF_TOKEN\): \w+: .*{told}\n", done.stdout
+        rf"model 'owner/name' .* HF_TOKEN\): \w+: .*{reason}\n", done.stdout
     )
     assert done.stderr == ""
 
@@ -111,7 +108,7 @@ def count_build(target: str, log: str) -> None:
     assert (build_once(Path(target), "key", build) / "file").read_text() == "whole"
 
 
-def test_processes_that_ask_at_once_build_once(tmp_path):
+def test_concurrent_processes_build_a_directory_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     arguments = (str(tmp_path / "cache" / "made"), str(tmp_path / "log"))
     processes = [context.Process(target=count_build, args=arguments) for _ in range(3)]
@@ -123,7 +120,7 @@ def test_processes_that_ask_at_once_build_once(tmp_path):
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_a_build_that_fails_leaves_nothing_and_another_key_builds_anew(tmp_path):
+def test_failed_build_leaves_nothing_and_another_key_rebuilds(tmp_path):
     target = tmp_path / "made"
 
     def fail(scratch: Path) -> None:
@@ -139,7 +136,7 @@ def test_a_build_that_fails_leaves_nothing_and_another_key_builds_anew(tmp_path)
     assert sorted(os.listdir(target)) == ["baton.json", "two"]
 
 
-def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text():
+def test_default_model_is_converted_with_tokenizer_template_and_end_token():
     try:
         folder = resolve_model(DEFAULT_MODEL)
     except ModelNotAvailable as error:
@@ -157,7 +154,7 @@ def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text(
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     digits = [tokenizer.token_to_id(digit) for digit in "12345"]
     assert any(ids[at : at + 5] == digits for at in range(len(ids))), (
-        "digits stand alone"
+        "each digit is a token"
     )
     template = json.loads((folder / "tokenizer_config.json").read_text())[
         "chat_template"

@@ -1,4 +1,4 @@
-"""Scales of FP8 KV: from checkpoints as they name them, from an option, and what is refused."""
+"""Scales of FP8 KV: from checkpoints, from an option, and errors for invalid scales."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,10 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> ModelConfig:
 def named(
     k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Scales 0.25, 0.5 for layer 0 and 1.25, 1.5 for layer 1, exact in every dtype."""
+    """Returns scales 0.25, 0.5 of layer 0 and 1.25, 1.5 of layer 1.
+
+    They are exact in every data type.
+    """
     return {
         f"model.layers.{layer}.self_attn.{name}": torch.full(
             shape, layer + part, dtype=dtype
@@ -54,7 +57,7 @@ def named(
         ("k_proj.output_scale", "v_proj.output_scale"),
     ],
 )
-def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
+def test_scales_of_a_checkpoint_are_read_and_are_not_unused_weights(
     checkpoint, k, v, shape, dtype
 ):
     plain = fingerprint(load_config(checkpoint), checkpoint)
@@ -65,26 +68,30 @@ def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
     assert fingerprint(config, checkpoint) != plain
 
 
-OWN = {
+SHARED_SCALES = {
     f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer)
     for layer in range(LAYERS)
 }
 
 
 @pytest.mark.parametrize(
-    ("own", "option", "expected"),
+    ("tensors", "option", "expected"),
     [
         ({}, None, (1.0, 1.0, 1.0, 1.0)),
-        (OWN, None, (0.5, 0.5, 1.5, 1.5)),  # of keys and values
-        (OWN, 0.25, (0.25, 0.25, 0.25, 0.25)),
-        (OWN, {"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
-        (OWN, {"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
+        (SHARED_SCALES, None, (0.5, 0.5, 1.5, 1.5)),  # for keys and values
+        (SHARED_SCALES, 0.25, (0.25, 0.25, 0.25, 0.25)),
+        (SHARED_SCALES, {"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
+        (
+            SHARED_SCALES,
+            {"k_scale": [0.5, 0.25], "v_scale": 2.0},
+            (0.5, 2.0, 0.25, 2.0),
+        ),
     ],
 )
-def test_an_option_goes_first_then_the_checkpoint_then_1(
-    checkpoint, own, option, expected
+def test_option_overrides_checkpoint_and_the_default_is_1(
+    checkpoint, tensors, option, expected
 ):
-    config = add(checkpoint, own)
+    config = add(checkpoint, tensors)
     file = checkpoint / "scales.json"
     file.write_text(json.dumps(option), encoding="utf-8")
     given = str(file) if isinstance(option, dict) else option and str(option)
@@ -92,8 +99,9 @@ def test_an_option_goes_first_then_the_checkpoint_then_1(
     assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
 
 
-def test_a_latent_has_one_scale(tmp_path):
-    config, file = parse_config(DEEPSEEK), tmp_path / "scales.json"
+def test_latent_of_mla_has_one_scale(tmp_path):
+    config = parse_config(DEEPSEEK)
+    file = tmp_path / "scales.json"
     assert resolve_scales("0.5", config, tmp_path) == (0.5,) * config.num_layers
     file.write_text('{"k_scale": 1, "v_scale": 1}', encoding="utf-8")
     with pytest.raises(InvalidScales, match=r"object with k_scale$"):
@@ -114,8 +122,9 @@ def test_a_latent_has_one_scale(tmp_path):
         ({"k_scale": "x", "v_scale": 1.0}, 'k_scale is "x"'),
     ],
 )
-def test_an_option_that_is_none_is_refused_by_name(tmp_path, content, message):
-    config, option = parse_config(LLAMA | {"num_hidden_layers": LAYERS}), content
+def test_invalid_option_is_refused_by_name(tmp_path, content, message):
+    config = parse_config(LLAMA | {"num_hidden_layers": LAYERS})
+    option = content
     if not isinstance(content, str):
         file = tmp_path / "scales.json"
         file.write_text(json.dumps(content), encoding="utf-8")
@@ -141,7 +150,7 @@ def test_an_option_that_is_none_is_refused_by_name(tmp_path, content, message):
         ),
     ],
 )
-def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, message):
+def test_checkpoint_with_invalid_scales_is_refused(checkpoint, changes, message):
     scales = {**named("k_scale", "v_scale", (), torch.float32), **changes}
     config = add(checkpoint, {name: t for name, t in scales.items() if t is not None})
     with pytest.raises(InvalidScales, match=message):
@@ -159,8 +168,8 @@ def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, me
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_plain_weights_calibrated_for_fp8_kv_are_served(quantization):
+def test_plain_weights_calibrated_for_fp8_kv_are_supported(quantization):
     assert parse_config(LLAMA | {"quantization_config": quantization}).num_layers
-    of_weights = {**quantization, "config_groups": {"group_0": {}}}
+    quantised_weights = {**quantization, "config_groups": {"group_0": {}}}
     with pytest.raises(UnsupportedModel):
-        parse_config(LLAMA | {"quantization_config": of_weights})
+        parse_config(LLAMA | {"quantization_config": quantised_weights})

@@ -1,4 +1,5 @@
-"""A layer of experts computes without a look at the values: what a CUDA graph needs."""
+"""A layer of experts never reads values back from the device, as CUDA graphs
+require."""
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from model.parallel import Parallel
 from model.weights import DummySource, WeightLoader
 from tests.model.test_config import DEEPSEEK, V3
 
-# Rows of 23 elements are none that a grouped product takes: every expert sees every token then.
-WIDTHS = {"grouped": 24, "each": 23}
+# A grouped product does not accept rows of 23 elements. Then every expert computes
+# every token.
+WIDTHS = {"grouped product": 24, "each expert": 23}
 QWEN2 = {
     "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8, "norm_topk_prob": True,
     "shared_expert_intermediate_size": 48,
@@ -24,23 +26,23 @@ ROUTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WIDTHS)
+@pytest.mark.parametrize("method", WIDTHS)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("ep", [1, 2])
-def test_a_layer_reads_no_value_back(way: str, router: str, ep: int) -> None:
-    """On the device `meta` there are none."""
+def test_layer_reads_no_value_from_the_device(
+    method: str, router: str, ep: int
+) -> None:
+    """Tensors on the device `meta` have no values that could be read."""
     width = dict.fromkeys(
-        ("moe_intermediate_size", "intermediate_size"), WIDTHS[way] * 2 // ep
+        ("moe_intermediate_size", "intermediate_size"), WIDTHS[method] * 2 // ep
     )
     raw = {**DEEPSEEK, **ROUTERS[router], **width}
     config = parse_config(raw)
-    there = {"dtype": torch.bfloat16, "device": "meta"}
-    loader, parallel = (
-        WeightLoader(DummySource(0, "cpu"), **there),
-        Parallel(1, 2, ep=ep),
-    )
+    placement = {"dtype": torch.bfloat16, "device": "meta"}
+    loader = WeightLoader(DummySource(0, "cpu"), **placement)
+    parallel = Parallel(1, 2, ep=ep)
     layer = MoELayer(loader, "mlp", config, parallel)
-    norm = RMSNorm(torch.empty(config.hidden_size, **there), 1e-6)
+    norm = RMSNorm(torch.empty(config.hidden_size, **placement), 1e-6)
     for num_tokens in (1, 128, 129, 256):
-        hidden = torch.empty(num_tokens, config.hidden_size, **there)
+        hidden = torch.empty(num_tokens, config.hidden_size, **placement)
         assert layer(hidden, norm).shape == hidden.shape

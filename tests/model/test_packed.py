@@ -1,4 +1,4 @@
-"""Packed weights give the same products, and the same tokens, as mapped ones."""
+"""Packed weights give the same products and tokens as mapped weights."""
 
 import resource
 from pathlib import Path
@@ -20,13 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 17), (1, 5)])
-def test_products_are_those_of_the_plain_weight(num_rows, shape):
+def test_packed_products_equal_products_of_the_plain_weight(num_rows, shape):
     torch.manual_seed(0)
-    weight, bias, x = (
-        torch.randn(shape),
-        torch.randn(shape[0]),
-        torch.randn(num_rows, shape[1]),
-    )
+    weight = torch.randn(shape)
+    bias = torch.randn(shape[0])
+    x = torch.randn(num_rows, shape[1])
     expected = F.linear(x, weight, bias)
     assert torch.allclose(Linear(weight, bias, pack=True)(x), expected, atol=1e-4)
     residual = torch.ones(num_rows, shape[0])
@@ -35,7 +33,10 @@ def test_products_are_those_of_the_plain_weight(num_rows, shape):
 
 
 def test_any_number_of_rows_is_computed_with_few_kernels():
-    """oneDNN keeps what it compiles for a number of rows: 390 MB after these, 23 with rounding."""
+    """oneDNN caches a kernel for each number of rows.
+
+    Without rounding of rows these products would take 390 MB, with rounding 23 MB.
+    """
 
     def resident_mb() -> int:
         return (
@@ -44,7 +45,8 @@ def test_any_number_of_rows_is_computed_with_few_kernels():
             >> 20
         )
 
-    product, x = Linear(torch.randn(3072, 576), pack=True), torch.randn(768, 576)
+    product = Linear(torch.randn(3072, 576), pack=True)
+    x = torch.randn(768, 576)
     product(x)
     before = resident_mb()
     for num_rows in range(len(x), 32, -1):
@@ -57,8 +59,9 @@ def test_joined_projections_are_split_again():
     parts = [Linear(torch.randn(rows, 32)) for rows in (48, 16, 16)]
     x = torch.randn(5, 32)
     expected = [part(x) for part in parts]
-    for got, want in zip(Columns(parts, pack=True)(x), expected, strict=True):
-        assert torch.allclose(got, want, atol=1e-4)
+    outputs = Columns(parts, pack=True)(x)
+    for output, expected_output in zip(outputs, expected, strict=True):
+        assert torch.allclose(output, expected_output, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -69,6 +72,7 @@ def test_other_dtypes_are_not_packed(dtype):
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_a_packed_model_generates_the_same_tokens(kind):
-    plain, fast = (load(ensure_model(kind), pack=pack) for pack in (False, True))
+    mapped = load(ensure_model(kind), pack=False)
+    packed = load(ensure_model(kind), pack=True)
     prompt = list(range(3, 40))
-    assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)
+    assert greedy(mapped, prompt, 30) == greedy(packed, prompt, 30)

@@ -1,4 +1,5 @@
-"""Tensor parallelism over gloo gives what one rank gives, and refuses sizes that do not fit."""
+"""Tensor parallelism over gloo computes what one rank computes, and checks its
+sizes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.model.test_against_transformers import CASES
 from tests.model.test_config import DEEPSEEK, LLAMA
 
 PROMPT = list(range(3, 40))
-# 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
+# 2 and 3 divide 12 query and 6 KV heads, 4 does not. The 131 tokens of the vocabulary
+# are padded.
 TWELVE = {"num_attention_heads": 12, "head_dim": 8}
 WIDE = {
     "hidden_size": 96,
@@ -30,7 +32,7 @@ MODELS = {
     "llama-wide": ("LlamaForCausalLM", {**WIDE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 2}),
     "deepseek": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24}),
-    # 2 KV heads: 4 ranks hold each twice, and norm over all of them.
+    # 4 ranks hold each of 2 KV heads twice, and norm over all of them.
     "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 2, "attention_bias": True}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
     "granite-moe": CASES["granite-moe"],
@@ -43,16 +45,18 @@ EXPERTS = ["deepseek", "granite-moe", "glm4-moe", "qwen2-moe", "gpt-oss"]
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    found = {}
+    cases = {}
     for name, (architecture, options) in MODELS.items():
         folder = tmp_path_factory.mktemp(name)
         make(architecture, folder, **options)
-        found[name] = {"folder": str(folder), "load_format": "auto"}
-    return {**found, "dummy": {**found["llama"], "load_format": "dummy"}}
+        cases[name] = {"folder": str(folder), "load_format": "auto"}
+    cases["dummy"] = {**cases["llama"], "load_format": "dummy"}
+    return cases
 
 
 def observe(case: dict, parallel: Parallel) -> dict:
-    """Greedy tokens, the last logits and cached heads of a model loaded for this rank."""
+    """Returns greedy tokens, the last logits and the number of KV heads of this
+    rank."""
     folder = Path(case["folder"])
     options = {
         "dtype": torch.float32,
@@ -71,13 +75,17 @@ def observe(case: dict, parallel: Parallel) -> dict:
 
 
 def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list[dict]]:
-    """What each rank of a group, here threads, observed of each case."""
+    """Runs the ranks of a group in threads.
+
+    Returns:
+        For each rank, the results of `observe` for each case.
+    """
 
     def run(rank: int) -> list[dict]:
         parallel = Parallel.connect(rank, size, meeting=str(meeting), ep=ep)
-        found = [observe(case, parallel) for case in cases]
+        results = [observe(case, parallel) for case in cases]
         parallel.close()
-        return found
+        return results
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, range(size)))
@@ -94,27 +102,27 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
         (4, 2, ["qwen2-moe", "deepseek", "gpt-oss"], [1, 1, 1]),
     ],
 )
-def test_every_rank_computes_what_one_rank_would(
+def test_every_rank_computes_what_a_single_rank_computes(
     size, ep, names, kv_heads, cases, tmp_path
 ):
-    chosen = [cases[name] for name in names]
-    ranks = run_ranks(size, chosen, tmp_path / "group", ep)
+    selected = [cases[name] for name in names]
+    ranks = run_ranks(size, selected, tmp_path / "group", ep)
     assert [case["kv_heads"] for case in ranks[0]] == kv_heads
-    for index, case in enumerate(chosen):
-        alone = observe(case, Parallel())
-        seen = [rank[index] for rank in ranks]
-        assert [rank["ids"] for rank in seen] == [alone["ids"]] * size
-        for rank in seen:
-            assert torch.equal(rank["logits"], seen[0]["logits"]), (
+    for index, case in enumerate(selected):
+        expected = observe(case, Parallel())
+        results = [rank[index] for rank in ranks]
+        assert [result["ids"] for result in results] == [expected["ids"]] * size
+        for result in results:
+            assert torch.equal(result["logits"], results[0]["logits"]), (
                 "ranks differ in their logits"
             )
         torch.testing.assert_close(
-            seen[0]["logits"], alone["logits"], rtol=1e-4, atol=1e-4
+            results[0]["logits"], expected["logits"], rtol=1e-4, atol=1e-4
         )
 
 
 @pytest.mark.parametrize(
-    "config, size, named",
+    "config, size, message",
     [
         (LLAMA, 3, "--tp 3 does not divide the model's 8 query heads"),
         ({**LLAMA, **TWELVE, "num_key_value_heads": 6}, 4, "6 KV heads"),
@@ -133,9 +141,9 @@ def test_every_rank_computes_what_one_rank_would(
         ),
     ],
 )
-def test_a_size_that_does_not_fit_is_refused(config, size, named):
+def test_size_that_does_not_fit_is_refused(config, size, message):
     size, ep = size if isinstance(size, tuple) else (size, 1)
-    with pytest.raises(InvalidParallelism, match=named):
+    with pytest.raises(InvalidParallelism, match=message):
         check_parallelism(parse_config(config), size, ep=ep)
     for fitting in (1, 2, 4, 8):
         check_parallelism(
@@ -143,36 +151,34 @@ def test_a_size_that_does_not_fit_is_refused(config, size, named):
         )
 
 
-def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves(
-    tmp_path,
-):
+def test_context_groups_hold_the_same_heads_and_exchange_within_the_group(tmp_path):
     def rank_of_four(rank: int) -> tuple:
         parallel = Parallel.connect(rank, 4, meeting=str(tmp_path / "group"), dcp=2)
         context = parallel.context
-        mine = torch.tensor([[10.0 * rank, 1.0]])
-        gathered = context.all_gather(mine)
-        parts = torch.arange(4.0).view(2, 1, 2) + 10 * rank  # one for each of the group
+        gathered = context.all_gather(torch.tensor([[10.0 * rank, 1.0]]))
+        # One part for each rank of the group.
+        parts = torch.arange(4.0).view(2, 1, 2) + 10 * rank
         exchanged = context.all_to_all(parts)
-        summed = parallel.all_reduce(torch.ones(1))  # of all four, still
+        summed = parallel.all_reduce(torch.ones(1))  # over all four ranks
         heads = [parallel.kv_heads(total) for total in (1, 2, 4)]
         parallel.close()
         return heads, gathered.tolist(), exchanged.tolist(), summed.item()
 
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(rank_of_four, range(4)))
-    for rank, (heads, gathered, exchanged, summed) in enumerate(found):
+        results = list(threads.map(rank_of_four, range(4)))
+    for rank, (heads, gathered, exchanged, summed) in enumerate(results):
         group, place = divmod(rank, 2)
-        assert [list(some) for some in heads] == [
+        assert [list(head_range) for head_range in heads] == [
             [0],
             [group],
             [2 * group, 2 * group + 1],
         ]
         members = (2 * group, 2 * group + 1)
         assert gathered == [[[10.0 * member, 1.0]] for member in members]
-        theirs = [
+        expected_parts = [
             [10.0 * member + 2 * place + i for i in range(2)] for member in members
         ]
-        assert exchanged == [[part] for part in theirs]
+        assert exchanged == [[part] for part in expected_parts]
         assert summed == 4
 
 

@@ -1,4 +1,5 @@
-"""What a config implies is what a model asks for; one that its files contradict is named."""
+"""Sizes that a config implies equal those that a model loads; contradictions are
+named."""
 
 import json
 import math
@@ -36,23 +37,23 @@ _MODELS = [
 
 
 @pytest.mark.parametrize("raw", _MODELS)
-def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch):
-    asked: dict[str, tuple[int, ...]] = {}
+def test_model_loads_the_matrices_that_its_config_implies(raw, monkeypatch):
+    loaded: dict[str, tuple[int, ...]] = {}
     make_part = DummySource.part
 
     def part(self, name, shape, rows, cols):
-        asked[name] = shape
+        loaded[name] = shape
         return make_part(self, name, shape, rows, cols)
 
     monkeypatch.setattr(DummySource, "part", part)
     config = parse_config(raw)
     load_model(config, "", dtype=torch.float32, load_format="dummy")
-    matrices = {name: shape for name, shape in asked.items() if len(shape) > 1}
+    matrices = {name: shape for name, shape in loaded.items() if len(shape) > 1}
     assert sum(map(math.prod, matrices.values())) == weight_bytes(
         config, 1, keep_quantised=False
     )
-    for weights in implied_weights(config):
-        assert matrices[weights.name] == tuple(size.value for size in weights.shape)
+    for group in implied_weights(config):
+        assert matrices[group.name] == tuple(size.value for size in group.shape)
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +69,93 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "field", "told"),
+    ("architecture", "field", "message"),
     [
-        ("LlamaForCausalLM", "vocab_size", r"vocab_size is 10{12}, but model\.embed_.* 131 rows"),
-        ("LlamaForCausalLM", "hidden_size", r"hidden_size is 10{12}, .* has 64 columns in "),
-        ("LlamaForCausalLM", "num_hidden_layers", r"is 10{12}, but .* of 2 layers in .*: correct"),
-        ("LlamaForCausalLM", "intermediate_size", r"intermediate_size is 10{12}, .*96 rows"),
-        ("LlamaForCausalLM", "head_dim", r"_heads 8 x head_dim 10{12} is 80{12}, .*q_proj"),
-        ("LlamaForCausalLM", "num_attention_heads", r"num_attention_heads 10{12} x head_dim 8 is"),
-        ("DeepseekV2ForCausalLM", "kv_lora_rank", r"\(kv_lora_rank 10{12} \+ qk_rope_head_dim 8\)"),
-        ("DeepseekV2ForCausalLM", "qk_nope_head_dim", r"\(qk_nope_head_dim 10{12} \+ v_head_dim"),
-        ("DeepseekV2ForCausalLM", "n_routed_experts", r"n_routed_experts is 10{12}, .* 8 rows"),
-        ("DeepseekV2ForCausalLM", "n_shared_experts", r" 24 x n_shared_experts 10{12} is"),
+        (
+            "LlamaForCausalLM",
+            "vocab_size",
+            r"vocab_size is 10{12}, but model\.embed_.* 131 rows",
+        ),
+        (
+            "LlamaForCausalLM",
+            "hidden_size",
+            r"hidden_size is 10{12}, .* has 64 columns in ",
+        ),
+        (
+            "LlamaForCausalLM",
+            "num_hidden_layers",
+            r"is 10{12}, but .* of 2 layers in .*: correct",
+        ),
+        (
+            "LlamaForCausalLM",
+            "intermediate_size",
+            r"intermediate_size is 10{12}, .*96 rows",
+        ),
+        (
+            "LlamaForCausalLM",
+            "head_dim",
+            r"_heads 8 x head_dim 10{12} is 80{12}, .*q_proj",
+        ),
+        (
+            "LlamaForCausalLM",
+            "num_attention_heads",
+            r"num_attention_heads 10{12} x head_dim 8 is",
+        ),
+        (
+            "DeepseekV2ForCausalLM",
+            "kv_lora_rank",
+            r"\(kv_lora_rank 10{12} \+ qk_rope_head_dim 8\)",
+        ),
+        (
+            "DeepseekV2ForCausalLM",
+            "qk_nope_head_dim",
+            r"\(qk_nope_head_dim 10{12} \+ v_head_dim",
+        ),
+        (
+            "DeepseekV2ForCausalLM",
+            "n_routed_experts",
+            r"n_routed_experts is 10{12}, .* 8 rows",
+        ),
+        (
+            "DeepseekV2ForCausalLM",
+            "n_shared_experts",
+            r" 24 x n_shared_experts 10{12} is",
+        ),
     ],
-)  # fmt: skip
-def test_a_field_that_the_files_contradict_is_named(folders, architecture, field, told):
+)
+def test_field_that_the_files_contradict_is_named(
+    folders, architecture, field, message
+):
     folder = folders[architecture]
     check_files(load_config(folder), folder)
     raw = json.loads((folder / "config.json").read_text())
-    with pytest.raises(ModelLoadError, match=rf"^config\.json: .*{told}"):
+    with pytest.raises(ModelLoadError, match=rf"^config\.json: .*{message}"):
         check_files(parse_config({**raw, field: 10**12}), folder)
 
 
-def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
+def test_largest_group_of_matrices_is_described_with_its_fields():
     config = parse_config({**LLAMA, "num_hidden_layers": 10**12})
     assert str(largest_group(config)) == (
-        "model.layers.0.mlp.gate_proj.weight (intermediate_size 96 by hidden_size 64) in each of "
-        "num_hidden_layers 1000000000000"
+        "model.layers.0.mlp.gate_proj.weight (intermediate_size 96 by hidden_size 64) "
+        "in each of num_hidden_layers 1000000000000"
     )
     assert weight_bytes(config, 1, keep_quantised=False) > 96 * 64 * 3 * 10**12
 
 
-@pytest.mark.parametrize("header", [
-    b"", b"[]", b"{", b"[" * 100_000, b'{"a": 1}',
-    b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',
-    b'{"a": {"data_offsets": [0, 0], "shape": ["x"], "dtype": ""}}',
-    b'{"a": {"data_offsets": [0, 0], "shape": [], "dtype": []}}',
-])  # fmt: skip
-def test_a_header_that_is_none_is_told(tmp_path, header):
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 100_000,
+        b'{"a": 1}',
+        b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',
+        b'{"a": {"data_offsets": [0, 0], "shape": ["x"], "dtype": ""}}',
+        b'{"a": {"data_offsets": [0, 0], "shape": [], "dtype": []}}',
+    ],
+)
+def test_invalid_safetensors_header_is_refused(tmp_path, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelLoadError, match="is not a safetensors file"):

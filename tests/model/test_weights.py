@@ -1,4 +1,4 @@
-"""Weights: sharded files, zero copies, what is missing or left over, and dummies."""
+"""Loading of weights: sharded files, mapping, unused and missing weights, dummies."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
+def test_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     sharded = tmp_path_factory.mktemp("sharded")
     make("LlamaForCausalLM", sharded, shard="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
@@ -43,25 +43,31 @@ def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     config = load_config(checkpoint)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
     first, *_, last = sorted(sharded.glob("*.safetensors"))
-    again = {name: tensor + 1 for name, tensor in load_file(first).items()}
-    save_file({**load_file(last), **again}, last)  # the index counts
+    # The index decides which of two tensors of the same name is used.
+    duplicates = {name: tensor + 1 for name, tensor in load_file(first).items()}
+    save_file({**load_file(last), **duplicates}, last)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
 
 
-def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
-    name, shape = "model.layers.0.mlp.up_proj.weight", (96, 64)
+def test_weights_of_the_right_dtype_stay_mapped(checkpoint):
+    name = "model.layers.0.mlp.up_proj.weight"
+    shape = (96, 64)
     loader = WeightLoader(
         StoredWeights(read_headers(checkpoint)), dtype=torch.float32, device="cpu"
     )
-    whole, rows = loader.load(name, shape), loader.load(name, shape, rows=range(48, 96))
+    matrix = loader.load(name, shape)
+    rows = loader.load(name, shape, rows=range(48, 96))
     columns = loader.load(name, shape, cols=range(32))
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    of_file = [
+    file_ranges = [
         line[0].split("-") for line in maps if line[-1].startswith(str(checkpoint))
     ]
-    for tensor in (whole, rows):
-        assert any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in of_file)
-    assert columns.is_contiguous() and torch.equal(columns, whole[:, :32])
+    for tensor in (matrix, rows):
+        assert any(
+            int(start, 16) <= tensor.data_ptr() < int(stop, 16)
+            for start, stop in file_ranges
+        )
+    assert columns.is_contiguous() and torch.equal(columns, matrix[:, :32])
 
 
 SHAPES = {
@@ -74,36 +80,36 @@ SHAPES = {
 
 
 def check_upload(folder, device, shape):
-    """In parts of many sizes, more of them than there are buffers."""
+    """Checks uploads in parts of many sizes, with more parts than there are buffers."""
     tensors = {f"w{n}": torch.randn(shape, dtype=torch.bfloat16) for n in range(6)}
     save_file(tensors, folder / "model.safetensors")
-    source, upload = (
-        StoredWeights(read_headers(folder)),
-        Upload(torch.device(device), copies=True),
-    )
+    source = StoredWeights(read_headers(folder))
+    upload = Upload(torch.device(device), copies=True)
     cols = slice(512, 1536) if shape[-1] == 2048 else slice(None)
-    found = [
-        upload(source.part(n, shape, range(shape[0]), None)[..., cols]) for n in tensors
+    uploaded = [
+        upload(source.part(name, shape, range(shape[0]), None)[..., cols])
+        for name in tensors
     ]
-    for got, wanted in zip(found, tensors.values(), strict=True):
-        assert got.device.type == device
-        assert torch.equal(got.cpu(), wanted[..., cols])
+    for tensor, expected in zip(uploaded, tensors.values(), strict=True):
+        assert tensor.device.type == device
+        assert torch.equal(tensor.cpu(), expected[..., cols])
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_what_is_uploaded_is_what_is_in_the_file(tmp_path, shape):
+def test_uploaded_tensors_equal_those_in_the_file(tmp_path, shape):
     check_upload(tmp_path, "cpu", shape)
 
 
-def test_an_upload_leaves_what_is_on_the_device_where_it_is():
-    """Words of 4 bits are unpacked there, and then come again."""
+def test_upload_does_not_copy_tensors_on_the_device():
+    """Words of 4-bit codes are uploaded, unpacked, and passed to the upload again."""
     upload = Upload(torch.device("meta"), copies=True)
-    there = upload(torch.ones(1 << 22, dtype=torch.uint8))
-    assert there.is_meta and upload(there) is there
+    tensor = upload(torch.ones(1 << 22, dtype=torch.uint8))
+    assert tensor.is_meta and upload(tensor) is tensor
 
 
-def test_parts_that_cannot_be_copied_cost_no_buffers(monkeypatch):
-    upload, data = Upload(torch.device("cpu"), copies=True), torch.ones(1 << 22)
+def test_failed_copies_return_their_buffers(monkeypatch):
+    upload = Upload(torch.device("cpu"), copies=True)
+    data = torch.ones(1 << 22)
     with monkeypatch.context() as patch:
         patch.setattr("numpy.copyto", lambda *_: 1 / 0)
         for _ in range(20):
@@ -113,7 +119,7 @@ def test_parts_that_cannot_be_copied_cost_no_buffers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             {"model.layers.1.mlp.up_proj.weight": None},
@@ -132,23 +138,26 @@ def test_parts_that_cannot_be_copied_cost_no_buffers(monkeypatch):
             r"1 weights are not used.*model\.extra\.weight",
         ),
     ],
-    ids=["missing", "of another shape", "of another dtype", "left over"],
+    ids=["missing", "of another shape", "of another dtype", "unused"],
 )
-def test_weights_that_do_not_fit_are_named(checkpoint, change, told):
+def test_weights_that_do_not_fit_are_named(checkpoint, change, message):
     tensors = load_file(checkpoint / "model.safetensors") | change
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=told):
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=message):
         load(checkpoint)
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_a_rank_s_load_comes_to_the_end_of_the_files(tmp_path, ep):
-    """With experts that other ranks have, too: the time left is reckoned from them all."""
+def test_loading_a_rank_reports_all_weights_of_the_files(tmp_path, ep):
+    """Experts of other ranks are reported, too.
+
+    The remaining time is estimated from the share of reported weights.
+    """
     make("MixtralForCausalLM", tmp_path)
-    told, stored = set(), set(read_headers(tmp_path))
-    load(tmp_path, parallel=Parallel(1, 2, ep=ep), on_load=told.add)
-    assert told == stored
+    reported = set()
+    load(tmp_path, parallel=Parallel(1, 2, ep=ep), on_load=reported.add)
+    assert reported == set(read_headers(tmp_path))
 
 
 def test_saved_rope_buffers_are_ignored(checkpoint):
@@ -158,20 +167,20 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
     assert greedy(load(checkpoint), [3, 4, 5, 6], 8) == expected
 
 
-def test_a_head_in_the_files_counts_though_the_config_ties_it(checkpoint):
-    """As in transformers 5: who trained it alone may have left the config as it was."""
-    wanted = greedy(load(checkpoint), [1, 2, 3], 10)
+def test_stored_head_is_used_although_the_config_ties_it(checkpoint):
+    """transformers 5 does the same: a fine-tuned head may come with an old config."""
+    expected = greedy(load(checkpoint), [1, 2, 3], 10)
     raw = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(
         json.dumps({**raw, "tie_word_embeddings": True})
     )
     assert load_config(checkpoint).tie_embeddings
-    assert greedy(load(checkpoint), [1, 2, 3], 10) == wanted
+    assert greedy(load(checkpoint), [1, 2, 3], 10) == expected
 
 
-def test_text_is_found_beside_images_under_either_of_its_names(tmp_path):
+def test_text_part_of_an_image_model_is_loaded_under_both_prefixes(tmp_path):
     make("Gemma3ForConditionalGeneration", tmp_path, sliding_window=8, head_dim=16)
-    wanted = greedy(load(tmp_path), [3, 9, 27], 4)
+    expected = greedy(load(tmp_path), [3, 9, 27], 4)
 
     def rename(tensors):
         for name in list(tensors):
@@ -180,22 +189,25 @@ def test_text_is_found_beside_images_under_either_of_its_names(tmp_path):
 
     rewrite(tmp_path, rename)
     assert "model.layers.0.mlp.up_proj.weight" in read_headers(tmp_path)
-    assert greedy(load(tmp_path), [3, 9, 27], 4) == wanted
+    assert greedy(load(tmp_path), [3, 9, 27], 4) == expected
 
 
-def test_a_directory_with_missing_files_is_refused(checkpoint):
+def test_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    told = r"neither model\.safetensors nor .*; weights in other files are not read: save_pretrained"
-    with pytest.raises(ModelLoadError, match=told):
+    message = (
+        r"neither model\.safetensors nor .*; weights in other files are not read: "
+        "save_pretrained"
+    )
+    with pytest.raises(ModelLoadError, match=message):
         load(checkpoint)
-    for wrong in (
+    for invalid_index in (
         "{",
         "[]",
         '{"weight_map": 1}',
         '{"weight_map": {}}',
         '{"weight_map": {"a": 1}}',
     ):
-        (checkpoint / "model.safetensors.index.json").write_text(wrong)
+        (checkpoint / "model.safetensors.index.json").write_text(invalid_index)
         with pytest.raises(ModelLoadError, match="is no index of weights"):
             load(checkpoint)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
@@ -204,19 +216,18 @@ def test_a_directory_with_missing_files_is_refused(checkpoint):
         load(checkpoint)
 
 
-def test_a_file_that_is_cut_off_is_refused_and_named_with_both_lengths(checkpoint):
+def test_truncated_file_is_refused_with_both_lengths(checkpoint):
     path = checkpoint / "model.safetensors"
-    whole = path.stat().st_size
-    os.truncate(path, whole - 1)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    message = f"{path} has {size - 1} of {size} bytes"
     for read in (load, read_headers):
-        with pytest.raises(
-            ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"
-        ):
+        with pytest.raises(ModelLoadError, match=message):
             read(checkpoint)
 
 
 @pytest.mark.parametrize("offsets", [(-256, 0), (256, 0)])
-def test_a_tensor_that_lies_nowhere_is_refused(checkpoint, offsets):
+def test_tensor_with_invalid_offsets_is_refused(checkpoint, offsets):
     path = checkpoint / "model.safetensors"
     size = int.from_bytes(path.read_bytes()[:8], "little")
     header = json.loads(path.read_bytes()[8 : 8 + size])
@@ -239,20 +250,21 @@ def test_dummy_weights_depend_on_name_and_seed_only(tmp_path):
     assert len(ids(DEEPSEEK)) == 12
 
 
-def test_a_part_of_a_dummy_weight_is_that_part_of_the_whole(monkeypatch):
-    source, shape = DummySource(7, "cpu"), (60, 40)
-    whole = source.part("w", shape, range(60), None)
-    assert torch.equal(source.part("w", shape, range(20, 40), None), whole[20:40])
+def test_part_of_a_dummy_weight_equals_that_part_of_the_complete_weight(monkeypatch):
+    source = DummySource(7, "cpu")
+    shape = (60, 40)
+    matrix = source.part("w", shape, range(60), None)
+    assert torch.equal(source.part("w", shape, range(20, 40), None), matrix[20:40])
     assert torch.equal(
-        source.part("w", shape, range(60), range(10, 20)), whole[:, 10:20]
+        source.part("w", shape, range(60), range(10, 20)), matrix[:, 10:20]
     )
     monkeypatch.setattr("model.weights._HASH_CHUNK", 64)  # many chunks
-    assert torch.equal(source.part("w", shape, range(60), None), whole)
-    assert abs(whole.mean()) < 0.01 and abs(whole.var() * 40 - 1) < 0.1
-    assert not torch.equal(source.part("v", shape, range(60), None), whole)
+    assert torch.equal(source.part("w", shape, range(60), None), matrix)
+    assert abs(matrix.mean()) < 0.01 and abs(matrix.var() * 40 - 1) < 0.1
+    assert not torch.equal(source.part("v", shape, range(60), None), matrix)
 
 
-def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
+def test_fingerprints_of_different_models_differ(checkpoint, tmp_path_factory):
     config = load_config(checkpoint)
     before = fingerprint(config, checkpoint)
     assert fingerprint(config, checkpoint) == before
@@ -270,16 +282,16 @@ def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_fingerprint_tells_apart_what_differs_in_one_token_s_row(checkpoint, name):
+def test_fingerprint_changes_with_the_row_of_a_single_token(checkpoint, name):
     config = load_config(checkpoint)
-    found = {fingerprint(config, checkpoint)}
+    fingerprints = {fingerprint(config, checkpoint)}
     for row in range(config.vocab_size):
         rewrite(checkpoint, lambda tensors, row=row: tensors[name][row].mul_(1.01))
-        found.add(fingerprint(config, checkpoint))
-    assert len(found) == config.vocab_size + 1
+        fingerprints.add(fingerprint(config, checkpoint))
+    assert len(fingerprints) == config.vocab_size + 1
 
 
-def test_what_a_model_is_stored_in_is_read_from_headers(checkpoint):
+def test_stored_dtypes_are_counted_from_headers(checkpoint):
     tensors = load_file(checkpoint / "model.safetensors")
     total = sum(tensor.numel() for tensor in tensors.values())
     assert stored_elements(checkpoint) == {"F32": total}

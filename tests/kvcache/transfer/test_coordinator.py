@@ -19,8 +19,7 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import PullState
 from protocol.errors import InternalError, PullCircuitOpen
 from protocol.messages import ErrorInfo
-from tests.rigs.clock import Clock
-from tests.rigs.memory_pair import DEADLINE_S, SECRET, Prefill, compat
+from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):

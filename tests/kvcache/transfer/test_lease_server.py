@@ -35,12 +35,10 @@ from protocol.handshake import (
 from protocol.ipc.wire import Wire, WireClosed, framed, listen
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
-from tests.rigs.clock import Clock
-from tests.rigs.memory_pair import DEADLINE_S, REMOTE
+from tests.rigs.memory_pair import DEADLINE_S, REMOTE, Clock
 
-# bytes
 SECRET = b"cluster secret"
-MAC = 32
+MAC = 32  # bytes
 
 
 class Client(LeaseClient):

@@ -79,7 +79,7 @@ def test_conversion_equals_that_of_torch(p_dtype, d_dtype):
 
 
 FP8 = "float8_e4m3fn"
-# the third saturates
+# The third factor saturates FP8.
 P_SCALES = (0.5, 1.0, 300.0, 0.25)
 D_SCALES = (2.0, 1.0, 0.001, 0.1)
 

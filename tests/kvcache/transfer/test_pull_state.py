@@ -233,9 +233,8 @@ class PullMachine(RuleBasedStateMachine):
         verified=st.sampled_from(["off", "all", "sample", "peer"]),
     )
     def begin(self, ranks: int, begun: bool, verified: str) -> None:
-        # by this engine's ranks
         self.verified = verified
-        self.rank_digests = set[bytes]()
+        self.rank_digests = set[bytes]()  # of this engine's ranks
         self.digest_request: GetDigest | None = None
         self.lender_digest: bytes | None = None
         self.now = 0.0

@@ -22,12 +22,17 @@ from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import HEADS, Prefill, expected, layout, pull_command
-from tests.rigs.orders import Orders
+from tests.rigs.memory_pair import (
+    HEADS,
+    Orders,
+    Prefill,
+    expected,
+    layout,
+    pull_command,
+)
 
-# of a pull
-TOKENS = 24
-BLOCKS = 3
+TOKENS = 24  # of a pull
+BLOCKS = 3  # of a pull
 
 
 class Faults:
@@ -163,9 +168,8 @@ def test_every_pull_ends_and_complete_pulls_have_correct_bytes(rig, seed, monkey
             if rng.random() < 0.2:
                 rank.agent.resume()
             if rng.random() < 0.4:
-                time.sleep(
-                    0.001
-                )  # otherwise most pulls would be stopped before they begin
+                # Otherwise most pulls would be stopped before they begin.
+                time.sleep(0.001)
         faults.odds = 0.0
         rank.agent.resume()
         rank.wait()

@@ -471,6 +471,8 @@ class _BoundedHttp(HttpToolsProtocol):
                 f"{self._piece_limit} bytes or the rest in {timeout_s:g} s"
             )
             self.give_up(error)
+        elif not self.transport.is_closing():
+            self.transport.close()
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:

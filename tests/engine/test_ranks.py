@@ -95,8 +95,8 @@ def _obey(links: RankLinks, runner: Any) -> None:
 
 def test_all_ranks_take_the_smallest_number_of_blocks(follow):
     agree = partial(RankLinks.agree, kind=int, combine=min)
-    links, others = follow(*(partial(agree, own=n) for n in (100, 200)))
-    assert agree(links, own=150) == 100
+    links, others = follow(*(partial(agree, value=n) for n in (100, 200)))
+    assert agree(links, value=150) == 100
     assert [other.result(_TIMEOUT_S) for other in others] == [100] * 2
     _close(links)
     assert RankLinks(0, []).agree(7, int, min) == 7

@@ -150,7 +150,7 @@ def test_stdin_and_environment_reach_the_child(events, monkeypatch):
         "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
     )
     events.spawn(
-        f"report_ready({{'told': [{message}]}})",
+        f"report_ready({{'message': [{message}]}})",
         stdin=b'{"a": 1}',
         env={"BATON_CLUSTER_SECRET": "s"},
     )

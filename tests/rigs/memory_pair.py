@@ -397,7 +397,7 @@ class Decode:
 
     def pulls(self) -> list[PullState]:
         """Return the pulls that have not ended."""
-        return list(self.coordinator._pulls.values())
+        return list(self.coordinator._pulls)
 
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
         """Return the KV of the pools: [token, head, layer, component, element].

@@ -73,8 +73,9 @@ def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and failed.drained  # it had posted nothing
     assert isinstance(failed.error, PeerUnreachable)
-    decode.agents[0].resume()
     (peer,) = decode.workers[0]._peers.values()
+    decode.until(lambda: peer.link is None or peer.link.is_closing)
+    decode.agents[0].resume()
     while peer.link is not None:  # until it is closed
         decode.has_event.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S

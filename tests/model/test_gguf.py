@@ -268,7 +268,7 @@ def test_gguf_file_and_its_directory_resolve_to_the_same_conversion(
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     (tmp_path / "m").mkdir()
-    path = tmp_path / "m" / "model.files.gguf"
+    path = tmp_path / "m" / "model.gguf"
     write_gguf(path, reference)
     progress_lines: list[str] = []
     folder = resolve_model(str(path), progress=progress_lines.append)

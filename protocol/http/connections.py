@@ -465,12 +465,10 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._in_body and not self.cycle.response_started and not self._is_given_up:
             self._keeps_alive = False
             self.cycle.keep_alive = False
-            timeout_s = self.options.client_timeout_s
-            error = errors.RequestTimeout(
-                "the body comes too slowly; send "
-                f"{self._piece_limit} bytes or the rest in {timeout_s:g} s"
-            )
-            self.give_up(error)
+            due = f"{self._piece_limit} bytes or the rest"
+            seconds = f"{self.options.client_timeout_s:g} s"
+            message = f"the body comes too slowly; send {due} in {seconds}"
+            self.give_up(errors.RequestTimeout(message))
         elif not self.transport.is_closing():
             self.transport.close()
 

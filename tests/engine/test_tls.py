@@ -193,7 +193,7 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
     new_cert, new_key = made(tmp_path, "new")
     shutil.copy(new_cert, ca)
     Path(new_cert).replace(cert)
-    await until(lambda: caplog.text.count("stays as it was") > 1)
+    await until(lambda: caplog.text.count("still uses the previous") > 1)
     assert await served() == old
     Path(ca).write_text("")  # which keeps nothing else from being renewed
     Path(new_key).replace(key)

@@ -210,12 +210,12 @@ def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
     (tmp_path / "text").write_text("no certificate")
     text = str(tmp_path / "text")
     for pair, reported in (
-        ((cert, text), "give PEM files"),
+        ((cert, text), "give readable PEM files"),
         (
             (other, key),
-            "KEY_VALUES_MISMATCH; give PEM files that can be read, a certificate and",
+            "KEY_VALUES_MISMATCH; give readable PEM files that can be read, a certificate and",
         ),
-        ((text, key), "give PEM files"),
+        ((text, key), "give readable PEM files"),
         ((cert, "/no/file"), "No such file"),
         (locked, "is encrypted; give one that is not"),
     ):

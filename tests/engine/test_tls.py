@@ -213,7 +213,7 @@ def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
         ((cert, text), "give readable PEM files"),
         (
             (other, key),
-            "KEY_VALUES_MISMATCH; give readable PEM files that can be read, a certificate and",
+            "KEY_VALUES_MISMATCH; give readable PEM files with a certificate and",
         ),
         ((text, key), "give readable PEM files"),
         ((cert, "/no/file"), "No such file"),

@@ -369,7 +369,7 @@ class Rig:
     def _counting(self) -> set[str]:
         """The names and labels of metrics that count with labels."""
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
-        self.app._members.show()
+        self.app._members.update_metrics()
         lines = self.app.metrics.expose().decode().splitlines()
         return {
             line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))
@@ -382,7 +382,7 @@ class Rig:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        self.app._members.show()
+        self.app._members.update_metrics()
         return metric(self.app.metrics, name, **labels)
 
     def decode_only(self, reason: str) -> float:

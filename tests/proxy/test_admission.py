@@ -123,24 +123,27 @@ async def test_a_prompt_that_will_be_refused_locks_no_other_out():
     prefill = Fake(waits, max_model_len=CONTEXT)
     decode = Fake(decodes, max_model_len=CONTEXT)
     async with Rig([prefill], [decode], max_queue_s=0.01) as rig:
-        knowledge = rig.app.knowledge
+        load_tracker = rig.app.load_tracker
         first = asyncio.create_task(rig.complete(prompt="x" * 4_000_000))
         await waits.begun.wait()
         server = rig.app.fleet.of[Kind.PREFILL][0]
-        assert knowledge.wait_s(server) < 1.0, "as one prompt that fills the context"
+        assert load_tracker.wait_s(server) < 1.0, "as one prompt that fills the context"
         prefill.behave = refuses_then(prefills)
         for number in range(5):
             assert (await rig.complete(prompt=f"{number}")).status_code == 200
-        known = len(knowledge._prefixes), len(knowledge._ends)
+        known = len(load_tracker._prefixes), len(load_tracker._tails)
         waits.go.set()
         assert (await first).status_code == 400
         for number in range(5):
             refused = await rig.complete(prompt=f"{number}" * 20_000)
             assert refused.status_code == 400
-        assert (len(knowledge._prefixes), len(knowledge._ends)) == known, (
+        assert (len(load_tracker._prefixes), len(load_tracker._tails)) == known, (
             "it leaves no trace"
         )
-        assert not knowledge._coming and knowledge.loads[server].prompts == 0
+        assert (
+            not load_tracker._pending_blocks
+            and load_tracker.loads[server].num_prompts == 0
+        )
 
 
 async def test_a_server_of_ours_refuses_by_itself_what_the_proxy_believes_to_be_too_much():

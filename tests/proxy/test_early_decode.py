@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from protocol.kv_offers import Offer, offer_of
-from proxy import upstream_call
+from proxy.legs import upstreams
 from tests.proxy.fakes import (
     LENT,
     Behave,
@@ -133,7 +133,7 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(
     refusal, doubted_s, monkeypatch
 ):
     """Who does not believe one is offered nothing until it restarts, or for a while."""
-    monkeypatch.setattr(upstream_call, "DOUBTED_S", doubted_s)
+    monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", doubted_s)
     d, other = (
         fake(lambda call: (refusal if offer(call) else decodes)(call)),
         fake(decodes),

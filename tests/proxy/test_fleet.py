@@ -14,8 +14,8 @@ from proxy.health import (
     MAX_COOLDOWN_S,
     SILENCES,
     Health,
+    HealthReport,
     Room,
-    Said,
     admits,
     began,
     failed,
@@ -24,12 +24,12 @@ from proxy.health import (
     succeeded,
     unreachable,
 )
+from proxy.legs.failures import failure_of, may_retry, trips_breaker
 from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.upstream import Failure
-from proxy.upstream_call import failure_of, may_retry, trips_breaker
 
 READY = Health(ready=True, reason="")
-YES, STARTING = Said(True), Said(False, "the engine is starting")
+YES, STARTING = HealthReport(True), HealthReport(False, "the engine is starting")
 
 
 def failed_times(n: int, health: Health = READY) -> Health:
@@ -39,12 +39,12 @@ def failed_times(n: int, health: Health = READY) -> Health:
 
 
 def test_the_room_of_a_server_is_what_it_said_last():
-    told = polled(READY, Said(True, room=Room(300, 8)), 1.0)
+    told = polled(READY, HealthReport(True, room=Room(300, 8)), 1.0)
     starting = polled(told, STARTING, 2.0)
     assert starting.room == Room(300, 8)
-    assert polled(starting, Said(True, room=Room(max_num_seqs=4)), 3.0).room == Room(
-        None, 4
-    )
+    assert polled(
+        starting, HealthReport(True, room=Room(max_num_seqs=4)), 3.0
+    ).room == Room(None, 4)
 
 
 def test_a_connection_error_outweighs_a_health_check_begun_before_it():
@@ -189,7 +189,8 @@ def test_turns(last, ready, admitted, chosen):
     fleet = fleet_of("abc")
     if last:
         assert (
-            fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
+            fleet.choose(Kind.PREFILL, choose_server=lambda s: s["abc".index(last)])
+            is not None
         )
     for server in fleet.servers:
         if server.url not in ready:

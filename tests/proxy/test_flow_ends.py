@@ -85,7 +85,7 @@ async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given
 async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
     prefill, decode, status, code, monkeypatch
 ):
-    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)
+    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
     async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
         response = await rig.complete()
         assert response.status_code == status
@@ -310,7 +310,9 @@ class Dying:
 async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
     answer, monkeypatch
 ):
-    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)  # there is no other server
+    monkeypatch.setattr(
+        pd_request, "_MAX_READY_WAIT_S", 0.05
+    )  # there is no other server
 
     async def asks(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4

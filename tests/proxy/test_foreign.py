@@ -3,7 +3,7 @@ OpenAI server, which are told nothing that vLLM's own proxies do not tell."""
 
 import pytest
 
-from proxy.poller import _foreign
+from proxy.poller import _parse_foreign
 from tests.proxy.fakes import Behave, Call, Fake, Rig, answers, fails, streams, until
 
 ORDER = {
@@ -198,7 +198,7 @@ async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing():
     ],
 )
 def test_what_is_taken_for_one_of_vllm_s(status, body, is_one):
-    said = _foreign(200, status, body)
+    said = _parse_foreign(200, status, body)
     assert (said.ready, said.is_foreign, said.models) == (is_one, is_one, ())
     assert (
         is_one

@@ -10,9 +10,10 @@ import pytest
 from protocol.kv_offers import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
-from proxy.knowledge import Knowledge, ask_of
-from proxy.membership import Kind, Server, hint
-from proxy.placement import Ask
+from proxy.legs.pull_hint import pull_hint
+from proxy.membership import Kind, Server
+from proxy.placement.load_tracker import LoadTracker
+from proxy.placement.request_profile import RequestProfile, profile_prompt
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
 
 SECRET = "a secret of the cluster, 32 bytes"
@@ -31,8 +32,10 @@ class Clock:
         return self.now
 
 
-def ask(messages: Any, answer: int = 400) -> Ask:
-    return ask_of(b"m", json.dumps(messages, separators=(",", ":")).encode(), answer)
+def ask(messages: Any, answer: int = 400) -> RequestProfile:
+    return profile_prompt(
+        b"m", json.dumps(messages, separators=(",", ":")).encode(), answer
+    )
 
 
 def server(kind: Kind, index: int, **health: Any) -> Server:
@@ -53,23 +56,23 @@ class Fleet:
 
     def __init__(self, **health: Any) -> None:
         self.clock = Clock()
-        self.knowledge = Knowledge("auto", "always", clock=self.clock)
-        self.knowledge.pulls = True
+        self.load_tracker = LoadTracker("auto", "always", clock=self.clock)
+        self.load_tracker.pulls = True
         self.p, self.q = (server(Kind.PREFILL, index) for index in range(2))
         self.d, self.e = (server(Kind.DECODE, index) for index in range(2))
         for each in (self.p, self.q, self.d, self.e):
-            self.knowledge.lends(each, True)
+            self.load_tracker.set_lender(each, True)
         legs = [(self.p, True, False), (self.d, False, True)]
         for had, computes, generates in legs:
-            work = self.knowledge.begin(
+            work = self.load_tracker.start(
                 had, ask(TURN_1), computes=computes, generates=generates
             )
             self.clock.now += 1.0
-            self.knowledge.answered(work)
-            self.knowledge.ended(work)
+            self.load_tracker.on_answer(work)
+            self.load_tracker.end(work)
 
     def named(self, reader: Server, messages: Any = TURN_2) -> str | None:
-        found = hint(reader, self.knowledge.lenders(reader, ask(messages)))
+        found = pull_hint(reader, self.load_tracker.lenders(reader, ask(messages)))
         return found.engine_id if found else None
 
 
@@ -83,30 +86,30 @@ def test_whoever_lacks_something_is_told_of_who_has_it():
     assert fleet.named(fleet.p, branch) is None, "it is no answer to that"
     assert fleet.named(fleet.q, branch) in ("engine prefill0", "engine decode0")
     assert fleet.named(fleet.q, [{"content": "new"}]) is None
-    found = hint(fleet.q, fleet.knowledge.lenders(fleet.q, ask(TURN_2)))
+    found = pull_hint(fleet.q, fleet.load_tracker.lenders(fleet.q, ask(TURN_2)))
     assert found is not None and (found.host, found.port) == ("host-decode0", 7000)
 
 
 def test_what_a_server_is_yet_to_compute_it_neither_lends_nor_has():
     fleet, prompt = Fleet(), [{"role": "user", "content": "other words " * 400}]
-    knowledge, leg = fleet.knowledge, {"computes": True, "generates": False}
-    computed = knowledge.begin(fleet.p, ask(prompt), **leg)
+    load_tracker, leg = fleet.load_tracker, {"computes": True, "generates": False}
+    computed = load_tracker.start(fleet.p, ask(prompt), **leg)
     assert fleet.named(fleet.q, prompt) is None
-    knowledge.answered(computed)
+    load_tracker.on_answer(computed)
     assert fleet.named(fleet.q, prompt) == "engine prefill0"
-    pulling = knowledge.begin(fleet.q, ask(prompt), **leg)
+    pulling = load_tracker.start(fleet.q, ask(prompt), **leg)
     assert fleet.named(fleet.q, prompt) == "engine prefill0", (
         "it is on its way, for another prompt"
     )
-    knowledge.answered(pulling)
+    load_tracker.on_answer(pulling)
     assert fleet.named(fleet.q, prompt) is None
     for busy, idle in ((fleet.p, "engine prefill1"), (fleet.q, "engine prefill0")):
-        work = knowledge.begin(busy, ask([{"content": "long " * 9000}]), **leg)
+        work = load_tracker.start(busy, ask([{"content": "long " * 9000}]), **leg)
         assert fleet.named(fleet.e, prompt) == idle, "who answers soonest"
-        knowledge.ended(work)
-    coming = knowledge.begin(fleet.d, ask(prompt), computes=False, generates=True)
+        load_tracker.end(work)
+    coming = load_tracker.start(fleet.d, ask(prompt), computes=False, generates=True)
     assert fleet.named(fleet.d, prompt) == "engine prefill0"
-    knowledge.answered(coming)
+    load_tracker.on_answer(coming)
     assert fleet.named(fleet.d, prompt) is None
 
 
@@ -136,39 +139,44 @@ def test_foreign_servers_are_told_nothing(change):
 
 def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secret():
     fleet = Fleet()
-    fleet.knowledge.forget(fleet.d)
+    fleet.load_tracker.forget_cache(fleet.d)
     assert fleet.named(fleet.q) == "engine prefill0"
-    fleet.knowledge.left(fleet.p)
+    fleet.load_tracker.remove(fleet.p)
     assert fleet.named(fleet.q) is None
     fleet = Fleet()
-    fleet.knowledge.pulls = False
+    fleet.load_tracker.pulls = False
     assert fleet.named(fleet.q) is None
 
 
 def test_what_a_server_pulls_does_not_keep_it_busy():
     waits = []
     for lends in (True, False):
-        knowledge, ask = (
-            Knowledge("auto", "auto", clock=lambda: 1.0),
-            ask_of(b"", b"x" * 80_000, 9),
+        load_tracker, ask = (
+            LoadTracker("auto", "auto", clock=lambda: 1.0),
+            profile_prompt(b"", b"x" * 80_000, 9),
         )
-        knowledge.pulls = True
-        knowledge.lends("a", lends)
-        knowledge.answered(knowledge.begin("a", ask, computes=True, generates=False))
-        knowledge.begin("b", ask, computes=True, generates=False)
-        waits.append(knowledge.wait_s("b"))
+        load_tracker.pulls = True
+        load_tracker.set_lender("a", lends)
+        load_tracker.on_answer(
+            load_tracker.start("a", ask, computes=True, generates=False)
+        )
+        load_tracker.start("b", ask, computes=True, generates=False)
+        waits.append(load_tracker.wait_s("b"))
     assert waits[0] < 0.5 * waits[1]
 
 
 def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
     fleet = Fleet()
-    knowledge, turn_2 = Knowledge("auto", "auto", clock=fleet.clock), ask(TURN_2)
-    work = knowledge.begin("d", ask(TURN_1), computes=False, generates=True)
+    load_tracker, turn_2 = LoadTracker("auto", "auto", clock=fleet.clock), ask(TURN_2)
+    work = load_tracker.start("d", ask(TURN_1), computes=False, generates=True)
     fleet.clock.now += 1.0
-    knowledge.answered(work)
-    knowledge.ended(work)
-    assert knowledge.goes_alone(turn_2, ["p"], ["d", "e"])
-    assert knowledge.first(["e", "d"], turn_2, computes=True, generates=True) == "d"
+    load_tracker.on_answer(work)
+    load_tracker.end(work)
+    assert load_tracker.reserve_decode_only(turn_2, ["p"], ["d", "e"])
+    assert (
+        load_tracker.choose_server(["e", "d"], turn_2, computes=True, generates=True)
+        == "d"
+    )
 
 
 # -- over HTTP

@@ -120,7 +120,7 @@ async def test_a_registration_that_is_not_repeated_lapses_unless_the_proxy_ends(
         logging.getLogger("baton.proxy").addHandler(seen)
         await until(lambda: names(rig) == ["decode-0"])
         logging.getLogger("baton.proxy").removeHandler(seen)
-    assert "the registration of decode server http://d:1 has lapsed" in caplog.text
+    assert "the registration of decode server http://d:1 has expired" in caplog.text
     assert set(ids) == {None}  # not that of the request that registered it
 
 
@@ -343,8 +343,8 @@ async def test_an_operator_drains_a_server_and_takes_it_back():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "it must say"),
-        ("[]", "it must say"),
+        ("", "it must have"),
+        ("[]", "it must have"),
         ("decode: http://d:1", "must be a list"),
         ("decode: [d:1]", "is not a URL"),
         ("decode: []\nprefil: []", 'unknown key "prefil"'),

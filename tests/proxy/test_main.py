@@ -68,7 +68,7 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal():
     [
         (("--decode", "http://127.0.0.1:1"), "PORT", 1),
         (("--prefill", "http://127.0.0.1:1"), "--decode", 2),
-        (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must say", 2),
+        (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must have", 2),
     ],
 )
 def test_it_says_what_it_cannot_start_without(argv, words, status):

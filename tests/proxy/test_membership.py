@@ -9,17 +9,18 @@ from proxy.health import (
     LONG_SILENCE,
     MAX_PAUSE,
     Health,
-    Said,
+    HealthReport,
     SideChannel,
     pause_s,
     polled,
     silent,
 )
-from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
+from proxy.placement.load_tracker import LoadTracker
+from proxy.placement.request_profile import profile_prompt
 
-YES = Said(True)
-ASK = ask_of(b"", b"x" * 4096, 1)
+YES = HealthReport(True)
+ASK = profile_prompt(b"", b"x" * 4096, 1)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["join", "leave", "begin", "end"]),
@@ -32,11 +33,11 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
-    knowledge, left = Knowledge("auto"), list[Server]()
+    load_tracker, left = LoadTracker("auto"), list[Server]()
 
     def on_left(server: Server) -> None:
         left.append(server)
-        knowledge.left(server)
+        load_tracker.remove(server)
 
     fleet = Fleet(watch=Watch(on_left=on_left))
     named: dict[str, set[str]] = {}
@@ -52,12 +53,12 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
                 named[url].discard(source)
                 fleet.leave(server, source)
             case "begin" if server is not None and server.accepts:
-                fleet.works(server, 1)
-                begun = knowledge.begin(server, ASK, computes=True, generates=True)
+                fleet.add_in_flight(server, 1)
+                begun = load_tracker.start(server, ASK, computes=True, generates=True)
                 works.setdefault(server, []).append(begun)
             case "end" if server is not None and works.get(server):
-                knowledge.ended(works[server].pop())  # type: ignore[arg-type]
-                fleet.works(server, -1)
+                load_tracker.end(works[server].pop())  # type: ignore[arg-type]
+                fleet.add_in_flight(server, -1)
         members = fleet.of[Kind.DECODE]
         most = max(most, len(members))
         busy = {server.url for server, some in works.items() if some}
@@ -67,8 +68,8 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
         }
         assert len({each.index for each in members}) == len(members)
         assert all(each.index < most for each in members)
-        assert not set(left) & set(members) & set(knowledge.loads)
-        assert all(load.index < most for load in knowledge.loads.values())
+        assert not set(left) & set(members) & set(load_tracker.loads)
+        assert all(load.index < most for load in load_tracker.loads.values())
 
 
 def test_who_comes_takes_the_place_that_another_left():
@@ -84,13 +85,13 @@ def test_who_comes_takes_the_place_that_another_left():
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(kind):
-    fleet, both = Fleet({kind: "a"}), Said(True, is_both=True)
+    fleet, both = Fleet({kind: "a"}), HealthReport(True, is_both=True)
     (server,) = fleet.servers
 
     def members() -> list[tuple[Kind, str]]:
         return [(each.kind, each.url) for each in fleet.servers]
 
-    def says(said: Said) -> None:
+    def says(said: HealthReport) -> None:
         for each in list(fleet.servers):
             fleet.polled(each, said, 0.0)
 
@@ -99,7 +100,7 @@ def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(k
         says(both)
         assert members() == [(each, "a") for each in Kind]
         assert all(len(fleet.ready(each)) == 1 for each in Kind)
-        says(Said(False, "busy"))
+        says(HealthReport(False, "busy"))
         assert members() == [(each, "a") for each in Kind], "it may be back at once"
         says(YES)  # it was started anew, with one role
         assert members() == [(kind, "a")]
@@ -112,7 +113,7 @@ def test_a_url_given_twice_is_one_server_and_one_of_two_addresses_is_given_reque
     fleet = Fleet({Kind.DECODE: "aba"})
     first, second = fleet.servers
     assert list(map(str, fleet.servers)) == ["decode-0 a", "decode-1 b"]
-    said = Said(True, side_channel=SideChannel("engine", "start", "host", 1))
+    said = HealthReport(True, side_channel=SideChannel("engine", "start", "host", 1))
     for server in (first, second, first, second):
         fleet.polled(server, said, 0.0)
         assert fleet.ready(Kind.DECODE) == [first]
@@ -130,10 +131,12 @@ def test_who_answers_nothing_for_a_while_is_asked_less_often():
     assert pauses[:LONG_SILENCE] == [2.0] * LONG_SILENCE
     assert pauses == sorted(pauses) and pauses[-1] == 2.0 * MAX_PAUSE
     assert (
-        pause_s(polled(health, Said(False, "refused", answered=False), 1.0), 1.0)
+        pause_s(
+            polled(health, HealthReport(False, "refused", answered=False), 1.0), 1.0
+        )
         == MAX_PAUSE
     )
-    assert pause_s(polled(health, Said(False, "it starts"), 1.0), 2.0) == 2.0
+    assert pause_s(polled(health, HealthReport(False, "it starts"), 1.0), 2.0) == 2.0
 
 
 def test_a_circuit_is_told_when_it_changes():
@@ -161,7 +164,9 @@ def test_a_pool_is_of_those_that_serve_its_model_now(steps):
         fleet.drain(server, model == "-")
         if model not in "*-":
             serves[url] = model
-        fleet.polled(server, Said(model != "*", models=tuple(serves.get(url, ""))), 0.0)
+        fleet.polled(
+            server, HealthReport(model != "*", models=tuple(serves.get(url, ""))), 0.0
+        )
         for name in "xyzu":
             wanted = {u for u in "abc" if serves.get(u, name) == name}
             try:
@@ -178,5 +183,5 @@ def test_a_pool_is_of_those_that_serve_its_model_now(steps):
 
 def test_names_that_clients_make_up_are_not_kept():
     fleet = Fleet({Kind.DECODE: "ab"})
-    fleet.polled(fleet.servers[0], Said(True, models=("m",)), 0.0)
+    fleet.polled(fleet.servers[0], HealthReport(True, models=("m",)), 0.0)
     assert len({id(fleet.pool(f"made up {number}")) for number in range(9)}) == 1

@@ -3,10 +3,10 @@
 import pytest
 
 from protocol.settings.settings import ProxySettings
-from proxy.health import LONG_SILENCE, SILENCES, Room, Said
-from proxy.knowledge import Knowledge
+from proxy.health import LONG_SILENCE, SILENCES, HealthReport, Room
 from proxy.membership import Fleet, Kind, Watch
-from proxy.poller import Poller, _said
+from proxy.placement.load_tracker import LoadTracker
+from proxy.poller import Poller, _parse_ready
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import until
 
@@ -26,7 +26,9 @@ class Failing:
 
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
-    poller = Poller(fleet, upstream, Knowledge(), ProxySettings(health_interval_s=1e-4))
+    poller = Poller(
+        fleet, upstream, LoadTracker(), ProxySettings(health_interval_s=1e-4)
+    )
     for server in fleet.servers:
         poller.watch(server)
     await until(lambda: upstream.asked > num_polls)
@@ -45,7 +47,7 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
         DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long))
     )
     (server,) = fleet.servers
-    fleet.polled(server, Said(True), 0.0)
+    fleet.polled(server, HealthReport(True), 0.0)
     await watch(fleet, Failing(error), LONG_SILENCE)
     assert server.health.ready is not is_told
     short = LONG_SILENCE - SILENCES
@@ -61,7 +63,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found():
 
 
 def test_something_else_at_the_address_of_a_server_is_told_as_such():
-    said = _said(Kind.DECODE, 404, b"<html>no such page</html>")
+    said = _parse_ready(Kind.DECODE, 404, b"<html>no such page</html>")
     assert not said.ready
     assert said.reason == "GET /ready answers with status 404, unlike a Baton server"
 
@@ -92,5 +94,5 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such():
 def test_a_server_has_the_room_and_the_time_that_it_tells_in_numbers(
     told, room, itl_target_s
 ):
-    said = _said(Kind.DECODE, 200, told)
+    said = _parse_ready(Kind.DECODE, 200, told)
     assert (said.room, said.itl_target_s) == (room, itl_target_s)

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness
-from proxy.health import Said
+from proxy.health import HealthReport
 from proxy.membership import LISTED, Fleet, Kind
 from tests.proxy.fakes import Fake, Rig, decodes, prefills, until
 
@@ -173,9 +173,11 @@ def test_a_name_without_addresses_yet_is_waited_for():
     )
     fleet = Fleet()
     readiness = Readiness(fleet, settings, clock=lambda: 0.0)
-    fleet.polled(fleet.join(Kind.DECODE, "http://d:1", LISTED), Said(True), 1.0)
+    fleet.polled(fleet.join(Kind.DECODE, "http://d:1", LISTED), HealthReport(True), 1.0)
     assert readiness.report() == (False, [NO_PREFILL])
-    fleet.polled(fleet.join(Kind.PREFILL, "http://10.0.0.1:1", LISTED), Said(True), 1.0)
+    fleet.polled(
+        fleet.join(Kind.PREFILL, "http://10.0.0.1:1", LISTED), HealthReport(True), 1.0
+    )
     assert readiness.report() == (True, [])
 
 

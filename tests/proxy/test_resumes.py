@@ -9,8 +9,8 @@ import pytest
 
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from proxy.failover import MAX_MOVES
 from proxy.membership import LISTED, Kind
-from proxy.relay import MAX_MOVES
 from tests.proxy.fakes import (
     LENT,
     Behave,
@@ -313,7 +313,7 @@ async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_h
         await until(lambda: own.in_flight == 0)
         new, _ = rig.app.fleet.servers
         assert rig.app.fleet.servers == [new, other]
-        assert {*rig.app.knowledge.loads} <= {new, other}
+        assert {*rig.app.load_tracker.loads} <= {new, other}
         assert rig.in_flight() == 0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.body import ask, parse_body, with_prompt_limit
+from proxy.body import parse_body, profile, with_prompt_limit
 from tests.proxy.fakes import Fake, Rig, decodes, prefills
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
@@ -78,7 +78,7 @@ async def test_both_legs_have_the_same_limit(path, body, contexts, limit):
 
 
 def asked(**body: Any) -> Any:
-    return ask(parse_body(json.dumps({"max_tokens": 5, **body}).encode()))
+    return profile(parse_body(json.dumps({"max_tokens": 5, **body}).encode()))
 
 
 def test_a_prompt_that_will_be_cut_is_not_thought_longer_than_that():
@@ -88,7 +88,7 @@ def test_a_prompt_that_will_be_cut_is_not_thought_longer_than_that():
     assert asked(prompt=[text, text], **{LIMIT: 100}).tokens == 200
     assert asked(prompt=[1] * 5000, **{LIMIT: 100}).tokens == 100
     assert asked(prompt="x" * 40, **{LIMIT: 100}).tokens < 100
-    assert asked(prompt=text, **{LIMIT: 100}).answer == 5
+    assert asked(prompt=text, **{LIMIT: 100}).max_output_tokens == 5
 
 
 def test_the_beginning_of_a_text_that_will_be_cut_is_not_that_of_its_prompt():

@@ -72,7 +72,7 @@ async def looks_until(rig: Rig, condition: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(state, "ASKS_PER_S", 1000)
+    monkeypatch.setattr(state, "POLLS_PER_S", 1000)
 
 
 async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_data():
@@ -212,7 +212,7 @@ async def test_rings_are_bounded(monkeypatch):
 async def test_a_server_without_numbers_keeps_no_page_from_the_others(
     on_stats, monkeypatch
 ):
-    monkeypatch.setattr(state, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state, "POLL_TIMEOUT_S", 0.05)
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
         rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
         servers = (await look(rig))["servers"]
@@ -243,7 +243,7 @@ async def test_a_page_of_many_servers_is_asked_for_seldom():
     async with Rig(*fakes) as rig:
         found: httpx.Response = await rig.client.get(site.STATE_PATH)
         assert len(found.json()["names"]) == 50
-        assert found.json()["interval_s"] == 50 / state.ASKS_PER_S
+        assert found.json()["interval_s"] == 50 / state.POLLS_PER_S
 
 
 async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data():

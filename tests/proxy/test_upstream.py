@@ -173,7 +173,7 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body):
         if len(body) == 100_000:
             with pytest.raises(Lost) as raised:
                 await asking
-            assert "127.0.0.1" not in raised.value.told
+            assert "127.0.0.1" not in raised.value.client_message
         else:
             assert await (await asking).read() == b"ok"
             assert script.num_connections == 2

@@ -1,0 +1,60 @@
+"""What a server's failure means: for the server, and for the request."""
+
+from collections.abc import Sequence
+
+from protocol.errors import EngineDied, GrammarQueueFull, QueueFull
+from proxy.body import error_of
+from proxy.legs.call import MAX_DELIVERIES
+from proxy.membership import Kind
+from proxy.upstream import Failure
+
+# After these failures of a decode server, another server can continue.
+UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
+# The server had received the request when it failed, so the request may be the cause.
+DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
+_RETRIED = {
+    # A prefill is repeatable: its only effect is a lease, which is given back.
+    Kind.PREFILL: frozenset(Failure),
+    # Another decode server may use the same lease. A timeout is not retried, because
+    # the client would wait for a second one. A decode server's own error is not retried
+    # either: the server applies its failure policy itself.
+    Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
+}
+_QUEUE_PHASES = (QueueFull.phase, GrammarQueueFull.phase)
+
+
+def failure_of(status: int, body: bytes | None = None) -> Failure | None:
+    """Return the failure that a response reports; None if it is to be relayed."""
+    if status < 500:
+        if status != QueueFull.status:
+            return None
+        is_queue_full = error_of(body or b"", "phase") in _QUEUE_PHASES
+        return Failure.FULL if is_queue_full else None
+    if status != 503:
+        return Failure.ERROR
+    has_died = error_of(body or b"") == EngineDied.code
+    return Failure.DIED if has_died else Failure.BUSY
+
+
+def may_retry(
+    kind: Kind, failures: Sequence[Failure], max_deliveries: int = MAX_DELIVERIES
+) -> bool:
+    """Return whether another server may be tried after these failures.
+
+    A request that was delivered and not answered may have crashed the server, so only
+    `max_deliveries` servers receive it.
+    """
+    num_deliveries = sum(failure in DELIVERED for failure in failures)
+    return failures[-1] in _RETRIED[kind] and num_deliveries < max_deliveries
+
+
+def trips_breaker(failure: Failure, status: int | None) -> bool:
+    """Return whether a failure counts towards opening the server's circuit.
+
+    A refusal does not: the server works and is full. 502 and 504 do not: they are
+    failures of another server. A lost or refused connection does not: it makes the
+    server not ready until its next health check.
+    """
+    if failure is Failure.TIMEOUT:
+        return True
+    return failure is Failure.ERROR and status not in (502, 504)

@@ -1,0 +1,38 @@
+"""Why a request is served by a decode server alone."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from proxy.upstream import Failure
+
+
+class DecodeOnlyReason(Enum):
+    """The values are labels of baton_proxy_requests and appear in the access log."""
+
+    PLACED = "placed"  # a decode server alone was cheaper
+    INCOMPATIBLE = "incompatible"  # no decode server can read the KV
+    NO_PREFILL_SERVER = "no_prefill_server"
+    NO_KV_PARAMS = "no_kv_params"  # the prefill server's answer has none
+    PREFILL_BODY = "prefill_body"  # the body is too large for prefill servers
+    PREFILL_CONTEXT = "prefill_context"  # the prompt is too long for prefill servers
+    PREFILL_CHOICES = "prefill_choices"  # too many choices for prefill servers
+    DECODE_CHOICES = "decode_choices"  # too many choices for decode servers
+
+
+@dataclass(frozen=True)
+class DecodeOnly:
+    """No prefill server takes part.
+
+    Attributes:
+        reason: a DecodeOnlyReason, or how the last prefill server failed.
+    """
+
+    reason: DecodeOnlyReason | Failure
+
+    @property
+    def label(self) -> str:
+        return str(self.reason.value)
+
+    @property
+    def needs_longest_context(self) -> bool:
+        return self.reason is DecodeOnlyReason.PREFILL_CONTEXT

@@ -23,7 +23,7 @@ from proxy.pd_request import PDRequest
 from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site, is_browser
 from proxy.upstream import HttpUpstream
-from proxy.upstream_call import Upstreams, known_series
+from proxy.upstream_call import Upstreams
 
 logger = get_logger(__name__)
 
@@ -83,8 +83,6 @@ class ProxyApp:
         )
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for name, labels in known_series():
-            self.metrics.begin(name, **labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:

@@ -19,7 +19,7 @@ from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
 from protocol.resume import MEMBER
-from proxy.knowledge import ask_of
+from proxy.legs.request_profile import ask_of
 from proxy.placement import Ask
 
 Body = dict[str, msgspec.Raw]

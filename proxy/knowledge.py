@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
+from proxy.legs.request_profile import BLOCK_BYTES
 from proxy.placement import (
     DOUBLING,
     STEP_TOKENS,
@@ -33,12 +34,6 @@ Disaggregate = Literal["always", "auto", "never"]
 
 ServerT = TypeVar("ServerT")
 
-BLOCK_BYTES = 512  # of a prompt's JSON text
-_MOST_BYTES = 2**22  # of it that are told apart: a million tokens
-_TOKEN_BYTES = 4.0  # of text, about
-_IMPLAUSIBLE = (
-    8  # times the longest context: no text has 32 bytes a token, so it will be refused
-)
 _FASTEST_S = 1e-7  # of a token, and of a step
 _MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
@@ -47,38 +42,6 @@ _DOUBT = 2.0  # that a step takes any time besides its tokens'; 1: none
 _FORGOTTEN = 0.05  # by each health check of an idle server, of how much slower it was than others
 _MOST = 10**12  # of anything that a server tells
 _LEAST_OF_PROMPTS = 0.25  # of a step's time with prompts, whatever streams take
-
-
-def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
-    """What is to be known of a request: its prompt's JSON text, which may be token ids.
-
-    Args:
-        salt: requests of different salts share no cached prefix: of other models, or of other
-            cache salts.
-    """
-    is_tokens = text[:2].strip(b"[ ").isdigit()
-    tokens = text.count(b",") + 1.0 if is_tokens else len(text) / _TOKEN_BYTES
-    chained, hashes = hash(salt), []
-    for start in range(0, min(len(text), _MOST_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        chained = hash((chained, text[start : start + BLOCK_BYTES]))
-        hashes.append(chained)
-    block_tokens = tokens * BLOCK_BYTES / max(len(text), 1)
-    text = text if len(text) <= _MOST_BYTES else b""
-    return Ask(max(int(tokens), 1), hashes, block_tokens, answer, text=text)
-
-
-def within_context(ask: Ask, max_tokens: int | None) -> Ask:
-    """A request as it counts at servers of which none takes more than `max_tokens` tokens; None if
-    that is not known. An estimate by bytes may be too high many times over, and what is really
-    longer will be refused, so neither may count as more."""
-    if max_tokens is None or ask.tokens <= max_tokens:
-        return ask
-    bounded = replace(
-        ask, tokens=max_tokens, block_tokens=ask.block_tokens * max_tokens / ask.tokens
-    )
-    if ask.tokens > _IMPLAUSIBLE * max_tokens:
-        return replace(bounded, hashes=(), text=b"")
-    return bounded
 
 
 class Totals(NamedTuple):

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ import msgspec
 
 from protocol.errors import (
     BatonError,
-    ContextLengthExceeded,
     Forbidden,
     NoServerAvailable,
     PayloadTooLarge,
@@ -30,16 +29,16 @@ from protocol.errors import (
 from protocol.http.access import AccessGrant
 from protocol.http.deadlines import Deadline
 from protocol.kv_offers import Offer
-from protocol.openai.token_meter import TokenMeter
 from protocol.resume import FrameHistory
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.knowledge import within_context
+from proxy.legs.charge import charged
+from proxy.legs.outcome import decode_error, may_fit_elsewhere
+from proxy.legs.request_profile import Ask, within_context
 from proxy.membership import Kind, Pool, Server
-from proxy.placement import Ask
 from proxy.relay import HandedBack, Loss, Losses, Reply
-from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
+from proxy.upstream import Headers, TimedOut, UpstreamError
 from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 
 # A decode server hears of a client that left by the end of its connection, a busy one within half a
@@ -92,39 +91,9 @@ class PDRequest:
                 self._pool = self._fleet.pool(bodies.model_of(body))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        with self._charged(num_tokens):
+        with charged(self.visit, self.reply, num_tokens):
             asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
             await self._have_answered(asked)
-
-    @contextlib.contextmanager
-    def _charged(self, num_prompt_tokens: int, num_reserved: int = 0) -> Iterator[None]:
-        """Charges the key for what the request within may take, and at its end for what it took: an
-        error costs nothing. Where the client leaves before any answer, the first charge stays.
-        Raises RateLimited.
-
-        Args:
-            num_prompt_tokens: estimated, for answers that do not report it.
-            num_reserved: tokens that are likely to be generated.
-        """
-        visit, reply = self.visit, self.reply
-        visit.charge(num_prompt_tokens + num_reserved)
-        reply.headers = visit.headers
-        if visit.counts_tokens:
-            reply.meter = TokenMeter()
-        is_refused = False
-        try:
-            yield
-        except BatonError:
-            is_refused = reply.status is None
-            raise
-        finally:
-            meter = reply.meter
-            if is_refused or (reply.status or 0) >= 400:
-                visit.settle(0)
-            elif meter is not None and meter.has_begun:
-                num_prompt = meter.num_prompt_tokens
-                num_prompt = num_prompt_tokens if num_prompt is None else num_prompt
-                visit.settle(num_prompt + meter.num_generated_tokens)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -152,7 +121,8 @@ class PDRequest:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         ask = self._ask = bodies.ask(self._body)
         num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
-        with self._charged(ask.tokens, ask.answer * num_answers):
+        num_reserved = ask.answer * num_answers
+        with charged(self.visit, self.reply, ask.tokens, num_reserved):
             await self._have_generated(ask)
 
     async def _have_generated(self, ask: Ask) -> None:
@@ -405,7 +375,7 @@ class PDRequest:
             if answer.status == PayloadTooLarge.status and ready(Kind.DECODE):
                 return "prefill_body"
             own = leg.server.health.room.max_model_len
-            if not _is_beyond(answer, own, context):
+            if not may_fit_elsewhere(answer, own, context):
                 return leg
             reason, unfit = "prefill_context", self._unfit(Kind.PREFILL, (own or 0) + 1)
         return reason
@@ -440,7 +410,7 @@ class PDRequest:
             leg = await asked
         except LegFailed as failed:
             if failed.answer is None or begun or goes_on:
-                raise _told_of(failed) from None
+                raise decode_error(failed) from None
             await self.reply.relay(failed.answer)
             return
         self._trace.decode = leg.server.url
@@ -522,19 +492,3 @@ class PDRequest:
         """A request counts once, whatever becomes of its servers."""
         if not self._losses.num:
             self.upstreams.count(path, reason)
-
-
-def _told_of(failed: LegFailed) -> BatonError:
-    match failed.failure:
-        case Failure.LOST:
-            return DecodeServerLost(f"the decode server was lost: {failed}")
-        case Failure.TIMEOUT:
-            return DecodeServerTimeout(f"the decode server did not answer: {failed}")
-    return NoServerAvailable(f"no decode server could be had: {failed}")
-
-
-def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
-    """Whether a request too long for a prefill server's `own` context may fit another server, of
-    which the longest has `context`."""
-    is_too_long = bodies.error_of(answer.body or b"") == ContextLengthExceeded.code
-    return is_too_long and own is not None and context is not None and own < context

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -19,11 +19,8 @@ import msgspec
 
 from protocol.errors import (
     MAX_RETRY_AFTER_S,
-    BatonError,
-    EngineDied,
     GrammarQueueFull,
     QueueFull,
-    RequestError,
 )
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import HINT, RELEASE_PATH
@@ -31,11 +28,20 @@ from protocol.messages import KVHint
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_of, hinted
-from proxy.errors import MethodNotAllowed, queues_full
+from proxy.errors import queues_full
 from proxy.knowledge import Knowledge, Refusal, Work
+from proxy.legs.failures import (
+    DELIVERED,
+    LOSSES,
+    MAX_DELIVERIES,
+    failure_of,
+    may_retry,
+    trips_breaker,
+)
+from proxy.legs.series import known_series
 from proxy.membership import DOUBTED_S, Fleet, Kind, Pool, Server, hint
 from proxy.placement import Ask
-from proxy.relay import LOSS_REASONS, RequestTrace
+from proxy.relay import RequestTrace
 from proxy.upstream import (
     Exhausted,
     Failure,
@@ -50,7 +56,6 @@ from proxy.upstream import (
 logger = get_logger(__name__)
 
 MANY_ALONE = 50
-MAX_DELIVERIES = 2  # of what is not generated
 GIVE_BACK_TIMEOUT_S = (
     30.0  # a prefill server that is silent frees the KV when its lease ends
 )
@@ -58,53 +63,10 @@ MAX_GIVING_BACK = 1024  # at once; beyond, the lease's end frees KV
 CLOSE_TIMEOUT_S = 2.0
 MAX_HELD_S = 1.0  # for which a server that is full is believed to be
 
-_RETRIED = {
-    # A prefill is repeatable: its only effect is a lease, which is given back.
-    Kind.PREFILL: frozenset(Failure),
-    # Another decode server may use the same lease. A timeout is not repeated: the client would
-    # wait for another one. Nor is a decode server's own error: it has its failure policy.
-    Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
-}
-_FAILURES = [each for each in Failure if each.value != "moved"]  # of a server
-LOSSES = frozenset({Failure.LOST, Failure.DIED})  # after which another server may go on
-_DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
-_FULL_PHASES = (QueueFull.phase, GrammarQueueFull.phase)
 _HINT = f"kv_transfer_params.{HINT}"  # what a server names that refuses one
 
 WorkT = TypeVar("WorkT")
-
-
-def failure_of(status: int, body: bytes | None = None) -> Failure | None:
-    """What an answer says about its server; None: it is to be relayed."""
-    if status < 500:
-        is_full = (
-            status == QueueFull.status
-            and error_of(body or b"", "phase") in _FULL_PHASES
-        )
-        return Failure.FULL if is_full else None
-    if status != 503:
-        return Failure.ERROR
-    return Failure.DIED if error_of(body or b"") == EngineDied.code else Failure.BUSY
-
-
-def may_retry(
-    kind: Kind, failures: Sequence[Failure], max_deliveries: int = MAX_DELIVERIES
-) -> bool:
-    """Whether to try another server after `failures`, the last of which is new."""
-    delivered = sum(failure in _DELIVERED for failure in failures)
-    return failures[-1] in _RETRIED[kind] and delivered < max_deliveries
-
-
-def trips_breaker(failure: Failure, status: int | None) -> bool:
-    """Whether the failure counts against the server.
-
-    Not: a refusal (the server is well and full), nor 502 and 504 (its peer's fault). A lost or
-    refused connection takes the server out until its next health check instead.
-    """
-    return failure is Failure.TIMEOUT or (
-        failure is Failure.ERROR and status not in (502, 504)
-    )
 
 
 @dataclass(frozen=True)
@@ -196,6 +158,8 @@ class Upstreams:
         self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
         self.knowledge.pulls = bool(self.secret)
+        for name, labels in known_series():
+            self.metrics.begin(name, **labels)
         self._num_alone = (
             0  # requests in a row that found no prefill server to take them
         )
@@ -216,16 +180,13 @@ class Upstreams:
         failures: list[Failure] = []
         message = f"no {kind.value} server is ready"
         answer: Response | None = None
-        cheapest = partial(self.knowledge.first, ask=call.ask, computes=call.computes)
-        first = partial(cheapest, generates=kind is Kind.DECODE)
         if not call.pool.ready(kind, unfit):
             unfit = ()
         if call.ask is not None and not call.is_admitted:
             servers = call.pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[Refusal] = []
-        alike = call.ask is None, call.computes, call.transfer_id is None
-        choose = partial(call.pool.choose, kind, alike=alike, first=first)
+        choose = self._server_choice(call)
         while server := choose([*unfit, *tried]) or call.last(tried):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
@@ -235,14 +196,13 @@ class Upstreams:
             try:
                 leg = await self._attempt(server, call)
             except UpstreamError as error:
-                answer, failure, detail, told = (
-                    None,
-                    error.failure,
-                    str(error),
-                    error.told,
-                )
+                answer = None
+                failure = error.failure
+                detail = str(error)
+                told = error.told
             else:
-                failure = failure_of((answer := leg.response).status, answer.body)
+                answer = leg.response
+                failure = failure_of(answer.status, answer.body)
                 detail = told = str(answer.status)
                 if failure is None:
                     if answer.body is not None:
@@ -259,15 +219,22 @@ class Upstreams:
             )
             if not may_retry(kind, failures, own):
                 break
-        does_without = call.is_admitted and kind is Kind.PREFILL
-        if full and failures[-1] not in _DELIVERED and not does_without:
-            wait_s = min(one.retry_at for one in full) - time.monotonic()
-            raise queues_full(
-                kind.value,
-                wait_s,
-                is_of_grammars=all(one.is_of_grammars for one in full),
-            )
+        if not (call.is_admitted and kind is Kind.PREFILL):
+            _raise_if_full(kind, full, failures)
         raise LegFailed(message, failures[-1] if failures else None, answer)
+
+    def _server_choice(
+        self, call: UpstreamCall
+    ) -> Callable[[Sequence[Server]], Server | None]:
+        """Return a function that chooses the server of a call, except from some."""
+        cheapest = partial(
+            self.knowledge.first,
+            ask=call.ask,
+            computes=call.computes,
+            generates=call.kind is Kind.DECODE,
+        )
+        alike = (call.ask is None, call.computes, call.transfer_id is None)
+        return partial(call.pool.choose, call.kind, alike=alike, first=cheapest)
 
     def check_room(
         self, kind: Kind, ask: Ask, priority: int, servers: Sequence[Server]
@@ -501,40 +468,15 @@ class Upstreams:
                 await asyncio.gather(*self._giving_back, return_exceptions=True)
 
 
-def known_series() -> Iterator[tuple[str, dict[str, str]]]:
-    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
-    see the event with which a series appears, and what alerts wait for may happen once."""
-    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = ["placed", "incompatible", "no_prefill_server", "no_kv_params"]
-    unfit = ["prefill_body", "prefill_context", "prefill_choices", "decode_choices"]
-    ways = {
-        "pd": ["routed"],
-        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, *unfit, *(failure.value for failure in _FAILURES)],
-    }
-    for path, reasons in ways.items():
-        for reason in reasons:
-            yield "baton_proxy_requests", {"path": path, "reason": reason}
-    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
-        yield "baton_proxy_responses", {"status": str(status)}
-    for kind in Kind:
-        yield "baton_proxy_retries", {"leg": kind.value}
-        yield "baton_proxy_hints", {"leg": kind.value}
-        for failure in _FAILURES:
-            labels = {"leg": kind.value, "reason": failure.value}
-            yield "baton_proxy_upstream_failures", labels
-    for failure in LOSS_REASONS:
-        for outcome in (
-            "resumed",
-            "lost_again",
-            "failed",
-            "limit_reached",
-            "not_resumable",
-        ):
-            yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
+def _raise_if_full(
+    kind: Kind, refusals: Sequence[Refusal], failures: Sequence[Failure]
+) -> None:
+    """Raise QueueFull if servers refused a leg and the last failure delivered nothing.
 
-
-def _statuses(root: type[BatonError]) -> set[int]:
-    """HTTP statuses of the errors below `root`, the proxy's own among them."""
-    below = [_statuses(kind) for kind in root.__subclasses__()]
-    return {root.status}.union(*below)
+    The client is told the shortest wait of all refusals.
+    """
+    if not refusals or failures[-1] in DELIVERED:
+        return
+    wait_s = min(refusal.retry_at for refusal in refusals) - time.monotonic()
+    is_of_grammars = all(refusal.is_of_grammars for refusal in refusals)
+    raise queues_full(kind.value, wait_s, is_of_grammars=is_of_grammars)

@@ -24,9 +24,9 @@ from proxy.health import (
     succeeded,
     unreachable,
 )
+from proxy.legs.failures import failure_of, may_retry, trips_breaker
 from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.upstream import Failure
-from proxy.upstream_call import failure_of, may_retry, trips_breaker
 
 READY = Health(ready=True, reason="")
 YES, STARTING = Said(True), Said(False, "the engine is starting")

@@ -10,7 +10,8 @@ import pytest
 from protocol.kv_offers import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
-from proxy.knowledge import Knowledge, ask_of
+from proxy.knowledge import Knowledge
+from proxy.legs.request_profile import ask_of
 from proxy.membership import Kind, Server, hint
 from proxy.placement import Ask
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills

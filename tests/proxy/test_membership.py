@@ -15,7 +15,8 @@ from proxy.health import (
     polled,
     silent,
 )
-from proxy.knowledge import Knowledge, ask_of
+from proxy.knowledge import Knowledge
+from proxy.legs.request_profile import ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
 
 YES = Said(True)

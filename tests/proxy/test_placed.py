@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.knowledge import BLOCK_BYTES, Knowledge, Totals, Work, ask_of
+from proxy.knowledge import Knowledge, Totals, Work
+from proxy.legs.request_profile import BLOCK_BYTES, ask_of
 from proxy.placement import step_s
 from proxy.upstream_call import MANY_ALONE
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, prefills, until

@@ -1,0 +1,46 @@
+"""The tokens that a request costs its API key."""
+
+import contextlib
+from collections.abc import Iterator
+
+from protocol.errors import BatonError
+from protocol.http.access import AccessGrant
+from protocol.openai.token_meter import TokenMeter
+from proxy.relay import Reply
+
+
+@contextlib.contextmanager
+def charged(
+    grant: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
+) -> Iterator[None]:
+    """Charge a key for what the request within may use, and settle that at its end.
+
+    An error costs nothing. If the client disconnects before any part of the answer, the
+    first charge stays.
+
+    Args:
+        num_prompt_tokens: estimated, for answers that do not report it.
+        num_reserved: tokens that are likely to be generated.
+
+    Raises:
+        RateLimited: the key has reached a limit.
+    """
+    grant.charge(num_prompt_tokens + num_reserved)
+    reply.headers = grant.headers
+    if grant.counts_tokens:
+        reply.meter = TokenMeter()
+    is_refused = False
+    try:
+        yield
+    except BatonError:
+        is_refused = reply.status is None
+        raise
+    finally:
+        meter = reply.meter
+        if is_refused or (reply.status or 0) >= 400:
+            grant.settle(0)
+        elif meter is not None and meter.has_begun:
+            num_prompt = meter.num_prompt_tokens
+            if num_prompt is None:
+                num_prompt = num_prompt_tokens
+            grant.settle(num_prompt + meter.num_generated_tokens)

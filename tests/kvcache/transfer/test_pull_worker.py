@@ -15,14 +15,8 @@ from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    DEADLINE_S,
-    HEADS,
-    Orders,
-    Prefill,
-    layout,
-    pull_command,
-)
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout, pull_command
+from tests.rigs.orders import Orders
 from tests.rigs.process_pair import run_program
 
 

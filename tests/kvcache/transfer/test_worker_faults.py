@@ -22,14 +22,8 @@ from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    HEADS,
-    Orders,
-    Prefill,
-    expected,
-    layout,
-    pull_command,
-)
+from tests.rigs.memory_pair import HEADS, Prefill, expected, layout, pull_command
+from tests.rigs.orders import Orders
 
 TOKENS = 24  # of a pull
 BLOCKS = 3  # of a pull

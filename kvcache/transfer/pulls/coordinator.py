@@ -424,7 +424,9 @@ class PullCoordinator:
     def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
         """Why the circuit breaker allows no pull from there now; None if it does."""
         peer = self._peers.get(key_of(remote))
-        if peer is None:
+        # Each start of a pull comes here, so only a peer with failures is worth a
+        # search through all open pulls.
+        if peer is None or not peer.circuit.num_failures:
             return None
         pulls = self._pulls.reading_from(peer.key)
         return peer.circuit_error(

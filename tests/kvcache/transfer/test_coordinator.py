@@ -1,7 +1,9 @@
 """The coordinator without a worker, round by round. The test acts as the rank."""
 
 import os
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     Command,
+    Pull,
     PullDone,
     PullDrained,
     PullFailed,
@@ -113,6 +116,28 @@ def test_successful_pull_does_not_close_the_circuit_while_another_hangs(
     coordinator.read(prefill, "again")
     coordinator.report(ended("again"))
     assert isinstance(coordinator.next_events()[0], PullDone)
+
+
+def test_start_of_a_pull_does_not_inspect_the_other_open_pulls(rig, coordinator):
+    """Otherwise many pulls that wait for one handshake start in quadratic time."""
+    prefill = rig(Prefill)
+    coordinator.read(prefill, *(f"open-{number}" for number in range(8)))
+    is_reading: Any = PullState.is_reading
+    num_inspections = 0
+
+    def count_inspections(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num_inspections
+        is_inspection = frame.f_code is is_reading.fget.__code__
+        num_inspections += event == "call" and is_inspection
+
+    coordinator.pull("later", prefill.lease([4], 8), 0, 8, [2])
+    sys.setprofile(count_inspections)
+    try:
+        while not any(isinstance(command, Pull) for command in coordinator.commands):
+            coordinator.run_round()
+    finally:
+        sys.setprofile(None)
+    assert num_inspections == 0
 
 
 def test_call_that_raises_stops_no_other_call_and_events_are_notified_once(coordinator):

@@ -50,7 +50,6 @@ def check_content_type(scope: Mapping[str, Any]) -> None:
         shown = short_repr(content_type.decode("latin-1"))
     raise UnsupportedMediaType(
         f"the header Content-Type is {shown} in a request from a page of another site; "
-        f"the header Content-Type is {shown} in a request from a page of another site; "
         "send application/json, from an origin that --cors-origin names"
     )
 

@@ -65,6 +65,7 @@ async def test_page_of_another_site_is_refused_without_application_json(
                     error["code"] == "unsupported_media_type" and not error["retryable"]
                 )
                 assert "application/json" in error["message"]
+                assert error["message"].count("the header Content-Type") == 1
             for kind in JSON:
                 assert (await post(client, {**page, **kind})).status_code == 200, (
                     page,

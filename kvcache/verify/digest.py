@@ -141,8 +141,9 @@ class Digester:
         Returns:
             Whether there was anything to do.
         """
-        is_gpu_busy = self._stream is not None and not self._stream.query()
-        if not self._digests or is_gpu_busy:
+        if not self._digests:
+            return False  # the transfer thread comes here between any two posts
+        if self._stream is not None and not self._stream.query():
             return False
         digest = self._digests.popleft()
         try:

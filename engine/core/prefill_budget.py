@@ -58,9 +58,10 @@ class PrefillBudget:
 
     def record_step(self, load: Load, seconds: float) -> None:
         """Adapts the terms to the measured duration of a step."""
-        allowed_tokens = self.prompt_tokens(load.streams, load.context_tokens)
-        if 0 < load.prompt_tokens < _MIN_BUDGET_SHARE * allowed_tokens:
-            return
+        if load.prompt_tokens:
+            allowed_tokens = self.prompt_tokens(load.streams, load.context_tokens)
+            if load.prompt_tokens < _MIN_BUDGET_SHARE * allowed_tokens:
+                return
         expected_s = self.seconds(load)
         sizes = _sizes(load)
         # The uncertainty of terms that are not measured grows up to a limit.

@@ -4,10 +4,9 @@ D.
 The names and the flow are the convention of the field. Therefore any proxy that relays
 the object unchanged can drive these servers. Proxies in other languages decode and
 encode JSON with other number formats and limited precision. Therefore the object
-contains no
-fractions: logprobs are float32 bit patterns, and integers above 2**53 are strings. `30`
-and `30.0` mean the same, and so do an absent member and `null`. Members that this
-version does not know are ignored and not signed.
+contains no fractions: logprobs are float32 bit patterns, and integers above 2**53 are
+strings. `30` and `30.0` mean the same, and so do an absent member and `null`. Members
+that this version does not know are ignored and not signed.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Handles one call of an endpoint that generates.
 
-body -> parse -> tokenize -> AddRequests (with the server's hooks) -> a place in the
-queue
+body -> parse -> tokenize -> AddRequests (with the server's hooks)
+     -> a place in the queue
      -> PromptGenerations (choice.py) -> one response, or a stream (call.py)
 """
 

@@ -7,9 +7,8 @@ the engine has compiled the grammar. Therefore only the engine determines how lo
 request waits here.
 
 While prompts wait, the server measures the rate at which they get their first tokens.
-It
-includes every cause of delay: earlier prompts, and streams that occupy KV blocks. The
-wait of a new request is extrapolated from this rate, without a model of the engine.
+It includes every cause of delay: earlier prompts, and streams that occupy KV blocks.
+The wait of a new request is extrapolated from this rate, without a model of the engine.
 """
 
 import time

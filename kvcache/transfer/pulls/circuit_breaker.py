@@ -5,8 +5,7 @@ It is one of:
 - open: no pull is allowed until `retry_at`. It opens after two failures in a row, for a
   time that doubles with every further failure, up to a bound.
 - half-open: after `retry_at` one pull at a time is allowed. A success closes the
-    circuit
-  breaker, a failure opens it again.
+  circuit breaker, a failure opens it again.
 """
 
 MAX_FAILURES = 2  # in a row, before the circuit breaker opens

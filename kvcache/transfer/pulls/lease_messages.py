@@ -1,8 +1,7 @@
 """The messages that a pull sends to P about its lease.
 
 A nonce is `<verb>-<attempt id>`: P's reply repeats it, so that the coordinator finds
-    the
-pull, and the pull knows which of its messages was answered.
+the pull, and the pull knows which of its messages was answered.
 """
 
 from kvcache.verify.scope import Scope

@@ -456,8 +456,7 @@ class PullState:
         """Ends a pull that has failed or was cancelled, and aborts its lease.
 
         The lease is aborted only now: while READs are active, P must not unmap its
-            memory
-        or give it to others. (Late bytes are harmless for D: nothing uses them.)
+        memory or give it to others. (Late bytes are harmless for D: nothing uses them.)
         """
         messages: list[Action] = []
         if not isinstance(self._error, LeaseGone):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -129,7 +130,12 @@ def _execute(connection: Connection, program: str, output: str) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     connection.send(None)
-    exec(compile(program, "program", "exec"), {})
+    try:
+        exec(compile(program, "program", "exec"), {})
+    except Exception:
+        # A normal exit would wait for processes that the program has stopped.
+        traceback.print_exc()
+        os._exit(1)
     sys.stdout.flush()
 
 

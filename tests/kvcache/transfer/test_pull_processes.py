@@ -115,7 +115,7 @@ def pull_that_hangs(pull_id, tokens):
     posts = decode.workers[0].counters["posts"]
     decode.coordinator.pull(pull_id, remote, 0, tokens, list(range(1, BLOCKS)))
     while decode.workers[0].counters["posts"] == posts:
-        decode.woken.wait(0.01)
+        decode.has_event.wait(0.01)
     decode.skip(100.0)
     return decode.wait(*ENDINGS)
 

@@ -1,1 +1,1 @@
-"""The memory of KV caches, leases of it, and its transfer between servers."""
+"""KV cache memory, the leases on its blocks, and transfers of KV between servers."""

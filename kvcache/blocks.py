@@ -27,8 +27,8 @@ state.
 
 Every transition takes the ids of many blocks and is all or nothing: an illegal
 transition or a repeated id raises before anything has changed. One thread owns an
-allocator; there are no locks. A transition costs O(1) per block, amortised: an evicted
-block was cached once.
+allocator; there are no locks. A transition costs amortised O(1) per block: a block is
+evicted at most once each time it was cached.
 """
 
 from collections import OrderedDict
@@ -70,7 +70,7 @@ class BlockStateError(BlockError):
 
 
 class IntegrityError(BlockError):
-    """The counts do not add up (I1), or a block is in two states (I2)."""
+    """The counts do not add up (I1), or a block's state is inconsistent (I2)."""
 
 
 class BlockAllocator:
@@ -80,8 +80,8 @@ class BlockAllocator:
         num_blocks: Blocks of the pool, the null block included; at least 2.
 
     Attributes:
-        on_evict: Called with the id of each evicted block. The block is FREE and no
-            longer marked as cached then. The callback may unmark other blocks.
+        on_evict: Called with the id of each evicted block, which is FREE and not marked
+            as cached any more. The callback may unmark other blocks.
     """
 
     on_evict: Callable[[int], None] | None = None
@@ -99,9 +99,10 @@ class BlockAllocator:
         self._states = [BlockState.FREE] * num_blocks
         self._counts = [0] * len(BlockState)
         self._counts[BlockState.FREE] = self.capacity
-        # A stack. Every transition releases blocks in reverse, so that a sequence's
-        # blocks are allocated again in their old order. Neighbours stay neighbours,
-        # which needs fewer descriptors, and lie on few memory pages.
+        # A stack. Every transition pushes blocks in reverse order, so that the blocks
+        # of one sequence are allocated to the next one in the same order. Neighbours in
+        # memory stay neighbours in block tables, so transfers need fewer descriptors
+        # and sequences lie on fewer memory pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         # The CACHED blocks, in the order of eviction.
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -127,14 +128,15 @@ class BlockAllocator:
         return self._counts[BlockState.QUARANTINED]
 
     def can_receive(self, num_blocks: int, *, ignore_receiving: bool = False) -> bool:
-        """Whether READs may write to `num_blocks` more blocks.
+        """Whether a pull may read into `num_blocks` more blocks.
 
-        All READs may hang, so a part of the pool must stay free of them for computing.
-        READs may always write to `num_blocks` blocks if there are no other READs.
+        Every READ may hang. So only a part of the pool may be RECEIVING or QUARANTINED,
+        and the engine can compute in the other blocks. The result is always True if no
+        block is in these two states.
 
         Args:
-            ignore_receiving: Counts quarantined blocks only, as if the READs of all
-                other pulls had ended.
+            ignore_receiving: Count only QUARANTINED blocks, as if every active pull had
+                ended.
         """
         exposed = self.num_quarantined
         if not ignore_receiving:
@@ -179,7 +181,10 @@ class BlockAllocator:
         return allocated
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a use to each block; it must hold bytes (USED, LEASED or CACHED)."""
+        """Adds a use to each block.
+
+        Each block must hold bytes: USED, LEASED or CACHED.
+        """
         for block in self._checked("share", blocks, self._holds_bytes):
             self._uses[block] += 1
             self._update_state(block)
@@ -187,8 +192,8 @@ class BlockAllocator:
     def release(self, blocks: Iterable[int]) -> None:
         """Removes a use from each block.
 
-        Pass a sequence's blocks in order. Its last blocks, which the fewest other
-        sequences share, are then the first to be evicted.
+        Pass a sequence's blocks in order. The last of them, which the fewest sequences
+        share, are then evicted first.
         """
         for block in reversed(
             self._checked("release", blocks, lambda b: self._uses[b] > 0)
@@ -197,41 +202,50 @@ class BlockAllocator:
             self._update_state(block)
 
     def lease(self, blocks: Iterable[int]) -> None:
-        """Adds a lease to each block; it must hold bytes (USED, LEASED or CACHED)."""
+        """Adds a lease to each block.
+
+        Each block must hold bytes: USED, LEASED or CACHED.
+        """
         for block in self._checked("lease", blocks, self._holds_bytes):
             self._leases[block] += 1
             self._update_state(block)
 
     def end_lease(self, blocks: Iterable[int]) -> None:
-        """Removes a lease from each block; order as for `release`."""
+        """Removes a lease from each block; pass blocks in the order of `release`."""
         ids = self._checked("end the lease of", blocks, lambda b: self._leases[b] > 0)
         for block in reversed(ids):
             self._leases[block] -= 1
             self._update_state(block)
 
     def receive(self, blocks: Iterable[int]) -> None:
-        """USED -> RECEIVING: a peer's bytes will be written to the blocks.
+        """USED -> RECEIVING: READs will write a peer's bytes to the blocks.
 
-        Only one sequence may use the blocks.
+        Each block must have one use, and be neither leased nor cached.
         """
         for block in self._checked("receive into", blocks, self._is_exclusively_used):
             self._uses[block] = 0
             self._set_state(block, BlockState.RECEIVING)
 
     def received(self, blocks: Iterable[int]) -> None:
-        """RECEIVING -> USED with one use."""
-        for block in self._checked("have received", blocks, self._is_receiving):
+        """RECEIVING -> USED, with one use: the fence was passed."""
+        for block in self._checked("end receiving into", blocks, self._is_receiving):
             self._uses[block] = 1
             self._set_state(block, BlockState.USED)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """RECEIVING or QUARANTINED -> QUARANTINED: READs may still write (I7)."""
+        """RECEIVING or QUARANTINED -> QUARANTINED.
+
+        The pull was given up, but its READs may still write to the blocks (I7).
+        """
         for block in self._checked("quarantine", blocks, self._is_exposed):
             self._set_state(block, BlockState.QUARANTINED)
 
     def drained(self, blocks: Iterable[int]) -> None:
-        """RECEIVING or QUARANTINED -> FREE: no READ can write to the blocks."""
-        for block in reversed(self._checked("take back", blocks, self._is_exposed)):
+        """RECEIVING or QUARANTINED -> FREE.
+
+        No READ can write to the blocks any more.
+        """
+        for block in reversed(self._checked("drain", blocks, self._is_exposed)):
             self._set_state(block, BlockState.FREE)
 
     def mark_cached(self, block: int) -> None:
@@ -283,10 +297,14 @@ class BlockAllocator:
     def _checked(
         self, verb: str, blocks: Iterable[int], allowed: Callable[[int], bool]
     ) -> list[int]:
-        """The ids as plain ints, without duplicates.
+        """Checks the blocks of a transition, and returns their ids as plain ints.
+
+        Args:
+            verb: Names the transition in errors.
+            allowed: Returns True for a block that may make the transition.
 
         Raises:
-            BlockStateError: A block may not make this transition, or occurs twice.
+            BlockStateError: A block may not make the transition, or occurs twice.
         """
         ids = [index(block) for block in blocks]
         for block in ids:
@@ -338,7 +356,10 @@ class BlockAllocator:
         states = self._states[NULL_BLOCK + 1 :]
         recount = {state: states.count(state) for state in BlockState}
         if recount != self.counts():
-            raise IntegrityError(f"I1: counted {recount}, recorded {self.counts()}")
+            raise IntegrityError(
+                f"blocks per state: a recount gives {recount}, but {self.counts()} is "
+                "recorded (invariant I1)"
+            )
         self._check_list(self._free, BlockState.FREE)
         self._check_list(self._evictable, BlockState.CACHED)
 
@@ -347,7 +368,8 @@ class BlockAllocator:
         expected = [b for b in range(1, self.num_blocks) if self._states[b] is state]
         if blocks != expected:
             raise IntegrityError(
-                f"I2: blocks listed as {state.name} are {blocks}, expected {expected}"
+                f"the list of {state.name} blocks is {blocks}, but the blocks in that "
+                f"state are {expected} (invariant I2)"
             )
 
     def _check_block(self, block: int) -> None:
@@ -361,5 +383,6 @@ class BlockAllocator:
         is_negative = self._uses[block] < 0 or self._leases[block] < 0
         if is_negative or self._derived_state(block) is not expected:
             raise IntegrityError(
-                f"I2: state contradicts counts: {self._describe(block)}"
+                f"the state contradicts the counts of {self._describe(block)} "
+                "(invariant I2)"
             )

@@ -1,8 +1,8 @@
 """FP8 KV: an element is stored as its value divided by a scale, as float8_e4m3fn.
 
-A scale belongs to the keys or to the values of one layer, for all heads and ranks. It
-is fixed when the server starts. Values beyond the largest number of the format are
-clamped to it.
+Each layer has one scale for its keys and one for its values; all heads and ranks use
+the same scales. Scales are fixed when the server starts. Values beyond the largest
+number of the format, 448, are clamped to that number.
 """
 
 from typing import Final
@@ -16,13 +16,13 @@ MAX_VALUE: Final = 448.0
 def to_stored(
     values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> torch.Tensor:
-    """`values / scale` in `dtype`.
+    """Returns `values / scale` in `dtype`.
 
     For FP8, values beyond the largest number are clamped; NaN stays NaN.
     """
     if scale != 1.0:
-        # Multiplied by the reciprocal and rounded once, like all kernels and devices
-        # do.
+        # All kernels and devices multiply by the reciprocal and round once. This
+        # function does the same, so that all results are equal.
         values = values.float() * (1.0 / scale)
     if dtype is DTYPE:
         values = values.clamp(-MAX_VALUE, MAX_VALUE)
@@ -30,11 +30,14 @@ def to_stored(
 
 
 def addressable(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch's indexing kernels support."""
+    """A view of the rows in a dtype that torch's indexing kernels support.
+
+    The view of FP8 rows has the dtype uint8.
+    """
     return rows.view(torch.uint8) if rows.dtype is DTYPE else rows
 
 
 def from_stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of `addressable` rows in `dtype`, not yet multiplied by a scale."""
+    """Converts rows from `addressable` to `dtype`, without multiplying by a scale."""
     stored = rows.view(DTYPE) if rows.dtype is torch.uint8 else rows
     return stored.to(dtype)

@@ -1,16 +1,16 @@
 """Groups of layers that share blocks, and the blocks that each group needs.
 
-Layers with different attention windows are dealt into *groups* of equal size. The
-layers of one group have one window, and a block holds the KV of one group's layers for
-block_size tokens. So all blocks are alike, and one pool, one layout and one plan serve
-any model. The block table of a sequence has, for each block_size tokens, a block of
-each group, side by side:
+A model's layers are divided into *groups* of equal size. The layers of one group have
+the same attention window, and a block holds the KV of one group's layers for block_size
+tokens. So all blocks have the same shape, and one pool, one layout and one plan serve
+any model. For every block_size tokens of a sequence, its block table has one entry per
+group, side by side:
 
     tokens     0..15   16..31  32..47  48..63
     table     [ 7 0  |  9 0  | 12 4  | 13 5 ]     two groups; the second sees 32 tokens
 
-The null block fills entries for which a group needs no block yet or no longer. With one
-group that sees all tokens, a table is a list of blocks without gaps.
+An entry is the null block while the group does not need a block for these tokens: not
+yet, or no longer. With one group that sees all tokens, a table has no null blocks.
 
 This module does not import torch, because processes that only plan or communicate use
 it.
@@ -24,12 +24,12 @@ from functools import cached_property
 from kvcache.blocks import NULL_BLOCK
 from protocol.handshake import MAX_GROUPS
 
-# Memory that padding may add to a sequence of the model's maximum length, as a share.
+# Share of memory that padding may add to a sequence of the model's maximum length.
 _MAX_PADDING_SHARE = 0.05
 
 
 def without_null_blocks(blocks: Iterable[int]) -> list[int]:
-    """The blocks of a table that are not the null block."""
+    """Returns the blocks of a table, without its null blocks."""
     return [block for block in blocks if block != NULL_BLOCK]
 
 
@@ -38,19 +38,22 @@ class KVGroups:
     """The groups of a model's layers.
 
     Attributes:
-        windows: For each group, how many tokens a token sees, itself included; None:
-            all.
+        windows: For each group, the number of tokens that a token sees, itself
+            included; None: all tokens before it.
     """
 
     windows: tuple[int | None, ...] = (None,)
 
     @classmethod
     def from_wire(cls, windows: Sequence[int]) -> "KVGroups":
-        """The groups of a CompatRecord."""
+        """The groups that CompatRecord.kv_windows describes."""
         return cls(tuple(window or None for window in windows) or (None,))
 
     def to_wire(self) -> tuple[int, ...]:
-        """The windows as in CompatRecord; empty for one group that sees all tokens."""
+        """The value of CompatRecord.kv_windows: one window per group, 0 for None.
+
+        It is empty for one group that sees all tokens.
+        """
         if self == ONE_GROUP:
             return ()
         return tuple(window or 0 for window in self.windows)
@@ -61,18 +64,22 @@ class KVGroups:
 
     @cached_property
     def drops_blocks(self) -> bool:
-        """Whether a sequence gives blocks back while it grows."""
+        """Whether a growing sequence frees blocks, because a group has a window."""
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """The first of `num_tokens` tokens that the group needs for the next token."""
+        """The first token that the group needs to compute the token after `num_tokens`.
+
+        Token numbers start at 0.
+        """
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window)
 
     def first_needed_blocks(self, num_tokens: int, block_size: int) -> list[int]:
-        """For each group, the first block index that a sequence of `num_tokens` keeps.
+        """For each group, the index of the first block that a sequence needs.
 
-        The blocks from there on also allow computing the last token again.
+        The sequence has `num_tokens` tokens. The blocks from this index on suffice to
+        compute its last token again.
         """
         return [
             self.first_token(group, num_tokens - 1) // block_size
@@ -86,12 +93,12 @@ class KVGroups:
         block_size: int,
         reach: int | None = None,
     ) -> list[int]:
-        """The table of a prefix of `num_tokens` tokens.
+        """The table of a sequence's first `num_tokens` tokens, cut from its table.
 
         Args:
-            reach: The prefix must be continuable from `reach` tokens or more; None:
-                from `num_tokens` only. Blocks that are not needed for this become null
-                blocks.
+            reach: The smallest number of tokens after which the sequence must be
+                continuable; None: `num_tokens`. Blocks that are not needed for this
+                become null blocks.
         """
         blocks = list(table[: -(-num_tokens // block_size) * self.count])
         if self.drops_blocks:
@@ -102,13 +109,15 @@ class KVGroups:
         return blocks
 
     def group_table(self, table: Sequence[int], group: int) -> Sequence[int]:
-        """The entries of one group."""
+        """The entries of one group in a table, in order."""
         return table if self.count == 1 else table[group :: self.count]
 
     def token_ranges(self, start: int, stop: int, reach: int) -> list[range]:
         """For each group, the tokens of [start, stop) that the group needs.
 
-        The sequence can be continued from `reach` tokens or more then.
+        Args:
+            reach: The smallest number of tokens after which the sequence must be
+                continuable.
         """
         ranges = []
         for group in range(self.count):
@@ -130,10 +139,10 @@ class KVGroups:
         for group, tokens in enumerate(ranges):
             if not tokens:
                 continue
-            first_block = tokens.start // block_size
-            last_block = -(-tokens.stop // block_size)
-            for block in range(first_block, last_block):
-                index = block * count + group
+            first_position = tokens.start // block_size
+            stop_position = -(-tokens.stop // block_size)
+            for position in range(first_position, stop_position):
+                index = position * count + group
                 if index >= size or table[index] == NULL_BLOCK:
                     missing.append(index)
         return sorted(missing)
@@ -141,16 +150,23 @@ class KVGroups:
     def fill_entries(
         self, table: list[int], entries: Sequence[int], blocks: Iterable[int]
     ) -> None:
-        """Sets entries of a table to blocks; extends a table that is too short."""
-        needed = (entries[-1] // self.count + 1) * self.count if entries else 0
-        table += [NULL_BLOCK] * (needed - len(table))
+        """Sets entries of `table` to blocks; extends a table that is too short.
+
+        Args:
+            entries: The sorted indices of the entries to set, as from
+                `missing_entries`.
+            blocks: One block for each of `entries`.
+        """
+        min_length = (entries[-1] // self.count + 1) * self.count if entries else 0
+        table += [NULL_BLOCK] * (min_length - len(table))
         for index, block in zip(entries, blocks, strict=True):
             table[index] = block
 
     def num_blocks_for(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
-        """The most blocks that a sequence of `num_tokens` tokens holds at one time.
+        """The largest number of blocks that a sequence holds at any time.
 
         Args:
+            num_tokens: Length of the complete sequence.
             step_tokens: The sequence is computed in steps of this many tokens.
         """
         all_blocks = -(-num_tokens // block_size)
@@ -166,19 +182,23 @@ class KVGroups:
     def max_tokens_in(
         self, num_blocks: int, max_len: int, step_tokens: int, block_size: int
     ) -> int:
-        """Tokens of the longest sequence that `num_blocks` blocks can hold.
+        """The length in tokens of the longest sequence that fits into `num_blocks`.
 
-        If windows drop blocks, the result is at most `max_len`, rounded up to full
-        blocks.
+        If `drops_blocks`, the result is at most `max_len`, rounded up to full blocks.
+
+        Args:
+            max_len: The model's maximum length in tokens.
+            step_tokens: The sequence is computed in steps of this many tokens.
         """
         if not self.drops_blocks:
             return num_blocks // self.count * block_size
 
-        def needed(blocks: int) -> int:
-            return self.num_blocks_for(blocks * block_size, step_tokens, block_size)
+        def blocks_needed(length: int) -> int:
+            return self.num_blocks_for(length * block_size, step_tokens, block_size)
 
-        sizes = range(-(-max_len // block_size) + 1)
-        return (bisect_right(sizes, num_blocks, key=needed) - 1) * block_size
+        lengths = range(-(-max_len // block_size) + 1)  # in units of block_size tokens
+        num_fitting = bisect_right(lengths, num_blocks, key=blocks_needed)
+        return (num_fitting - 1) * block_size
 
 
 ONE_GROUP = KVGroups()
@@ -187,18 +207,20 @@ ONE_GROUP = KVGroups()
 def make_groups(
     windows: Sequence[int | None], max_len: int
 ) -> tuple[KVGroups, list[tuple[int, ...]]]:
-    """Deals a model's layers into groups of equal size.
+    """Divides a model's layers into groups of equal size.
 
-    The groups are as large, and so as few, as possible while padding (places without a
-    layer) costs at most _MAX_PADDING_SHARE. If no size keeps both that bound and
-    MAX_GROUPS, the size with the least memory within MAX_GROUPS is used.
+    The last group of a window may have fewer layers; the missing layers are padding,
+    which takes memory in every block. The largest size is chosen with which padding
+    adds at most _MAX_PADDING_SHARE and there are at most MAX_GROUPS groups. If no size
+    satisfies both bounds, the size with at most MAX_GROUPS groups that takes the least
+    memory is chosen.
 
     Args:
-        windows: Of each layer, as in KVGroups.
-        max_len: Tokens of the model's longest sequence.
+        windows: The window of each layer, as in KVGroups.
+        max_len: Length in tokens of the model's longest sequence.
 
     Returns:
-        The groups, and the layers of each; the last group of a window may have fewer.
+        The groups, and the indices of each group's layers.
     """
     layers_by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -208,18 +230,19 @@ def make_groups(
     def num_groups(size: int) -> int:
         return sum(-(-len(layers) // size) for layers in layers_by_window.values())
 
-    def cost(size: int) -> int:
+    def memory(size: int) -> int:
+        """Memory of the longest sequence, in tokens of one layer; padding included."""
         total = 0
         for window, layers in layers_by_window.items():
-            places = -(-len(layers) // size) * size
-            total += places * (window or max_len)
+            num_padded_layers = -(-len(layers) // size) * size
+            total += num_padded_layers * (window or max_len)
         return total
 
     largest = max(map(len, layers_by_window.values()))
     sizes = [s for s in range(largest, 0, -1) if num_groups(s) <= MAX_GROUPS]
-    max_cost = cost(1) * (1 + _MAX_PADDING_SHARE)
-    cheap_sizes = (size for size in sizes if cost(size) <= max_cost)
-    size = next(cheap_sizes, min(sizes, key=cost))
+    max_memory = memory(1) * (1 + _MAX_PADDING_SHARE)
+    small_sizes = (size for size in sizes if memory(size) <= max_memory)
+    size = next(small_sizes, min(sizes, key=memory))
     group_windows = []
     group_layers = []
     for window, layers in sorted(layers_by_window.items(), key=lambda kv: kv[0] or 0):

@@ -3,10 +3,10 @@
     B block   H KV head on this rank   L layer   C component   N token in block
     D element
 
-Components are K and V; MLA has one, its latent. D always comes last. The order and the
-sizes decide everything: element (b, h, l, c, n, d) lies at the sum of index x stride,
-and an axis' stride is the product of the sizes to its right. Block 0 is the reserved
-null block.
+Components are K and V; MLA has one component, the latent. D always comes last. The
+order and the sizes decide everything: element (b, h, l, c, n, d) lies at the sum of
+index x stride, and the stride of an axis is the product of the sizes to its right.
+Block 0 is the reserved null block.
 
 Byte maps, lowest address first, of 2 blocks x 2 heads x 2 layers x (K, V) x N tokens. A
 box is one contiguous run; `h1 L0 K` is the keys of head 1 in layer 0; `n0..` counts the
@@ -18,13 +18,13 @@ of a block is one descriptor for all layers, and a complete block is one as well
     block 0                                                     block 1
     [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | .. ][ h0: .. ][ h1: .. ]
 
-BLCHND: cross-layer blocks. A complete block is one run, a head slice of it L x C runs
-of N x D.
+BLCHND: cross-layer blocks. A complete block is one run. The slice of one head is L x C
+runs of N x D elements.
 
     block 0                                               block 1
     [ L0: K h0 n0.. | K h1 | V h0 | V h1 ][ L1: K h0 .. ][ L0: .. ][ L1: .. ]
 
-LBCHND (FlashInfer): a region per layer, K and V side by side in each block.
+LBCHND (FlashInfer): a region per layer; in each block V follows K.
 
     layer 0                                               layer 1
     [ b0: K h0 n0.. | K h1 | V h0 | V h1 ][ b1: K h0 .. ][ b0: .. ][ b1: .. ]
@@ -34,8 +34,8 @@ LCBHND (FlashAttention, heads first): a region per layer and component.
     layer 0, K                         layer 0, V         layer 1, K
     [ b0: h0 n0.. | h1 ][ b1: h0 .. ]  [ b0 ][ b1 ]       [ b0 ][ b1 ]  ..
 
-LBCNHD, LCBNHD (token-major, "NHD"): like the two above, but each token holds all its
-heads. A slice of the heads is one run of heads x D elements per token.
+LBCNHD, LCBNHD (token-major, "NHD"): like LBCHND and LCBHND, but the heads of each token
+lie side by side. A slice of the heads is one run of heads x D elements per token.
 
     layer 0                                                   layer 1
     [ b0: K n0 h0 | n0 h1 | n1 h0 | n1 h1 | .. | V n0 h0 .. ][ b1 ]  [ b0 ][ b1 ]
@@ -57,8 +57,9 @@ MAX_BLOCK_SIZE_TOKENS = 256
 class KVLayout(LayoutRecord, frozen=True, dict=True):
     """The order, the sizes and the dtype of one rank's KV cache.
 
-    Options and handshakes have checked the values. Properties that a plan reads dozens
-    of times are cached: do not change the dictionaries that they return.
+    The values were checked when options and handshakes were parsed. Properties that a
+    plan reads dozens of times are cached: do not change the dictionaries that these
+    properties return.
     """
 
     @classmethod
@@ -104,8 +105,8 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token: all heads, layers and components of this rank."""
-        num_rows = self.num_heads * self.num_layers * self.num_components
-        return num_rows * self.head_dim * self.itemsize
+        num_vectors = self.num_heads * self.num_layers * self.num_components
+        return num_vectors * self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:

@@ -4,14 +4,15 @@
                     ---abort------> ABORTED
                     ---deadline---> EXPIRED
 
-A lease of a prompt that is still being computed grows until it is sealed, and cannot be
-completed before. An ended lease leaves a tombstone: the attempt that completed it gets
-`ok` again, all other attempts get `gone`, as for an unknown lease. Tombstones are
-bounded by count and age.
+A lease of a prompt that is still being computed grows until it is sealed; only a sealed
+lease can be completed. An ended lease leaves a tombstone: the attempt that completed
+the lease gets `ok` again, and every other attempt gets `gone`, as for an unknown lease.
+The number and the age of tombstones are bounded.
 
-The table is pure: the clock is an argument, always the prefill server's own (I3). An
+The table is pure: the clock is an argument, always that of the prefill server (I3). An
 operation at or after a deadline finds the lease expired, even if `expire` was not
-called since. So a reader never gets `ok` for blocks that are no longer held (I4, I5).
+called in between. So a reader never gets `ok` for blocks that are no longer held (I4,
+I5).
 """
 
 import heapq
@@ -25,7 +26,7 @@ _MAX_TOMBSTONES = 65536
 _TOMBSTONE_S = 600.0
 
 
-class LeaseState(Enum):
+class LeaseOutcome(Enum):
     """How a lease ended."""
 
     COMPLETED = "completed"
@@ -40,7 +41,7 @@ class EndedLease:
     lease_id: str
     request_id: str
     block_ids: tuple[int, ...]
-    outcome: LeaseState
+    outcome: LeaseOutcome
 
 
 @dataclass
@@ -66,7 +67,7 @@ class LeaseTable:
         # A heap. A renewal adds an entry and leaves the old one in the heap.
         self._deadlines: list[tuple[float, str]] = []
         self._ended: list[EndedLease] = []
-        self.ended_counts = Counter[LeaseState]()  # since the start
+        self.ended_counts = Counter[LeaseOutcome]()  # since the start
 
     @property
     def num_held(self) -> int:
@@ -82,7 +83,11 @@ class LeaseTable:
         *,
         grows: bool = False,
     ) -> None:
-        """Holds the blocks until `now + lease_s`, unless renewed or ended before."""
+        """Holds blocks until `now + lease_s`, unless the lease is renewed or ended.
+
+        Args:
+            grows: More blocks will follow by `grow`.
+        """
         assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
         deadline = now + lease_s
         self._held[lease_id] = _HeldLease(
@@ -108,7 +113,7 @@ class LeaseTable:
             seals: These are the last blocks.
 
         Returns:
-            False if the lease is gone. The blocks remain the caller's then.
+            False if the lease is gone. The blocks still belong to the caller then.
         """
         self.expire(now)
         lease = self._held.get(lease_id)
@@ -139,43 +144,43 @@ class LeaseTable:
         """Completes a lease: the fence of a pull.
 
         Returns:
-            True if the lease was held until now, or if the same attempt has completed
-            it before. False for a lease that still grows.
+            True if the lease was held until now, or if an earlier call of the same
+            attempt completed it. False for a lease that still grows.
         """
         self.expire(now)
         lease = self._held.get(lease_id)
         if lease is not None:
             if lease.grows:
                 return False
-            self._end(lease_id, LeaseState.COMPLETED, attempt_id, now)
+            self._end(lease_id, LeaseOutcome.COMPLETED, attempt_id, now)
             return True
         tombstone = self._tombstones.get(lease_id)
         return tombstone is not None and tombstone.attempt_id == attempt_id
 
     def abort(self, lease_id: str, now: float) -> bool:
-        """Ends a held lease; False if it was gone already."""
+        """Ends a held lease; returns False if the lease was gone already."""
         self.expire(now)
         if lease_id not in self._held:
             return False
-        self._end(lease_id, LeaseState.ABORTED, None, now)
+        self._end(lease_id, LeaseOutcome.ABORTED, None, now)
         return True
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose deadline has passed and removes old tombstones."""
+        """Ends the leases that have reached their deadline; removes old tombstones."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._held.get(lease_id)
             if lease is not None and lease.deadline <= now:
-                self._end(lease_id, LeaseState.EXPIRED, None, now)
+                self._end(lease_id, LeaseOutcome.EXPIRED, None, now)
         self._remove_old_tombstones(now)
 
     def abort_all(self, now: float) -> None:
         """Ends every held lease, because the engine is shutting down."""
         for lease_id in list(self._held):
-            self._end(lease_id, LeaseState.ABORTED, None, now)
+            self._end(lease_id, LeaseOutcome.ABORTED, None, now)
 
     @property
-    def has_ended(self) -> bool:
+    def has_ended_leases(self) -> bool:
         """Whether `drain_ended` would return any lease."""
         return bool(self._ended)
 
@@ -186,7 +191,7 @@ class LeaseTable:
         return ended
 
     def _end(
-        self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float
+        self, lease_id: str, outcome: LeaseOutcome, attempt_id: str | None, now: float
     ) -> None:
         lease = self._held.pop(lease_id)
         self.ended_counts[outcome] += 1

@@ -1,11 +1,12 @@
 """The prefill engine's end of the side channel.
 
-Decode engines ask for metadata over it, and renew and complete leases. On the prefill
-server (P) a thread of its own answers, so that no answer waits for a forward step. The
-engine grants leases, announces blocks and collects ended leases under a lock that is
-held for at most one message. On the decode server (D) a client (lease_client.py) sends
-requests and receives replies without blocking; a reply has its request's nonce. A
-message on the wire is its MAC and its payload.
+Over the side channel, decode engines request metadata and digests, look up prefixes,
+and renew and complete leases. On the prefill server (P) a separate thread answers, so
+that no answer waits for a forward step. The engine grants leases, announces blocks and
+collects ended leases under a lock that the thread holds for at most one message. On the
+decode server (D), lease_client.py sends requests and receives replies without blocking.
+A reply repeats the nonce of its request. On the wire, a message is a MAC followed by a
+payload.
 """
 
 import threading
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
-from kvcache.lease import EndedLease, LeaseState, LeaseTable
+from kvcache.lease import EndedLease, LeaseOutcome, LeaseTable
 from kvcache.offers import Offers
 from kvcache.transfer.pulls.lease_client import Address, new_id
 from kvcache.verify.scope import OnSums, Scope
@@ -55,18 +56,21 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # longest time until an expired lease is collected
-# Also the number of bytes read at a time. A request has at most 5 ids of 128 bytes.
+# Bound of a request, which has at most 5 ids of 128 bytes; a lookup's tokens come on
+# top. Also the number of bytes that are read at a time.
 _MAX_REQUEST_BYTES = 4 << 10
-# Lookups that wait for the engine. Others get the reply that no prefix matches.
+# Lookups that wait for the engine. Any lookup beyond this number is answered at once,
+# as if no prefix matched.
 _MAX_LOOKUPS = 64
 _MAX_UNSENT_BYTES = 64 << 20  # of replies to one peer
 _MAX_UNAUTHENTICATED = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections accepted at a time
-# Digests computed concurrently. Further requests get no answer; the peer repeats them.
+# Digests computed concurrently. Beyond this number, a request gets no answer, and the
+# peer repeats it.
 _MAX_DIGESTS = 64
-# Interval between warnings of refused requests, which any network peer can cause.
-_WARN_S = 10.0
-_NO_DESCRIPTOR_S = 0.01
+# Any network peer can cause warnings of refused requests, so they are rate-limited.
+_MIN_WARNING_INTERVAL_S = 10.0
+_ACCEPT_RETRY_S = 0.01  # pause after a connection could not be accepted
 
 OnDigest = Callable[[Scope, tuple[int, ...], OnSums], None]
 
@@ -79,18 +83,18 @@ class LeaseServer:
     """A thread that serves the metadata and the leases of a prefill engine.
 
     Args:
-        host: The address that peers connect to; `bind_host` is the local address, if it
-            differs.
+        host: The address that peers connect to.
         port: 0 takes a free port; see `address`.
-        on_event: Called by the thread when `drain_ended` or `lookups` has something;
-            must not block.
-        digest: Starts to compute the digest of blocks' KV. It may call back in any
-            thread.
+        on_event: Called by the thread when `drain_ended` or `lookups` has entries; must
+            not block.
+        bind_host: The local address to listen on, if it is not `host`.
+        digest: Starts to compute a digest of the KV in some blocks. It may call
+            `on_sums` in any thread.
         max_tokens: Largest number of tokens in a lookup.
 
     Attributes:
-        lookups: Lookups that the engine must answer by `answer_lookup`, each with its
-            connection.
+        lookups: Lookups that the engine must answer with `answer_lookup`, each with the
+            connection for the answer.
     """
 
     def __init__(
@@ -152,31 +156,34 @@ class LeaseServer:
 
     @contextmanager
     def offers(self) -> Iterator[tuple[Offers[Wire], float]]:
-        """The prompts that are lent while they are computed, and the time.
+        """The offers and the current time; holds the lock for the `with` block.
 
-        At the end of the `with` block, changes to them are sent to readers.
+        At the end of the block, changes to the offers are sent to readers.
         """
         with self._lock:
             yield self._offers, self._clock()
             self._send_to_readers()
-        if self._table.has_ended:
+        if self._table.has_ended_leases:
             self._waker.wake()
 
     def abort(self, lease_id: str) -> bool:
-        """Ends a lease; False if it was gone already."""
+        """Ends a lease; returns False if the lease was gone already."""
         with self._lock:
             return self._table.abort(lease_id, self._clock())
 
     def drain_ended(self) -> list[EndedLease]:
-        """Leases that ended since the last call; the engine may reuse their blocks."""
+        """Returns the leases that ended since the last call.
+
+        Their blocks belong to the engine again.
+        """
         with self._lock:
             ended = self._table.drain_ended()
             for lease in ended:
-                self._offers.lease_ended(lease.lease_id)
+                self._offers.on_lease_ended(lease.lease_id)
             return ended
 
     def answer_lookup(self, reader: Wire, reply: LookupResult) -> None:
-        """Sends the reply to a lookup."""
+        """Sends the reply to a lookup of `lookups`, by the server's thread."""
         self._call_later(partial(self._push, reader, reply))
 
     def _call_later(self, call: Callable[[], None]) -> None:
@@ -189,14 +196,14 @@ class LeaseServer:
             ended_counts = self._table.ended_counts
             num_held = self._table.num_held
             counters = Counter(self._counters)
-            for state in LeaseState:
-                counters[state.value] = ended_counts[state]
+            for outcome in LeaseOutcome:
+                counters[outcome.value] = ended_counts[outcome]
             counters["held"] = num_held
             counters["granted"] = num_held + ended_counts.total()
             return counters
 
     def close(self) -> None:
-        """Stops the thread; leases still held end as ABORTED and can be drained."""
+        """Stops the thread. Held leases end as ABORTED; `drain_ended` returns them."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -219,9 +226,9 @@ class LeaseServer:
                     call = self._calls.popleft()
                     call()
                 self._table.expire(self._clock())
-                has_ended = self._table.has_ended
+                has_ended_leases = self._table.has_ended_leases
                 self._send_to_readers()
-            if (has_ended or self.lookups) and self._on_event is not None:
+            if (has_ended_leases or self.lookups) and self._on_event is not None:
                 self._on_event()
 
     def _accept(self) -> None:
@@ -231,24 +238,28 @@ class LeaseServer:
             except BlockingIOError:
                 return
             except OSError:
-                # The peer has disconnected, or no descriptor is free. The listener
-                # stays readable, so this thread must not retry at once.
-                time.sleep(_NO_DESCRIPTOR_S)
+                # The peer has disconnected, or no file descriptor is free. The listener
+                # stays readable, so without a pause this thread would spin.
+                time.sleep(_ACCEPT_RETRY_S)
                 return
             tune(sock)
             wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._unauthenticated[wire] = None
-            # Without this bound they could use up all descriptors.
+            # Without this bound, connections of strangers could use up all file
+            # descriptors.
             if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
                 with self._lock:
                     self._drop(next(iter(self._unauthenticated)))
 
     def _serve(self, wire: Wire) -> None:
-        """Reads and answers a few messages, while other peers and the engine wait."""
+        """Reads and answers a few messages under the lock.
+
+        The engine and the connections of all other peers wait in that time.
+        """
         with self._lock:
-            if wire in self._wires:  # it may have been dropped in this round
+            if wire in self._wires:  # a call before this one may have dropped it
                 self._exchange(wire)
 
     def _exchange(self, wire: Wire) -> None:
@@ -262,7 +273,7 @@ class LeaseServer:
         except Exception:  # one bad message must not end every lease
             logger.exception("side channel: a message failed; closing its connection")
             self._counters["internal_errors"] += 1
-            self._drop(wire)  # the next round might fail in the same way
+            self._drop(wire)  # the message might fail again in the next round
 
     def _send_to_readers(self) -> None:
         """Sends messages to readers in the calling thread.
@@ -285,10 +296,15 @@ class LeaseServer:
                 self._drop(wire)
 
     def _start_digest(self, request: GetDigest, wire: Wire) -> LeaseEnded | None:
-        """Starts a digest; None: `_send_digest` will answer."""
+        """Starts the digest that a request asks for.
+
+        Returns:
+            LeaseEnded if the lease is gone. None if `_send_digest` will answer, or if
+            too many digests are being computed.
+        """
         blocks = self._table.blocks(request.lease_id, self._clock())
         if blocks is None:
-            return LeaseEnded(nonce=request.nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=request.nonce, reason="it is unknown or has ended")
         if request.nonce in self._digesting:
             self._digesting[request.nonce] = wire  # the request was repeated
             return None
@@ -310,17 +326,17 @@ class LeaseServer:
         return None
 
     def _send_digest(self, request: GetDigest, sums: bytes) -> None:
-        """Answers with the digest if its lease is still held, else with LeaseEnded."""
+        """Answers with the digest if the lease is still held, else with LeaseEnded."""
         reply: Reply
         if self._table.blocks(request.lease_id, self._clock()) is not None:
             reply = Digest(nonce=request.nonce, sums=sums)
         else:
-            reason = "it ended while its digest was computed"
+            reason = "it ended while the digest of its KV was computed"
             reply = LeaseEnded(nonce=request.nonce, reason=reason)
         self._push(self._digesting.pop(request.nonce), reply)
 
     def _drop(self, wire: Wire) -> None:
-        self._offers.leave(wire)
+        self._offers.remove_reader(wire)
         self._wires.discard(wire)
         self._unauthenticated.pop(wire, None)
         self._selector.unregister(wire)
@@ -330,8 +346,8 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer sends requests but does not read replies")
         reply = self._answer(message, wire)
-        # If the peer has closed, messages that it sent before may still have to be
-        # read.
+        # A peer may send several messages and close. All of them are handled, although
+        # no reply can be sent.
         with suppress(WireClosed):
             if reply is not None:
                 wire.send(seal_reply(reply, self._secret))
@@ -345,7 +361,7 @@ class LeaseServer:
             request = open_request(message, self._secret)
         except FrameError as error:
             self._counters["refused"] += 1
-            if time.monotonic() - self._warned_at > _WARN_S:
+            if time.monotonic() - self._warned_at > _MIN_WARNING_INTERVAL_S:
                 self._warned_at = time.monotonic()
                 logger.warning("side channel refused a request: %s", error)
             return Refused(reason=str(error))
@@ -367,7 +383,7 @@ class LeaseServer:
             return None
         if not self._apply(request, self._clock()):
             self._counters["gone"] += 1
-            return LeaseEnded(nonce=request.nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=request.nonce, reason="it is unknown or has ended")
         self._counters["renewed"] += isinstance(request, Renew)
         return Ok(nonce=request.nonce)
 
@@ -377,8 +393,9 @@ class LeaseServer:
             return self._table.renew(request.lease_id, now)
         if isinstance(request, Complete):
             return self._table.complete(request.lease_id, request.attempt_id, now)
-        kind, _, attempt_id = request.nonce.partition("-")
+        # The nonce of an AbortLease is `<verb>-<attempt id>`; see lease_messages.py.
+        verb, _, attempt_id = request.nonce.partition("-")
         self._offers.unsubscribe(
-            f"subscribe-{attempt_id}", request.lease_id, now, lends=kind == "lend"
+            f"subscribe-{attempt_id}", request.lease_id, now, lends=verb == "lend"
         )
         return self._table.abort(request.lease_id, now)

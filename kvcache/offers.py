@@ -1,10 +1,12 @@
-"""Prompts whose KV is lent while they are computed: leased blocks and readers.
+"""Offers: prompts with KV that decode servers may pull while it is being computed.
 
-    subscribe ------------> waits for its prompt              (in either order)
-    expect ---------------> the engine has the prompt
-    grow, ..., finish ----> one lease that grows; readers get each part and, at the end,
-                            the reference
-    withdraw -------------> readers get LeaseEnded, as at the end of the lease
+The readers of an offer are the decode servers that have subscribed to it.
+
+    subscribe       a reader waits for a prompt, before or after `expect`
+    expect          the engine has received the prompt
+    grow, finish    the prompt's lease gets more blocks; readers are sent each part
+                    and, after `finish`, the reference
+    withdraw        readers are sent LeaseEnded, as when the lease ends
 
 This module is pure: the clock is an argument, and a reader is any object of the caller.
 """
@@ -16,12 +18,11 @@ from typing import Generic, TypeVar
 from kvcache.lease import LeaseTable
 from protocol.handshake import LeaseEnded, Ok, Progress, Subscribe
 
-# How long a subscription waits for its prompt, because a request body may take long to
-# arrive; and how long an ended prompt is remembered, because a subscription may be
-# late.
+# A subscription waits this long for its prompt, because a request body may take long to
+# arrive. An ended prompt is remembered this long, because a subscription may be late.
 REMEMBERED_S = 30.0
-_MAX_REMEMBERED = 16384  # prompts waited for or remembered
-# Readers of one prompt. A proxy tries only a few decode servers, one after the other.
+_MAX_REMEMBERED = 16384  # bound of the prompts that are awaited or remembered
+# Readers of one prompt. A proxy tries only a few decode servers, one after another.
 _MAX_READERS = 8
 
 R = TypeVar("R")
@@ -36,15 +37,18 @@ class _Subscription(Generic[R]):
 
 @dataclass
 class _Offer(Generic[R]):
-    """The blocks of a prompt that are leased so far, and its subscriptions.
+    """The blocks of a prompt that are leased so far, and the prompt's subscriptions.
 
     Attributes:
-        request_id: Of the engine; empty: the prompt has not arrived, or was withdrawn.
+        request_id: The engine's request id; empty if the prompt has not arrived or was
+            withdrawn.
         block_size: Tokens per block.
-        reference: The handoff reference, once the lease is sealed.
-        is_given_up: The last reader has unsubscribed: the lease is aborted once it is
+        lease_id: Empty before the first blocks are leased.
+        reference: The handoff reference; empty before the lease is sealed.
+        is_given_up: The last reader has unsubscribed. The lease is aborted once it is
             sealed.
-        has_ended: None of its blocks may be read any more.
+        has_ended: The lease has ended or the prompt was withdrawn, so no block may be
+            read any more.
         subscriptions: By nonce.
     """
 
@@ -66,10 +70,10 @@ class Offers(Generic[R]):
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._offers: dict[str, _Offer[R]] = {}
-        # Until when prompts are waited for, or remembered after their end; oldest
-        # first.
+        # By transfer id, oldest first: until when a prompt that has not arrived is
+        # awaited, or an ended prompt is remembered.
         self._remembered_until: dict[str, float] = {}
-        self._by_lease: dict[str, str] = {}
+        self._transfer_ids: dict[str, str] = {}  # by lease id
         self._changed: set[str] = set()  # transfer ids with messages to send
 
     # -- calls of the engine
@@ -83,9 +87,10 @@ class Offers(Generic[R]):
         block_size: int,
         now: float,
     ) -> None:
-        """Registers a prompt that has arrived.
+        """Registers that the engine has received a prompt.
 
-        An earlier prompt of the same transfer id is withdrawn.
+        If a prompt with the same transfer id is being computed already, that prompt is
+        withdrawn.
         """
         self.withdraw(transfer_id, now)
         offer = self._offers.get(transfer_id)
@@ -123,13 +128,13 @@ class Offers(Generic[R]):
         """Leases more blocks, which must be complete on every rank.
 
         Args:
-            lease_id: Of a new lease, for the first blocks. Later blocks join that
-                lease.
+            lease_id: The id for a new lease. Ignored if the prompt has a lease already,
+                because all its blocks belong to one lease.
             seals: These are the last blocks.
 
         Returns:
-            The lease's id; empty if the lease has ended. The blocks remain the caller's
-            then.
+            The id of the prompt's lease; empty if the lease has ended. The blocks still
+            belong to the caller then.
         """
         offer = self._offers[transfer_id]
         if offer.has_ended:
@@ -155,14 +160,18 @@ class Offers(Generic[R]):
         reference: bytes,
         now: float,
     ) -> None:
-        """Registers that the prompt is computed and this lease has all its blocks.
+        """Registers that a prompt is computed and that this lease has all its blocks.
 
-        The lease ends at once if the prompt's last reader has unsubscribed.
+        If the prompt's last reader has unsubscribed, the lease is aborted at once.
+
+        Args:
+            block_ids: All blocks of the prompt.
+            reference: The handoff reference, for the prompt's readers.
         """
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
-        if offer.lease_id != lease_id:  # there is no lease yet, or it has ended
+        if offer.lease_id != lease_id:  # no block was leased, or that lease has ended
             self._set_lease(transfer_id, offer, lease_id)
         offer.block_ids = list(block_ids)
         offer.reference = reference
@@ -171,7 +180,7 @@ class Offers(Generic[R]):
         self._changed.add(transfer_id)
 
     def withdraw(self, transfer_id: str, now: float) -> None:
-        """Registers that the prompt will never be complete.
+        """Registers that a prompt will not be computed to its end; aborts its lease.
 
         Does nothing if the prompt is complete already.
         """
@@ -184,9 +193,9 @@ class Offers(Generic[R]):
             self._table.abort(offer.lease_id, now)
         self._changed.add(transfer_id)
 
-    def lease_ended(self, lease_id: str) -> None:
-        """Registers the end of a lease of the table."""
-        transfer_id = self._by_lease.pop(lease_id, "")
+    def on_lease_ended(self, lease_id: str) -> None:
+        """Registers that a lease of the table has ended."""
+        transfer_id = self._transfer_ids.pop(lease_id, "")
         offer = self._offers.get(transfer_id)
         if offer is not None and offer.lease_id == lease_id:
             offer.has_ended = True
@@ -194,22 +203,29 @@ class Offers(Generic[R]):
 
     def _set_lease(self, transfer_id: str, offer: _Offer[R], lease_id: str) -> None:
         offer.lease_id = lease_id
-        self._by_lease[lease_id] = transfer_id
+        self._transfer_ids[lease_id] = transfer_id
 
     # -- calls for readers
 
     def subscribe(self, request: Subscribe, reader: R, now: float) -> Ok | LeaseEnded:
-        """Adds or renews a subscription; `take_messages` returns its messages."""
+        """Adds or renews a subscription, and renews the lease of its prompt.
+
+        `take_messages` returns the subscription's messages.
+
+        Returns:
+            LeaseEnded if the subscription is refused, because a bound is reached.
+        """
         nonce = request.nonce
         offer = self._offers.get(request.transfer_id)
         if offer is None:
             if len(self._remembered_until) >= _MAX_REMEMBERED:
-                return LeaseEnded(nonce=nonce, reason="too many prompts are waited for")
+                reason = "the prefill server already waits for too many prompts"
+                return LeaseEnded(nonce=nonce, reason=reason)
             offer = self._offers[request.transfer_id] = _Offer()
             self._remembered_until[request.transfer_id] = now + REMEMBERED_S
         is_new = nonce not in offer.subscriptions
         if is_new and len(offer.subscriptions) >= _MAX_READERS:
-            return LeaseEnded(nonce=nonce, reason="it has too many readers")
+            return LeaseEnded(nonce=nonce, reason="the prompt has too many readers")
         if offer.lease_id:
             self._table.renew(offer.lease_id, now)
         offer.is_given_up = False
@@ -221,14 +237,19 @@ class Offers(Generic[R]):
         self._changed.add(request.transfer_id)
         return Ok(nonce=nonce)
 
-    def unsubscribe(self, nonce: str, name: str, now: float, *, lends: bool) -> None:
-        """Ends a subscription.
+    def unsubscribe(
+        self, nonce: str, lease_or_transfer_id: str, now: float, *, lends: bool
+    ) -> None:
+        """Ends a subscription. If it was the last one, the offer is given up.
+
+        The lease of an offer that is given up is aborted once it is sealed.
 
         Args:
-            name: The lease id; or the transfer id, if the reader has no lease id yet.
-            lends: The prompt stays on offer, because another reader may subscribe.
+            lease_or_transfer_id: The transfer id if the reader has no lease id yet.
+            lends: Do not give up the offer, because another reader may subscribe.
         """
-        offer = self._offers.get(self._by_lease.get(name, name))
+        transfer_id = self._transfer_ids.get(lease_or_transfer_id, lease_or_transfer_id)
+        offer = self._offers.get(transfer_id)
         if offer is None:
             return
         offer.subscriptions.pop(nonce, None)
@@ -236,8 +257,12 @@ class Offers(Generic[R]):
         if offer.is_given_up and offer.reference:
             self._table.abort(offer.lease_id, now)
 
-    def leave(self, reader: R) -> None:
-        """Ends all subscriptions of a reader."""
+    def remove_reader(self, reader: R) -> None:
+        """Removes a reader's subscriptions after its connection has closed.
+
+        Unlike `unsubscribe`, this does not give up an offer: the reader may connect and
+        subscribe again.
+        """
         for offer in self._offers.values():
             nonces = [
                 nonce
@@ -250,9 +275,11 @@ class Offers(Generic[R]):
     def take_messages(
         self, now: float, is_slow: Callable[[R], bool]
     ) -> list[tuple[R, Progress | LeaseEnded]]:
-        """The messages to send to readers now.
+        """Returns the messages to send to readers now, and drops expired prompts.
 
-        A slow reader gets its messages later, combined into one.
+        Args:
+            is_slow: Returns True for a reader that has not received earlier messages
+                yet. A later call returns one message with all that the reader missed.
         """
         messages: list[tuple[R, Progress | LeaseEnded]] = []
         changed = self._changed
@@ -268,8 +295,8 @@ class Offers(Generic[R]):
                 message = self._message_for(offer, nonce, subscription)
                 if message:
                     messages.append((subscription.reader, message))
-            # The offer of a prompt that is still being computed stays, with
-            # `has_ended`.
+            # If the prompt is still being computed, its offer stays, because `grow` and
+            # `finish` will look it up.
             if offer.has_ended and (offer.reference or not offer.request_id):
                 self._offers[transfer_id] = _Offer(
                     has_ended=True, subscriptions=offer.subscriptions
@@ -278,7 +305,13 @@ class Offers(Generic[R]):
         return messages + self._remove_expired(now)
 
     def _remove_expired(self, now: float) -> list[tuple[R, Progress | LeaseEnded]]:
-        """Removes prompts after REMEMBERED_S, and the oldest beyond _MAX_REMEMBERED."""
+        """Drops awaited and ended prompts after REMEMBERED_S.
+
+        If there are more than _MAX_REMEMBERED, the oldest are dropped earlier.
+
+        Returns:
+            LeaseEnded for each reader that still waits.
+        """
         messages: list[tuple[R, Progress | LeaseEnded]] = []
         while self._remembered_until:
             transfer_id, until = next(iter(self._remembered_until.items()))
@@ -287,23 +320,27 @@ class Offers(Generic[R]):
             del self._remembered_until[transfer_id]
             offer = self._offers.pop(transfer_id)
             for nonce, subscription in offer.subscriptions.items():
-                message = LeaseEnded(nonce=nonce, reason="unknown")
+                message = LeaseEnded(nonce=nonce, reason="the prompt did not arrive")
                 messages.append((subscription.reader, message))
         return messages
 
     def _message_for(
         self, offer: _Offer[R], nonce: str, subscription: _Subscription[R]
     ) -> Progress | LeaseEnded | None:
-        """The next message of a subscription, which ends with its last message."""
+        """The next message of a subscription; None if there is nothing new to send.
+
+        With its last message, the subscription is removed from the offer.
+        """
         is_other_prompt = (
             offer.request_id and subscription.prompt_digest != offer.prompt_digest
         )
         if is_other_prompt:
             del offer.subscriptions[nonce]
-            return LeaseEnded(nonce=nonce, reason="it is of another prompt")
+            reason = "the transfer id belongs to another prompt"
+            return LeaseEnded(nonce=nonce, reason=reason)
         if offer.has_ended:
             del offer.subscriptions[nonce]
-            return LeaseEnded(nonce=nonce, reason="unknown or ended")
+            return LeaseEnded(nonce=nonce, reason="it is unknown or has ended")
         first = subscription.num_announced
         if not offer.reference and len(offer.block_ids) <= first:
             return None

@@ -13,28 +13,29 @@ from protocol.handshake import AXES
 class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
 
-    On the CPU it is a mapping of its own, which begins on a memory page. A page costs
-    memory from its first write on, so a large pool that is not used is free. Other
-    processes may map its file, `shared`. On a GPU the pool is one torch allocation,
-    which torch aligns to at least 512 bytes, and to 2 MiB for larger pools.
+    On the CPU the allocation is a separate mapping, which starts at a page border. A
+    page takes memory only after its first write, so unused parts of a large pool are
+    free. Other processes may map the pool's file, `shared`. On a GPU the pool is one
+    torch allocation, aligned to at least 512 bytes; a large pool is aligned to 2 MiB.
 
     Args:
         layout: Order, sizes and dtype. Every view below has this dtype.
         device: "cpu", "cuda", "cuda:1", or a torch.device.
         scales: Scales of FP8 elements (kvcache/fp8.py), by layer and component; empty:
             all are 1.
-        groups: Groups of layers whose blocks the pool holds. The layout's layers are
-            those of one group.
+        groups: The model's layer groups (kvcache/groups.py), which share the pool's
+            blocks. `layout.num_layers` counts the layers of one group.
 
     Attributes:
         flat_bytes: uint8 [nbytes]: the allocation as transfers see it.
         device: The device with its index.
+        shared: The pool's file, for other processes; None on a GPU.
         tensor: dtype [six axes in layout.order].
-        canonical: dtype [B, H, L, C, N, D], whatever the order.
+        canonical: dtype [B, H, L, C, N, D], for every order; a view of `tensor`.
         highest_block: The highest block that steps and pulls have used; -1: none.
 
     Raises:
-        MemoryError, torch.OutOfMemoryError: The allocation does not fit.
+        MemoryError, torch.OutOfMemoryError: The allocation does not fit into memory.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class KVPool:
         return self.device.index or 0
 
     def scale(self, layer: int, component: int) -> float:
-        """The factor of the stored elements of this layer's keys (0) or values (1).
+        """The scale of a layer's keys (component 0) or values (component 1).
 
-        Component -1 is the last component.
+        A value is its stored element times the scale. Component -1 is the last one.
         """
         count = self.layout.num_components
         index = layer * count + component % count
@@ -95,9 +96,15 @@ class KVPool:
         self.highest_block = max(self.highest_block, block)
 
     def view(self, layer: int) -> torch.Tensor:
-        """[B, C, H, N, D] of one layer, strided, no copy."""
+        """A strided view of one layer, of shape [B, C, H, N, D]. Nothing is copied.
+
+        The axes are those of kvcache/layout.py.
+        """
         return self.canonical[:, :, layer].transpose(1, 2)
 
     def component(self, layer: int, component: int) -> torch.Tensor:
-        """[B, H, N, D] of one layer's keys (0) or values (1), strided, no copy."""
+        """A strided view of a layer's keys (component 0) or values (component 1).
+
+        Its shape is [B, H, N, D]. Nothing is copied.
+        """
         return self.canonical[:, :, layer, component]

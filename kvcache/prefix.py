@@ -3,30 +3,30 @@
     root --[t0..t15]--> block 7 --[t16..t31]--> block 9        two sequences that share
                                `--[t16'..t31']--> block 12     their first 16 tokens
 
-A node stands for one exact sequence of tokens, from the first one on. Its parent stands
-for the tokens before; its key is the bytes of its own block's token ids. Lookups
-compare keys in full, so a hit is exact by construction: there is no hash to collide.
-The key of a sequence's first block also has the sequence's salt, so sequences of
-different salts share no node.
+A node stands for one exact token prefix, which ends at the end of the node's block. The
+parent stands for the same prefix without that block. The key of a node is the bytes of
+the block's token ids. Lookups compare keys in full, so a hit is exact by construction:
+there is no hash to collide. The key of a sequence's first block also has the sequence's
+salt, so sequences with different salts share no node.
 
 - The block of an entry is marked in the allocator: it is USED, LEASED or CACHED, never
   RECEIVING (I4).
 - Content is published once. A second block with the same content stays unpublished, but
   its sequence can publish its next blocks below the first block's node.
-- When the allocator evicts a block, its node is removed, and with it every node below.
-  Without their parent these could not be found, and a block that cannot be found is
-  better FREE. Blocks below that are in use only lose their mark. Usually there are no
-  nodes below, because a sequence's tail is evicted first. The exception is the second
-  sequence of the point above, which then publishes its own copies of the missing
-  blocks.
-- A node has a block of each KV group (groups.py). Blocks of groups with a window may be
-  missing: a hit needs only those that the next token's window reaches. So their
-  eviction leaves the node in place, and the next sequence that has computed them fills
-  the gap.
+- When the allocator evicts a block, the block's node and every node below it are
+  removed. Without the removed node, lookups could not reach the nodes below it. So
+  their cached blocks become FREE, and their blocks in use only lose the mark. Usually
+  there are no nodes below, because the last blocks of a sequence are evicted first. But
+  a second sequence may have published blocks below the first sequence's node. It then
+  publishes its own copies of the removed blocks.
+- A node has one block for each KV group (groups.py). If the group has a window, the
+  block may be missing, because a hit needs only the blocks in the next token's window.
+  So the eviction of such a block leaves the node in place. The next sequence that
+  computes the block fills the gap.
 
 A cursor remembers how far a sequence was found or published. So each token is hashed
-once, however long its sequence waits or decodes. An index belongs to its allocator's
-thread.
+once, even if its sequence waits or decodes for long. Only the allocator's thread may
+use an index.
 """
 
 from array import array
@@ -36,16 +36,16 @@ from dataclasses import dataclass
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, IntegrityError
 from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
 
-# Nodes per block of the pool. Nodes without blocks occur only if all layers have a
-# window: above the last blocks of long sequences.
+# Bound of the number of nodes, per block of the pool. Nodes without any block exist
+# only if all layers have a window: they are the first nodes of long sequences.
 _MAX_NODES_PER_BLOCK = 8
 
 
 class _Node:
     """The KV of one exact token prefix.
 
-    `blocks` hold the last block_size tokens of the prefix, a block for each group. The
-    list is empty once the node has been removed from the tree.
+    `blocks` has one block for each group, with the last block_size tokens of the
+    prefix. The list is empty once the node has been removed from the tree.
     """
 
     __slots__ = ("blocks", "children", "depth_blocks", "key", "parent")
@@ -62,8 +62,9 @@ class _Node:
 class PrefixCursor:
     """How far a sequence was found or published.
 
-    The owner of the sequence passes the cursor to each call to save work. The sequence
-    may grow or be cut, but its tokens and its salt must not change.
+    Each sequence has one cursor, which the caller passes to every `match` and `publish`
+    of the sequence. The sequence may grow or be cut between calls, but its tokens and
+    its salt must not change.
     """
 
     node: _Node | None = None
@@ -73,9 +74,9 @@ class PrefixIndex:
     """Finds and registers blocks by the tokens they hold; sets `allocator.on_evict`.
 
     Args:
-        allocator: Owner of the blocks; evicts them least recently used first.
+        allocator: Owns the blocks; evicts the least recently used one first.
         block_size: Tokens per block.
-        groups: Groups of the model's layers; tables of blocks have an entry for each.
+        groups: The model's layer groups. Block tables have an entry for each group.
     """
 
     def __init__(
@@ -98,17 +99,17 @@ class PrefixIndex:
         cursor: PrefixCursor | None = None,
         salt: bytes = b"",
     ) -> list[int]:
-        """The table of the longest published prefix that can be continued.
+        """Returns the table of the longest published prefix that can be continued.
 
-        Null blocks stand for blocks that the windows of its last tokens do not reach.
-        No reference is taken: call `allocator.share` for the blocks before any other
-        block is allocated.
+        A null block stands for a block that is outside of the windows of the prefix's
+        last tokens. No reference is taken: call `allocator.share` for the blocks before
+        any other block is allocated. The cursor moves to the end of the match.
 
         Args:
-            max_tokens: The most tokens to match. (If a whole prompt is cached, its last
-                token must still be computed.)
-            reach: The prefix must be continuable from this many tokens, if more match;
-                None: from all tokens that match.
+            max_tokens: The largest number of tokens to match. A caller leaves out the
+                last token of a prompt, which has to be computed even if it is cached.
+            reach: If more than `reach` tokens match, the prefix must be continuable
+                after `reach` tokens; None: only after all matching tokens.
             cursor: The cursor of the sequence, if it may be looked up again.
             salt: Only blocks that were published with the same salt match.
         """
@@ -152,9 +153,12 @@ class PrefixIndex:
         return [block for blocks in reversed(path) for block in blocks]
 
     def _without_gaps(self, table: list[int], reach: int) -> list[int]:
-        """The longest part of a table that has all blocks of its windows.
+        """Cuts a table to its longest prefix that has all blocks of its windows.
 
         Blocks before the windows become null blocks.
+
+        Args:
+            reach: As in `match`.
         """
         groups = self.groups
         count = groups.count
@@ -177,10 +181,13 @@ class PrefixIndex:
     def _last_gap(
         self, table: list[int], firsts: list[int], num_full: int
     ) -> int | None:
-        """The last missing block that the window of a group needs; None: none.
+        """The position of a missing block in a group's window; None if none is missing.
+
+        It is the last missing block of the first group with a missing block.
 
         Args:
-            firsts: The first block that each group needs.
+            firsts: For each group, the position of the first block that it needs.
+            num_full: Number of positions in the table.
         """
         groups = self.groups
         for group, first in enumerate(firsts):
@@ -199,7 +206,9 @@ class PrefixIndex:
         cursor: PrefixCursor,
         salt: bytes = b"",
     ) -> None:
-        """Registers a sequence's full blocks; their bytes must be verified (I4).
+        """Registers a sequence's full blocks, and moves the cursor to their end.
+
+        The KV in the blocks must have been computed or verified (I4).
 
         Args:
             token_ids: Tokens of the sequence from its start; at least all that
@@ -209,16 +218,16 @@ class PrefixIndex:
             salt: The salt of the sequence; see `match`.
 
         Raises:
-            BlockStateError: A block is not in use (RECEIVING, for example), holds other
-                published content, or has no tokens. Blocks before it may have been
-                registered.
+            BlockStateError: `block_ids` has more blocks than `token_ids` fills. Or a
+                block is in the wrong state (RECEIVING, for example), or is published
+                with other content; blocks before this one may have been registered.
         """
         count = self.groups.count
         num_full = len(block_ids) // count
         if num_full * self.block_size > len(token_ids):
             raise BlockStateError(
-                f"{num_full} full blocks of {self.block_size} tokens cannot hold "
-                f"{len(token_ids)} tokens"
+                f"{len(token_ids)} tokens cannot fill {num_full} blocks of "
+                f"{self.block_size} tokens"
             )
         max_nodes = _MAX_NODES_PER_BLOCK * self.allocator.num_blocks
         node = self._start_node(cursor, num_full)
@@ -237,9 +246,9 @@ class PrefixIndex:
         self._prune(node)
 
     def _key(self, token_ids: Sequence[int], index: int, salt: bytes) -> bytes:
-        """The key of full block number `index`: the bytes of its token ids.
+        """The key of a sequence's full block number `index`: the bytes of its tokens.
 
-        The key of the first block ends with the salt.
+        The key of the first block (number 0) ends with the salt.
         """
         start = index * self.block_size
         tokens = array("q", token_ids[start : start + self.block_size]).tobytes()
@@ -272,9 +281,9 @@ class PrefixIndex:
         self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Removes a node without blocks and children.
+        """Removes a node if it has neither blocks nor children.
 
-        Nodes above it that have neither then are removed as well.
+        Does the same with each ancestor in turn, up to the first that stays.
         """
         while node.parent is not None and not (node.children or any(node.blocks)):
             parent = node.parent
@@ -290,7 +299,8 @@ class PrefixIndex:
     def _remove_descendants(self, node: _Node) -> None:
         """Removes all nodes below a node.
 
-        It cuts their links, so that no cycle is left to the garbage collector.
+        The links between the nodes are cut, so that the garbage collector finds no
+        cycles.
         """
         pending = [node]
         while pending:
@@ -310,11 +320,11 @@ class PrefixIndex:
         self._num_nodes -= 1
 
     def check_integrity(self) -> None:
-        """Recounts the entries.
+        """Compares the tree with the index by block and with the allocator's marks.
 
         Raises:
-            IntegrityError: An entry cannot be found from the root, or the allocator's
-                marks and the entries differ.
+            IntegrityError: A node cannot be reached from the root, or a block has
+                either a node or a mark in the allocator, not both.
         """
         reachable: dict[int, _Node] = {}
         num_nodes = 0
@@ -327,13 +337,14 @@ class PrefixIndex:
                 num_nodes += 1
                 pending.append(child)
         if reachable != self._nodes or num_nodes != self._num_nodes:
-            raise IntegrityError("prefix index: entries and the tree differ")
+            raise IntegrityError("prefix index: the index by block and the tree differ")
         all_blocks = range(self.allocator.num_blocks)
         marked = {block for block in all_blocks if self.allocator.is_cached(block)}
         if marked != reachable.keys():
             wrong = sorted(marked ^ reachable.keys())
             raise IntegrityError(
-                f"prefix index: blocks {wrong} have either a mark or an entry, not both"
+                f"prefix index: blocks {wrong} have a node or are marked as cached, "
+                "but not both"
             )
 
     def _check_node(self, parent: _Node, key: bytes, node: _Node) -> None:
@@ -349,5 +360,5 @@ class PrefixIndex:
         is_unused = not (node.children or any(node.blocks))
         if has_gap or is_unused:
             raise IntegrityError(
-                f"prefix index: an entry has only the blocks {node.blocks}"
+                f"prefix index: a node lacks blocks, it has only {node.blocks}"
             )

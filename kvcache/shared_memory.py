@@ -1,10 +1,10 @@
 """Zeroed host memory that other processes of the same host and user may map to read it.
 
-It is a memory file without a name. The owner sends a peer its process id and file
-descriptor, with which the peer opens the file through /proc. A random token after the
-memory proves that the peer opened this very file, in whatever container either process
-runs. The file is sealed against shrinking, so a mapping stays readable even when the
-owner ends. A page costs memory from its first write on.
+The memory is an anonymous file (memfd). The owner sends its process id and the file
+descriptor to a peer, which opens the file through /proc. A random token after the
+memory proves that the peer has opened this file: in another container, the process id
+may belong to another process. The file is sealed against shrinking, so a mapping stays
+readable after the owner has ended. A page takes memory only after its first write.
 """
 
 import fcntl
@@ -22,11 +22,16 @@ _GET_SEALS = 1034
 
 
 class NotMappable(Exception):
-    """This process cannot map a peer's memory; the text is the reason."""
+    """This process cannot map a peer's memory; str(error) is the reason."""
 
 
 class SharedMemory:
-    """Owns the file for as long as it lives.
+    """Creates the file, and closes it when this object is deleted.
+
+    Attributes:
+        token: The random token after the memory.
+        fd: The file descriptor, in this process.
+        mapping: The memory, then the token in the last bytes.
 
     Raises:
         MemoryError: The file does not fit into memory.
@@ -57,40 +62,41 @@ def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
     """Maps the memory of another process, readable until the mapping is closed.
 
     Args:
-        pid, fd, token: Of the owner's SharedMemory.
+        pid: Process id of the owner.
+        fd, token: Attributes of the owner's SharedMemory.
         nbytes: The size that the memory must have.
 
     Raises:
-        NotMappable: The owner has ended, its file may not be opened, or the file is not
-            the one that it announced.
+        NotMappable: The owner has ended, this process may not open the owner's file, or
+            the file is not the announced one.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise NotMappable("its descriptor belongs to another file")
+            raise NotMappable("the peer's descriptor belongs to another file")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise NotMappable(f"its memory cannot be opened: {error}") from error
+        raise NotMappable(f"the peer's memory cannot be opened: {error}") from error
     try:
         size = os.fstat(opened).st_size
         expected_size = _file_bytes(nbytes)
         if size != expected_size:
             raise NotMappable(
-                f"its memory has {size} bytes, not the {expected_size} it must have"
+                f"the peer's memory has {size} bytes, but {expected_size} are expected"
             )
         if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
-            raise NotMappable("its memory is not sealed against shrinking")
+            raise NotMappable("the peer's memory is not sealed against shrinking")
         mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
-        raise NotMappable(f"its memory cannot be mapped: {error}") from error
+        raise NotMappable(f"the peer's memory cannot be mapped: {error}") from error
     finally:
         os.close(opened)
     if not compare_digest(mapping[size - TOKEN_BYTES :], token):
         mapping.close()
-        raise NotMappable("its memory is another engine's")
+        raise NotMappable("the peer's descriptor leads to another engine's memory")
     return mapping
 
 
 def _file_bytes(nbytes: int) -> int:
-    """Size of the file: the memory, then the token in a page of its own."""
+    """Size of the file in bytes: the memory, then a page that ends with the token."""
     return (-(-nbytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE

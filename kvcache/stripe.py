@@ -1,10 +1,10 @@
 """Decode context parallelism: which tokens of a sequence a rank stores.
 
-The ranks of a context-parallel group hold the same KV heads. They share the tokens of
-every sequence among them, a block at a time: block i of a sequence, of `block_size`
-tokens, is on rank i % size of the group. All ranks use the same block ids, so one block
-table serves them all. The allocator sees blocks of `size * block_size` tokens, of which
-each rank stores its own part.
+The ranks of a context-parallel group hold the same KV heads, and each rank stores some
+tokens of every sequence. If a sequence is cut into pieces of `block_size` tokens, piece
+i is on rank i % size of the group. All ranks use the same block ids and one block
+table. A block of the allocator has `size * block_size` tokens; each rank stores
+`block_size` of these.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Stripe:
-    """The tokens of rank `rank` of the `size` ranks that share a sequence's tokens."""
+    """The tokens that rank `rank` of a context-parallel group of `size` ranks stores.
+
+    A group of one rank stores all tokens.
+    """
 
     rank: int
     size: int
@@ -37,7 +40,7 @@ class Stripe:
     def num_local(self, num_tokens: int | IntArray | Int32s) -> IntArray:
         """How many of a sequence's first `num_tokens` tokens this rank stores.
 
-        For an array, the result is by element.
+        `num_tokens` may be an array; the result is computed for each element.
         """
         full_blocks, rest = np.divmod(num_tokens, self.tokens_per_block)
         local_rest = np.clip(rest - self.rank * self.block_size, 0, self.block_size)
@@ -67,20 +70,22 @@ class Stripe:
         if self.size > 1 and self.block_size % remote_block_size:
             raise PlanError(
                 f"block_size is {self.block_size} here and {remote_block_size} on the "
-                f"peer: with a dcp of {self.size} it must be a multiple of the peer's; "
-                f"start this server with --block-size {remote_block_size}, or without "
-                "--dcp"
+                f"peer. With --dcp {self.size}, block_size must be a multiple of the "
+                f"peer's block size: start this server with --block-size "
+                f"{remote_block_size}, or without --dcp"
             )
 
     def remote_blocks(
         self, blocks: Sequence[int] | IntArray, remote_block_size: int
     ) -> IntArray:
-        """The blocks of a peer whose tokens this rank stores; see `check_remote`.
+        """Selects a peer's blocks that hold the tokens of this rank.
 
-        The tokens in these blocks follow one another as in this rank's own blocks.
+        The selected blocks, one after another, hold these tokens in the order in which
+        this rank's blocks hold them. `check_remote` must accept `remote_block_size`.
 
         Args:
-            blocks: The peer's block table, from token 0 on.
+            blocks: The peer's block table from token 0 on, or another number for each
+                of its entries.
         """
         table = np.asarray(blocks, np.int64)
         if self.size == 1:

@@ -1,7 +1,7 @@
-"""Which transports this machine has, and which one UCX really reads with.
+"""Which transports this machine has, and which transport UCX really uses.
 
-UCX chooses a protocol for each pair of memory kinds when they are first read between.
-It prints the choice on request (UCX_PROTO_INFO); for reads this is a table of four
+UCX chooses a protocol for a pair of memory kinds at the first READ between the two. If
+UCX_PROTO_INFO is set, UCX prints the choice; for READs the output is a table of four
 lines:
 
     | doctor-d-df28639e26 intra-node cfg#1                             |
@@ -9,8 +9,8 @@ lines:
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-UCX prints into memory of this process, so that it fills no terminal and leaves no file.
-UCX's warnings and errors go there as well.
+UcxLog redirects UCX's output to a memory file of this process, so that the tables fill
+no terminal and leave no file. UCX's warnings and errors go to that file as well.
 """
 
 import ctypes
@@ -37,7 +37,8 @@ _TITLE = re.compile(
 )
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
 _CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
-# Flags of fallocate: frees a part of a file and keeps the file's size.
+# FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE: fallocate frees a part of a file and keeps
+# the file's size.
 _PUNCH_HOLE = 0x1 | 0x2
 # Prefixes of the transports of verbs and EFA: rc_mlx5, dc_x and others.
 _RDMA = ("rc", "dc", "ud", "srd", "gga")
@@ -61,13 +62,13 @@ HOST_FIX = (
 
 @dataclass(frozen=True)
 class UcxRead:
-    """What UCX uses to read between two kinds of memory.
+    """The protocol and the transport by which UCX reads between two kinds of memory.
 
     Attributes:
         local, remote: The kinds of memory, in UCX's words.
         where: "self", "intra-node", "inter-node", or "" if UCX did not report it.
-        how: "zero-copy", "software emulation", ..
-        transport: Transport of the longest reads: "cma/memory", "cuda_ipc/cuda",
+        how: The protocol: "zero-copy", "software emulation", ..
+        transport: Transport of the longest READs: "cma/memory", "cuda_ipc/cuda",
             "rc_mlx5/mlx5_0:1", ..
     """
 
@@ -81,7 +82,10 @@ class UcxRead:
         return f"{self.transport} ({self.how})"
 
     def warning(self) -> str | None:
-        """What is slow and the fix; None if the machine has nothing faster."""
+        """A message with the slow transport and the fix.
+
+        None if this machine is not known to have a faster transport.
+        """
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote
         uses_rdma = any(name.split("_")[0] in _RDMA for name in names)
@@ -102,7 +106,7 @@ def has_rdma() -> bool:
 
 
 def parse_reads(text: str) -> list[UcxRead]:
-    """Every table about reads in UCX's output, in order; other lines are ignored."""
+    """Parses UCX's output: returns the last row of each table about READs, in order."""
     reads: list[UcxRead] = []
     where = ""
     title = None
@@ -142,22 +146,24 @@ def warning_lines(text: str) -> list[str]:
 
 
 class UcxLog:
-    """UCX's log of this process, which is collected in memory."""
+    """Collects UCX's log of this process in a memory file."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
         self._num_read_bytes = 0
-        # The latest reads, by whether the local and the remote memory are a GPU's.
+        # UCX's latest choices. The key tells whether the local memory and whether the
+        # remote memory is a GPU's.
         self._reads: dict[tuple[bool, bool], UcxRead] = {}
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Redirects UCX's log; must be called before UCX is loaded.
 
-        Does nothing if the operator has set UCX_LOG_FILE.
+        Sets UCX_LOG_FILE and UCX_PROTO_INFO. Does nothing if the operator has set
+        UCX_LOG_FILE.
         """
         log_file = os.environ.get("UCX_LOG_FILE", "")
-        # A parent process may have set the variable to its own memory.
+        # A parent process may have set the variable to its own memory file.
         if log_file and not re.fullmatch(r"/proc/\d+/fd/\d+", log_file):
             return
         self._fd = os.memfd_create("ucx-log")
@@ -165,7 +171,10 @@ class UcxLog:
         os.environ.setdefault("UCX_PROTO_INFO", "*get*")
 
     def update(self) -> None:
-        """Reads UCX's new output, frees its memory, and logs warnings and errors."""
+        """Parses UCX's new output and logs UCX's warnings and errors.
+
+        The parsed part of the memory file is freed.
+        """
         if self._fd is None:
             return
         libc = ctypes.CDLL(None)
@@ -189,7 +198,14 @@ class UcxLog:
             logger.warning("%s", line)
 
     def read_between(self, *, gpu_here: bool, gpu_there: bool) -> UcxRead | None:
-        """UCX's latest choice for these kinds of memory; None if not reported yet."""
+        """UCX's latest choice for two kinds of memory; None if not reported yet.
+
+        Reads UCX's new output first (`update`).
+
+        Args:
+            gpu_here: The local memory is a GPU's.
+            gpu_there: The remote memory is a GPU's.
+        """
         self.update()
         return self._reads.get((gpu_here, gpu_there))
 
@@ -202,14 +218,17 @@ class Host:
     """The devices, packages, limits and permissions of this machine.
 
     Attributes:
-        peer_access: (reader, source): all pairs of GPUs of which one can read the
-            other.
-        packages: Versions; None: not installed.
-        ucx_modules: Transports that NIXL's wheel contains.
-        memlock_bytes: -1: unlimited.
-        can_read_peers: This process may read the memory of other processes of its user,
-            which mapping needs on a CPU.
-        rdma_usable: The RDMA devices' files are present, which containers may lack.
+        peer_access: Pairs (reader, source) of GPUs: the reader can access the memory of
+            the source.
+        packages: Versions by name of package; None: not installed.
+        ucx_modules: Transports that NIXL's wheel contains as separate libraries.
+        ucx_environment: The UCX_ variables of this process.
+        shm_bytes: Free bytes of /dev/shm.
+        memlock_bytes: Limit of locked memory; -1: unlimited.
+        can_read_peers: This process may read the memory of other processes of the same
+            user. Mapping a peer's pool on the CPU needs this.
+        rdma_usable: /dev/infiniband has device files; in a container they may be
+            missing although the host has RDMA devices.
     """
 
     cores: int
@@ -226,6 +245,7 @@ class Host:
 
 
 def inspect_host() -> Host:
+    """Collects the facts about this machine."""
     gpus = range(torch.cuda.device_count())
     peer_access = [
         (reader, source)
@@ -255,7 +275,7 @@ def inspect_host() -> Host:
 
 
 def _ucx_modules() -> tuple[str, ...]:
-    """The transports that are not built into UCX, by the files of NIXL's wheel."""
+    """Names of the transports that NIXL's wheel contains as separate libraries."""
     spec = importlib.util.find_spec("nixl")
     if spec is None or spec.origin is None:
         return ()
@@ -266,6 +286,10 @@ def _ucx_modules() -> tuple[str, ...]:
 
 
 def _ptrace_scope() -> int:
+    """The kernel's limit on reading other processes: 0 or 1 let the same user read.
+
+    The default is 0, for kernels without Yama.
+    """
     try:
         return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):

@@ -1,18 +1,21 @@
 """Digests of KV: equal on any two engines that hold the same KV, in whatever layout.
 
-A *row* has the D elements of one head of one token in one layer and component. These
-are contiguous in every layout. The value of a row is computed in three steps:
+A *row* has the D elements of one head of one token in one layer and component. The
+elements of a row are contiguous in every layout. The value of a row is computed in
+three steps:
 
-1. Multiply each word of the row by an odd key of its own, and add the products up.
+1. Multiply each word of the row by the odd key of the word's position; add the
+   products up.
 2. Add the key of the token and the key of (layer, component, head).
 3. Scramble the sum.
 
-The digest of a chunk of tokens and a head is the sum of its rows, so the parts of ranks
-that share a sequence's tokens add up. All arithmetic is modulo 2^64.
+A digest has one sum for each head and each chunk of tokens: the sum of the values of
+their rows. So the sums of ranks that share a sequence's tokens can be added up. All
+arithmetic is modulo 2^64.
 
 One wrong bit always changes a sum: a bit times an odd key is not 0, and scrambling maps
-no two numbers to one. Any other fault is missed about once in 2^32 pulls, each time by
-chance: the keys depend on the lease.
+no two numbers to one. A fault of several bits is missed about once in 2^32 pulls, at
+random: the keys depend on the lease.
 
 A *sample* covers, for each chunk, all tokens and heads of one layer in 16. The layers
 differ between chunks and leases. A sample contains rows of every block that is wrong,
@@ -28,7 +31,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray
-from kvcache.verify.scope import FACTORS, DigestPart, Scope, U64s
+from kvcache.verify.scope import MULTIPLIERS, DigestPart, KeyKind, Scope, U64s
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -36,24 +39,28 @@ logger = get_logger(__name__)
 OnPart = Callable[[DigestPart | None], None]  # called with None if the digest failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
-# A piece of this size takes two milliseconds. The thread drives nothing else while it
-# computes.
+# Computing a piece of this size takes about 2 ms. The transfer thread does nothing else
+# in that time.
 _CPU_PIECE_BYTES: Final = 2 << 20
-_GPU_PIECE_BYTES: Final = 256 << 20  # preparing a launch, some 0.2 ms, takes as long
-# For larger tensors, malloc returns the memory pages and faults them in again each
-# time.
-_CACHED_BYTES: Final = 256 << 10
+# Preparing a launch takes about 0.2 ms, as long as computing a piece of this size.
+_GPU_PIECE_BYTES: Final = 256 << 20
+# Bytes that `_values` reads at a time. For larger temporary tensors, malloc returns the
+# memory pages to the system each time, and new pages have to be faulted in.
+_MAX_TEMPORARY_BYTES: Final = 256 << 10
 
 
 class Rows(NamedTuple):
-    """The rows of some tokens. G is heads x covered layers x components.
+    """The rows of T tokens, G rows for each token.
+
+    G is heads x covered layers x components. The covered layers depend on the chunk.
 
     Attributes:
-        tokens: i64 [T]: number of rows from the pool's first row to the token.
-        token_keys: i64 [T]
-        chunks: i64 [T]: index into `groups` and `group_keys`.
-        groups: i64 [chunks, G]: number of rows from a token to each of its rows.
-        group_keys: i64 [chunks, G]
+        tokens: i64 [T]: the number of the token's first row in the pool.
+        token_keys: i64 [T]: the key of each token.
+        chunks: i64 [T]: the token's chunk, as an index into `groups` and `group_keys`.
+        groups: i64 [chunks, G]: for each of a token's rows, its distance in rows from
+            the token's first row.
+        group_keys: i64 [chunks, G]: the key of (layer, component, head).
     """
 
     tokens: torch.Tensor
@@ -64,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class _Digest(NamedTuple):
-    """A digest in progress; each step of `pieces` computes one piece."""
+    """A digest in progress. Each `next(pieces)` computes one piece."""
 
     name: str
     pieces: Generator[None, None, DigestPart]
@@ -72,12 +79,16 @@ class _Digest(NamedTuple):
 
 
 class Digester:
-    """Computes digest parts of one rank. Only one thread may use it.
+    """Computes digest parts of one rank. Only one thread may use a Digester.
 
     Several digests take turns, a piece each.
 
     Args:
         total_kv_heads: KV heads of the model.
+
+    Attributes:
+        values: Computes the value of each row: `_values` or the kernel.
+        piece_bytes: Bytes of KV in one piece.
     """
 
     def __init__(self, endpoint: Endpoint, total_kv_heads: int, pool: KVPool) -> None:
@@ -96,12 +107,15 @@ class Digester:
         self.piece_bytes = _CPU_PIECE_BYTES
         if pool.device.type == "cuda":
             self.piece_bytes = _GPU_PIECE_BYTES
-            # The lowest priority, as for copies (move/place.py).
+            # 0 is the lowest priority, so the engine's kernels go first.
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
             self._compile()
 
     def _compile(self) -> None:
-        """Launches the kernel once, before any request waits for it."""
+        """Compiles the kernel by launching it, before any request has to wait for it.
+
+        If that fails, torch computes all digests.
+        """
         self.values = _values_by_kernel
         parts: list[DigestPart | None] = []
         self.begin("to compile its kernel", Scope("", 0, 1), [0], parts.append)
@@ -114,6 +128,7 @@ class Digester:
 
     @property
     def is_busy(self) -> bool:
+        """True if a digest is in progress."""
         return bool(self._digests)
 
     def begin(
@@ -122,6 +137,7 @@ class Digester:
         """Starts a digest.
 
         Args:
+            name: Identifies the digest, for `stop` and for logs.
             blocks: This engine's blocks of the sequence, from token 0 on.
             on_part: Called by `drive` with the result.
         """
@@ -131,7 +147,7 @@ class Digester:
     def stop(self, name: str) -> None:
         """Drops a digest: `on_part` is not called.
 
-        A kernel that still reads its blocks is harmless.
+        A kernel that still reads the digest's blocks is harmless.
         """
         self._digests = deque(d for d in self._digests if d.name != name)
 
@@ -139,7 +155,7 @@ class Digester:
         """Computes or launches one piece, or ends one digest. Never waits for a GPU.
 
         Returns:
-            Whether there was anything to do.
+            False if there was nothing to do, or if the GPU still computes a piece.
         """
         if not self._digests:
             return False  # the transfer thread comes here between any two posts
@@ -170,7 +186,8 @@ class Digester:
         piece_tokens = max(1, int(all_layers_bytes / layout.token_bytes))
         sums = self._tensor(np.zeros((len(scope.chunks), len(self._heads)), np.int64))
         word_numbers = np.arange(self._words.shape[1], dtype=np.uint64)
-        word_keys = self._tensor(scope.keys(0, word_numbers) | np.uint64(1))
+        word_keys = scope.keys(KeyKind.WORD, word_numbers)
+        odd_word_keys = self._tensor(word_keys | np.uint64(1))
         ranges = groups.token_ranges(scope.start, scope.stop, scope.reach)
         for group, token_range in enumerate(ranges):
             tokens = np.arange(token_range.start, token_range.stop)
@@ -181,7 +198,7 @@ class Digester:
             for start in range(0, len(tokens), piece_tokens):
                 piece = tokens[start : start + piece_tokens]
                 rows, first_chunk = self._rows(scope, table, piece, layers, first_layer)
-                values = self.values(self._words, word_keys, rows)
+                values = self.values(self._words, odd_word_keys, rows)
                 by_head = values.view(len(values), len(self._heads), -1).sum(-1)
                 sums.index_add_(0, rows.chunks + first_chunk, by_head)
                 yield
@@ -199,14 +216,16 @@ class Digester:
         layers: IntArray,
         first_layer: int,
     ) -> tuple[Rows, int]:
-        """The rows of some tokens in a group's layers.
+        """The rows of some tokens in the covered layers of a layer group.
 
         Args:
             blocks: The group's blocks of the sequence.
-            first_layer: Number of the group's first layer, over all groups.
+            tokens: i64 [T], in ascending order; at least one.
+            layers: Of `scope.layers`.
+            first_layer: Number of the group's first layer, counted over all groups.
 
         Returns:
-            The rows, and the index of their first chunk in the digest.
+            The rows, and the index of the first token's chunk in the digest.
         """
         layout = self._layout
         strides = {
@@ -228,38 +247,53 @@ class Digester:
         numbers = numbers.reshape(stop - first, -1)
         rows = Rows(
             tokens=self._tensor(starts),
-            token_keys=self._tensor(scope.keys(1, tokens.astype(np.uint64))),
+            token_keys=self._tensor(
+                scope.keys(KeyKind.TOKEN, tokens.astype(np.uint64))
+            ),
             chunks=self._tensor(chunks - first),
             groups=self._tensor(groups.reshape(stop - first, -1)),
-            group_keys=self._tensor(scope.keys(2, numbers.astype(np.uint64))),
+            group_keys=self._tensor(
+                scope.keys(KeyKind.LAYER_COMPONENT_HEAD, numbers.astype(np.uint64))
+            ),
         )
         return rows, first
 
     def _tensor(self, numbers: IntArray | U64s) -> torch.Tensor:
+        """Copies 64-bit numbers into an i64 tensor on the pool's device, bit by bit."""
         return torch.from_numpy(numbers.view(np.int64)).to(self._pool.device)
 
 
 def _values_by_kernel(
     words: torch.Tensor, word_keys: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
-    # Imported here, because it needs Triton, which only GPU machines have.
+    # Imported here, because the module needs Triton, which only GPU machines have.
     from kvcache.verify.digest_kernel import values
 
     return values(words, word_keys, rows)
 
 
 def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """i64 [T, G]: the value of each row."""
+    """Computes the value of each row, as the module docstring defines it.
+
+    Args:
+        words: [rows of the pool, words of a row], in the words' integer dtype.
+        word_keys: i64 [words of a row], odd.
+
+    Returns:
+        i64 [T, G], with T and G as in `Rows`.
+    """
     groups = rows.groups[rows.chunks]
     group_keys = rows.group_keys[rows.chunks]
     index = (rows.tokens[:, None] + groups).view(-1)
     sums = torch.empty_like(index)
-    count = max(1, _CACHED_BYTES // (words.shape[1] * words.itemsize))
+    count = max(1, _MAX_TEMPORARY_BYTES // (words.shape[1] * words.itemsize))
     for start in range(0, len(index), count):
         selected = words.index_select(0, index[start : start + count])
         torch.sum(selected * word_keys, -1, out=sums[start : start + count])
     value = sums.view(groups.shape).add_(group_keys).add_(rows.token_keys[:, None])
-    for factor in FACTORS:
+    # The arithmetic of scope.scramble on signed numbers: `>>` keeps the sign, so the
+    # upper 33 bits are masked.
+    for multiplier in MULTIPLIERS:
         value ^= (value >> 33) & ((1 << 31) - 1)
-        value *= factor - (1 << 64)
+        value *= multiplier - (1 << 64)
     return value ^ ((value >> 33) & ((1 << 31) - 1))

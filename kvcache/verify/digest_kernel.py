@@ -1,24 +1,34 @@
-"""The sums of digest.py on a GPU. Only this file of the folder imports Triton.
+"""The values of rows (digest.py) on a GPU. Only this file of verify/ imports Triton.
 
 One variant is compiled for each width of rows, which depends on the model. As in the
-placing kernel (place_kernel.py), few programs take tiles of rows in turn.
+placing kernel (transfer/move/place_kernel.py), few programs process tiles of rows in
+turn, so that most multiprocessors remain for the engine.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache.verify.scope import FACTORS
+from kvcache.verify.scope import MULTIPLIERS
 
 _NUM_PROGRAMS = 48
 _TILE_WORDS = 2048
-_FIRST, _SECOND = map(tl.constexpr, FACTORS)
+_FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
 
 
 def values(
     words: torch.Tensor, word_keys: torch.Tensor, rows: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """i64 [T, G]: the value of each row; queued on the current stream."""
+    """Computes the value of each row, like digest._values, on the current stream.
+
+    Args:
+        words: [rows of the pool, words of a row].
+        word_keys: i64 [words of a row], odd.
+        rows: A digest.Rows.
+
+    Returns:
+        i64 [T, G], with T and G as in digest.Rows.
+    """
     num_tokens = len(rows[0])
     num_groups = rows[3].shape[1]
     out = torch.empty(num_tokens, num_groups, dtype=torch.int64, device=words.device)

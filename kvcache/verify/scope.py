@@ -1,7 +1,8 @@
-"""The scope of a digest of KV, and merging and comparing ranks' parts (digest.py)."""
+"""The scope of a digest of KV (digest.py); merges and compares the parts of ranks."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from functools import cached_property
 from typing import Final
 
@@ -11,22 +12,34 @@ import numpy.typing as npt
 
 from kvcache.stripe import IntArray
 
-# Called with an engine's sums; empty: they could not be computed.
+# Called with the sums of an engine's digest; with b"" if the digest failed.
 OnSums = Callable[[bytes], None]
 U64s = npt.NDArray[np.uint64]
 
-SAMPLED_LAYERS: Final = 16  # a sample has one layer out of this many
-FACTORS: Final = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+# A sample covers one of every 16 layers, rounded up.
+_LAYERS_PER_SAMPLED_LAYER: Final = 16
+# The constants of MurmurHash3's finalizer, and the increment of SplitMix64.
+MULTIPLIERS: Final = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+
+
+class KeyKind(IntEnum):
+    """What a key is for. Keys of different kinds are independent of each other."""
+
+    WORD = 0  # by position in a row
+    TOKEN = 1  # by position in the sequence
+    LAYER_COMPONENT_HEAD = 2
+    LAYER_SAMPLE = 3  # the order in which layers are chosen for a sample
 
 
 class DigestPart(msgspec.Struct, frozen=True):
     """One rank's part of a digest.
 
     Attributes:
-        copy: Number of the copy of its heads. The parts of one copy add up.
+        copy: Where several ranks hold the same heads: the number of this copy. Ranks of
+            one context-parallel group hold one copy, so their sums are added up.
         first_head: The first KV head of the part.
-        sums: u64 [heads, chunks]
+        sums: u64 [heads, chunks], as bytes.
     """
 
     copy: int
@@ -38,8 +51,9 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     """What a digest covers: tokens [start, stop) of a leased sequence.
 
     Attributes:
-        samples: Covers a sample of the layers instead of all layers.
-        reach: For several groups, as in KVGroups.token_ranges.
+        samples: The digest covers a sample of the layers instead of all layers.
+        chunk_tokens: Tokens of a chunk; chunks are counted from token 0.
+        reach: For several layer groups, as in KVGroups.token_ranges.
     """
 
     lease_id: str
@@ -51,27 +65,39 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def chunks(self) -> range:
+        """Numbers of the chunks that contain tokens of the scope."""
         first = self.start // self.chunk_tokens
         return range(first, -(-self.stop // self.chunk_tokens))
 
     def layers(self, count: int) -> IntArray:
-        """i64 [chunks, layers]: which of `count` layers are digested, by chunk."""
+        """Chooses the covered layers of each chunk, out of `count` layers.
+
+        Returns:
+            i64 [chunks, covered layers].
+        """
         all_layers = np.arange(count)
         if not self.samples:
             return np.broadcast_to(all_layers, (len(self.chunks), count))
         numbers = np.array(self.chunks)[:, None] * (1 << 20) + all_layers
-        order = self.keys(3, numbers.astype(np.uint64))
-        return np.argsort(order, axis=1)[:, : -(-count // SAMPLED_LAYERS)]
+        order = self.keys(KeyKind.LAYER_SAMPLE, numbers.astype(np.uint64))
+        num_covered = -(-count // _LAYERS_PER_SAMPLED_LAYER)
+        return np.argsort(order, axis=1)[:, :num_covered]
 
-    def keys(self, kind: int, numbers: U64s) -> U64s:
-        """Pseudorandom numbers by kind and number, which depend on the lease."""
-        return scramble(self._seeds[kind] + numbers * _STEP)
+    def keys(self, kind: KeyKind, numbers: U64s) -> U64s:
+        """Pseudorandom keys, one for each number. Every lease has different keys."""
+        return scramble(self._seeds[kind] + numbers * _INCREMENT)
 
     def merge(self, parts: Sequence[DigestPart | None], num_heads: int) -> bytes:
-        """Merges the parts of an engine's ranks, with each head once.
+        """Merges the parts of an engine's ranks into one digest.
+
+        If several ranks hold copies of a head, the sums of one copy are taken.
+
+        Args:
+            parts: The part of each rank; None if the rank failed.
+            num_heads: KV heads of the model.
 
         Returns:
-            u64 [heads, chunks]; empty if a rank failed.
+            u64 [heads, chunks], as bytes; empty if a rank failed.
         """
         if None in parts:
             return b""
@@ -83,7 +109,11 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def differences(
         self, parts: Sequence[DigestPart | None], peer_digest: bytes
     ) -> str:
-        """The tokens and heads in which engine and peer differ; empty if in none."""
+        """Compares the parts of this engine's ranks with a peer's digest.
+
+        Returns:
+            A text with the tokens and heads that differ; empty if all are equal.
+        """
         expected = np.frombuffer(peer_digest, np.uint64).reshape(-1, len(self.chunks))
         is_wrong = np.zeros(expected.shape, bool)
         for heads, sums in self._copies(parts):
@@ -99,7 +129,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def _copies(
         self, parts: Sequence[DigestPart | None]
     ) -> Iterable[tuple[slice, U64s]]:
-        """The heads and the sums of each copy."""
+        """The heads and the sums of each copy; sums of one copy are added up."""
         copies: dict[int, tuple[slice, U64s]] = {}
         for part in filter(None, parts):
             sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))
@@ -111,13 +141,14 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _seeds(self) -> U64s:
+        """One seed for each KeyKind, derived from the lease id."""
         digest = hashlib.blake2b(self.lease_id.encode()).digest()
         return np.frombuffer(digest, np.uint64)
 
 
 def scramble(numbers: U64s) -> U64s:
     """The last step of MurmurHash3, a permutation of 64-bit numbers."""
-    for factor in FACTORS:
-        numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(factor)
+    for multiplier in MULTIPLIERS:
+        numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(multiplier)
     scrambled: U64s = numbers ^ (numbers >> np.uint64(33))
     return scrambled

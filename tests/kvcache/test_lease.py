@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache.lease import LeaseState, LeaseTable
+from kvcache.lease import LeaseOutcome, LeaseTable
 from tests.rigs.examples import examples
 
 
@@ -93,9 +93,9 @@ class LeaseMachine(RuleBasedStateMachine):
             lease_id = lease.lease_id
             assert lease.request_id == "r"
             assert lease.block_ids == self.blocks[lease_id]
-            is_completed = lease.outcome is LeaseState.COMPLETED
+            is_completed = lease.outcome is LeaseOutcome.COMPLETED
             assert is_completed == (lease_id in self.completed_by)
-            is_aborted = lease.outcome is LeaseState.ABORTED
+            is_aborted = lease.outcome is LeaseOutcome.ABORTED
             assert is_aborted == (lease_id in self.aborted)
             assert not self.is_held(lease_id)
             self.collected.append(lease_id)

@@ -16,7 +16,7 @@ NUM_BLOCKS = 20
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault, "_LATER_PAUSE_S", 0.001)
+    monkeypatch.setattr(prefault, "_BUSY_PAUSE_S", 0.001)
     monkeypatch.setattr(prefault, "_POLL_S", 0.001)
 
 

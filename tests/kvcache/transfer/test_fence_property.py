@@ -55,7 +55,7 @@ class Engine:
     def collect(self) -> None:
         """Takes the blocks of ended leases back, and overwrites them at once."""
         for ended in self.table.drain_ended():
-            self.offers.lease_ended(ended.lease_id)
+            self.offers.on_lease_ended(ended.lease_id)
             for block in ended.block_ids:
                 self.content[block] = FOREIGN
                 self.free.append(block)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvcache.lease import LeaseState, LeaseTable
+from kvcache.lease import LeaseOutcome, LeaseTable
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
 from kvcache.transfer.pulls.messages import PullDrained, PullSettings
@@ -88,7 +88,7 @@ class Server(LeaseServer):
     def send_request(self, request: Request, secret: bytes = SECRET) -> Reply:
         return send_request(self.address, request, secret)
 
-    def outcomes(self) -> list[LeaseState]:
+    def outcomes(self) -> list[LeaseOutcome]:
         assert self.ended.wait(DEADLINE_S)
         self.ended.clear()
         return [lease.outcome for lease in self.drain_ended()]
@@ -131,7 +131,7 @@ def test_fence_succeeds_once_and_repeats_ok_only_to_the_same_attempt(server):
     assert isinstance(server.send_request(complete(lease)), Ok)
     assert isinstance(server.send_request(complete(lease)), Ok)
     assert isinstance(server.send_request(complete(lease, "b")), LeaseEnded)
-    assert server.outcomes() == [LeaseState.COMPLETED]
+    assert server.outcomes() == [LeaseOutcome.COMPLETED]
     counters = server.counters()
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
 
@@ -160,7 +160,7 @@ def test_leases_end_without_a_fence(server, clock, ending):
         request = AbortLease(nonce="n", incarnation="i", lease_id=lease)
         assert isinstance(server.send_request(request), Ok)
         assert isinstance(server.send_request(request), LeaseEnded)
-    assert server.outcomes() == [LeaseState(ending.split()[0])]
+    assert server.outcomes() == [LeaseOutcome(ending.split()[0])]
     assert isinstance(server.send_request(complete(lease)), LeaseEnded)
 
 
@@ -189,7 +189,7 @@ def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
             server.send_request(action)
     if not offer_first:
         compute()
-    assert server.outcomes() == [LeaseState.ABORTED]
+    assert server.outcomes() == [LeaseOutcome.ABORTED]
 
 
 def test_another_secret_is_refused_counted_and_changes_nothing(server):
@@ -389,10 +389,10 @@ def test_messages_sent_before_the_connection_broke_are_processed(server):
         with server._lock:  # the server cannot answer before all messages are sent
             connection.sendall(renewal + b"".join(aborts))
             connection.close()
-    ended: list[LeaseState] = []
+    ended: list[LeaseOutcome] = []
     while len(ended) < 2:
         ended += server.outcomes()
-    assert ended == [LeaseState.ABORTED] * 2
+    assert ended == [LeaseOutcome.ABORTED] * 2
 
 
 def test_client_reports_lost_connections_and_since_when(clock):

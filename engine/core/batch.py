@@ -175,9 +175,9 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
         context_lens=context_lens,
         block_tables=tables,
         sample_rows=np.array(drawing, dtype=np.int32),
-        sampling=[sequence.sampling for sequence in draws],
+        sampling=[sequence.sampling.params for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
-        is_masked=any(sequence.grammar is not None for sequence in draws),
+        is_masked=any(sequence.sampling.grammar is not None for sequence in draws),
         scores=_scores(scheduled),
     )
 

@@ -27,6 +27,7 @@ from engine.core.core_grammar import CoreGrammars
 from engine.core.output_processor import CoreStats, Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
+from engine.core.state.choices import ChoiceState
 from engine.core.step_runner import InFlightStep, StepRunner
 from engine.process.transport import EngineTransport
 from kvcache.blocks import BlockError
@@ -174,7 +175,7 @@ class EngineCore(CoreServices):
     def _abort(self, request_id: str, choice: int | None) -> None:
         parent = self.sequences.get(request_id)
         if parent is not None:
-            choices = parent.choices
+            choices = list(parent.choices)
             if choice is not None:
                 choices = choices[choice : choice + 1]
             self._end_choices([(sequence, "abort") for sequence in choices])
@@ -186,7 +187,7 @@ class EngineCore(CoreServices):
         such a request has all tokens that its KV is made of."""
         self.finish_steps(0)
         for request_id, parent in list(self._migrating.items()):
-            open_choices = [c for c in parent.choices if not c.has_ended]
+            open_choices = parent.choices.open_choices
             if not open_choices:
                 del self._migrating[request_id]
             elif all(c.phase is Phase.RUNNING and c.is_decoding for c in open_choices):
@@ -194,7 +195,7 @@ class EngineCore(CoreServices):
                 del self._migrating[request_id]
 
     def _hand_over(self, parent: Sequence, open_choices: list[Sequence]) -> None:
-        open_choices[0].is_moving = True
+        parent.choices.migrating = open_choices[0]
         for choice in open_choices:
             self.grammars.forget(choice)
         try:
@@ -230,8 +231,8 @@ class EngineCore(CoreServices):
         self._end_choices(ends)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
+        sequence.choices.end_all()
         for choice in sequence.choices:
-            choice.has_ended = True
             self._stop(choice)
         self._forget(sequence)
         self._output.add_error(sequence, error)
@@ -286,12 +287,12 @@ class EngineCore(CoreServices):
         if sequence.request.transfer_id is not None:
             self.connector.on_computed(sequence)
         if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs += scores
+            sequence.prompt_logprobs.add(scores)
             self._output.add_prompt_logprobs(sequence)
         draws = [
             self._draw(choice, token_id, logprobs)
             for choice, (token_id, logprobs) in zip(item.draws, tokens, strict=True)
-            if not choice.has_ended
+            if not choice.choice_state.has_ended
         ]
         if draws and sequence.times.drawn is None:
             sequence.times.drawn = time.monotonic()
@@ -313,15 +314,17 @@ class EngineCore(CoreServices):
     ) -> Draw:
         """Appends a drawn token. A choice that ends with it is marked here, and its end
         is sent later."""
-        if sequence.grammar is not None and sequence.grammar.ending is not None:
+        sampling = sequence.sampling
+        if sampling.grammar is not None and sampling.grammar.ending is not None:
             # The grammar allowed no token, so that the drawn one is void.
-            sequence.has_ended = True
-            return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
+            sequence.choices.end(sequence)
+            return Draw(sequence, None, None, "stop", sampling.grammar.ending.error)
         sequence.token_ids.append(token_id)
         if sequence.num_outputs == 1:
-            sequence.first_logprobs = logprobs
+            sampling.first_logprobs = logprobs
         reason = self._finish_reason(sequence)
-        sequence.has_ended = reason is not None
+        if reason is not None:
+            sequence.choices.end(sequence)
         return Draw(sequence, token_id, logprobs, reason)
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
@@ -335,10 +338,10 @@ class EngineCore(CoreServices):
         open_ends = [
             Draw(choice, reason=reason)
             for choice, reason in ends
-            if not choice.has_ended
+            if not choice.choice_state.has_ended
         ]
         for end in open_ends:
-            end.sequence.has_ended = True
+            end.sequence.choices.end(end.sequence)
         for end in open_ends:
             self._end(end)
 
@@ -346,12 +349,14 @@ class EngineCore(CoreServices):
         """Releases a choice that is marked as ended, and sends its end."""
         params: dict[str, Any] | None = None
         choice = end.sequence
-        parent = choice.choices[0]
-        if choice.children:
+        parent = choice.choices.parent
+        if choice is parent and choice.choices.children:
             choice.continue_for_children()
-        elif not choice.is_forked:
+        elif not choice.has_prompt:
             choice.phase = Phase.FINISHED
-            if parent.has_ended and not parent.children:
+            is_prefilling = parent.choice_state is ChoiceState.PREFILLS_FOR_CHILDREN
+            if is_prefilling and not parent.choices.children:
+                parent.choices.end_prefill()
                 self._stop(parent)
         elif end.reason == "abort" or choice.phase is Phase.RECEIVING:
             self._stop(choice)
@@ -359,7 +364,7 @@ class EngineCore(CoreServices):
             params = self.connector.on_finish(choice)
             self.scheduler.finish(choice)
         self._output.add_token(end, params)
-        if all(other.has_ended for other in choice.choices):
+        if not choice.choices.open_choices:
             self._forget(choice)
 
     def give_up(self, sequence: Sequence, error: Exception) -> None:

@@ -58,22 +58,22 @@ class CoreGrammars:
         if grammar is None:
             return True
         work = self.compiling.get(sequence)
-        if work is None and sequence.grammar is None:
+        if work is None and sequence.sampling.grammar is None:
             work = self.compiler.compiled(grammar, sequence.request.grammar_bytes)
         if work is not None and not work.done():
             self.compiling[sequence] = work
             return False
         self.compiling.pop(sequence, None)
-        if sequence.grammar is None:
+        if sequence.sampling.grammar is None:
             for choice in sequence.choices:
-                choice.grammar = self.compiler.state(sequence.request, work)
+                choice.sampling.grammar = self.compiler.state(sequence.request, work)
         return True
 
     def begin_masks(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Starts to compute the masks of a step on other threads."""
         for item in scheduled:
             for choice in item.draws:
-                state = choice.grammar
+                state = choice.sampling.grammar
                 if state is not None and not state.is_busy:
                     threads = self._slow if state.is_slow else self._quick
                     state.begin(choice.token_ids, choice.first_output, threads)
@@ -86,7 +86,9 @@ class CoreGrammars:
         Returns them, and the sequences that are skipped in this step because a mask of
         theirs is not ready. These skip further steps until it is.
         """
-        states = [choice.grammar for item in scheduled for choice in item.draws]
+        states = [
+            choice.sampling.grammar for item in scheduled for choice in item.draws
+        ]
         owners = [item.sequence for item in scheduled for _ in item.draws]
         begun: list[tuple[Sequence, Future[None]]] = []
         awaited: list[Future[None]] = []
@@ -108,7 +110,7 @@ class CoreGrammars:
         if sequence in self.awaiting_mask:
             return
         self.awaiting_mask[sequence] = (work, time.monotonic() + self.timeout_s)
-        sequence.awaits_mask = True
+        sequence.sampling.awaits_mask = True
         wake = self.compiler.on_compiled
         work.add_done_callback(lambda _: wake())
 
@@ -122,8 +124,9 @@ class CoreGrammars:
             if not (is_finished or work.done() or is_timed_out):
                 continue
             self.forget(sequence)
-            # One that has ended but is not finished prefills for its children.
-            if not (is_finished or work.done() or sequence.has_ended):
+            # A choice that has ended, but is not finished, prefills for its children.
+            has_ended = sequence.choice_state.has_ended
+            if not (is_finished or work.done() or has_ended):
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than "
                     f"{self.timeout_s:g} s (--grammar-timeout-s) to find out what may "
@@ -136,4 +139,4 @@ class CoreGrammars:
     def forget(self, sequence: Sequence) -> None:
         self.compiling.pop(sequence, None)
         if self.awaiting_mask.pop(sequence, None) is not None:
-            sequence.awaits_mask = False
+            sequence.sampling.awaits_mask = False

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from engine.core.sequence import Sequence
 from protocol.errors import BatonError
-from protocol.messages import ErrorInfo, Outputs, TokenDelta, TokenLogprobs
+from protocol.messages import ErrorInfo, KVUsage, Outputs, TokenDelta, TokenLogprobs
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.output import num_dropped_lines
 
@@ -61,23 +61,20 @@ class OutputProcessor:
         if not sequence.is_scoring:
             self.add_prompt_logprobs(sequence)
         for choice in sequence.choices:
-            token = choice.first_token
-            choice.first_token = None
-            if token is not None and not choice.has_ended:
+            token = choice.sampling.take_unsent_first_token()
+            if token is not None and not choice.choice_state.has_ended:
                 self.add_token(Draw(choice, token.id, token.logprobs))
 
     def add_prompt_logprobs(self, sequence: Sequence) -> None:
         """Adds the prompt logprobs that were computed since the last call."""
         logprobs = sequence.prompt_logprobs
-        if logprobs is None or sequence.has_ended:
+        if logprobs is None or sequence.choice_state.has_ended:
             return
-        unsent = logprobs[sequence.num_prompt_logprobs_sent :]
-        if not unsent:
-            return
-        sequence.num_prompt_logprobs_sent = len(logprobs)
-        self._deltas.append(
-            TokenDelta(request_id=sequence.request_id, prompt_logprobs=unsent)
-        )
+        unsent = logprobs.take_unsent()
+        if unsent:
+            self._deltas.append(
+                TokenDelta(request_id=sequence.request_id, prompt_logprobs=unsent)
+            )
 
     def add_token(self, draw: Draw, params: dict[str, Any] | None = None) -> None:
         """Adds a choice's next token, its end, or both.
@@ -91,10 +88,12 @@ class OutputProcessor:
         if draw.logprobs is not None:
             if sequence.request.sampling.num_logprobs is not None:
                 logprobs = [draw.logprobs]
-        has_usage = draw.reason or sequence.num_outputs == 1
+        usage: KVUsage | None = None
+        if draw.reason or sequence.num_outputs == 1:
+            usage = sequence.accounting.usage(sequence.request.remote)
         times = None
         if draw.reason is not None:
-            times = sequence.choices[0].times
+            times = sequence.choices.parent.times
         self._deltas.append(
             TokenDelta(
                 request_id=sequence.request_id,
@@ -102,7 +101,7 @@ class OutputProcessor:
                 token_ids=token_ids,
                 logprobs=logprobs,
                 finish_reason=draw.reason,
-                usage=sequence.usage() if has_usage else None,
+                usage=usage,
                 times=times,
                 kv_transfer_params=params,
             )

@@ -34,11 +34,11 @@ class Scheduled:
     def scored(self) -> range:
         """Indices of prompt tokens whose logprobs the step computes. The logprobs of a
         token follow from the hidden state of the token before it."""
-        sequence = self.sequence
-        if sequence.prompt_logprobs is None:
+        logprobs = self.sequence.prompt_logprobs
+        if logprobs is None:
             return range(0)
-        stop = min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens)
-        return range(max(self.start + 1, len(sequence.prompt_logprobs)), stop)
+        stop = min(self.start + self.num_tokens + 1, self.sequence.num_prompt_tokens)
+        return range(max(self.start + 1, len(logprobs.values)), stop)
 
 
 @dataclass

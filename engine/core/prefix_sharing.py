@@ -35,12 +35,13 @@ class PrefixSharing:
         if self._prefix is None:
             return []
         max_tokens = len(sequence.token_ids) - 1
-        if sequence.remote is not None:
-            max_tokens = min(max_tokens, sequence.num_to_hold)
-        elif sequence.children:  # they fork off what it computes
+        if sequence.pull is not None:
+            max_tokens = min(max_tokens, sequence.num_to_admit)
+        elif sequence.choices.children:  # they fork off what it computes
             max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
-        if sequence.is_scoring:
-            max_tokens = len(sequence.prompt_logprobs or ()) - 1
+        logprobs = sequence.prompt_logprobs
+        if logprobs is not None and not logprobs.is_complete:
+            max_tokens = len(logprobs.values) - 1
         return self._prefix.match(
             sequence.token_ids,
             max_tokens=max_tokens,
@@ -52,7 +53,7 @@ class PrefixSharing:
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a running sequence computes a large part of what this one would
         compute as well. It finds that part in the prefix index later."""
-        if self._prefix is None or sequence.remote is not None or sequence.is_scoring:
+        if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:
             # This runs in each round, so it must not compare tokens again.

@@ -20,7 +20,7 @@ preempted: its blocks are released, and it waits at the head of the queue. A seq
 that fits the pool alone always ends. Engines accept no others (worker/memory.py); if
 one does not fit nevertheless, it is `stuck`.
 
-A sequence with a `remote` reference is not computed. Its new blocks become RECEIVING
+A sequence with a `pull` is not computed. Its new blocks become RECEIVING
 and a pull fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this.
 
 A step may be planned while others have not finished (step_ledger.py). No sequence is
@@ -36,6 +36,7 @@ from engine.core.plan import load_of
 from engine.core.prefill_budget import PrefillBudget
 from engine.core.prefix_sharing import PrefixSharing
 from engine.core.sequence import Phase, Sequence
+from engine.core.state.choices import ChoiceState
 from engine.core.step_ledger import StepLedger
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
@@ -89,8 +90,8 @@ class Scheduler:
         if not self.running:
             return True
         first = self.waiting[0]
-        num_tokens = len(first.token_ids) if first.remote is None else first.num_to_hold
-        needed = self.tables.num_blocks_for(first, num_tokens) + self._num_spare(first)
+        needed = self.tables.num_blocks_for(first, first.num_to_admit)
+        needed += self._num_spare(first)
         num_missing = needed - self.allocator.num_available
         return 0 < num_missing <= self.allocator.counts()[BlockState.LEASED]
 
@@ -231,13 +232,13 @@ class Scheduler:
         max_choices = self.limits.max_num_seqs - self._num_choices()
         while num_passed < len(self.waiting):
             sequence = self.waiting[num_passed]
-            is_remote = sequence.remote is not None
-            num_choices = 1 + len(sequence.children)
+            is_remote = sequence.pull is not None
+            num_choices = 1 + len(sequence.choices.children)
             if num_choices > max_choices or not (is_remote or plan.budget):
                 return
             is_blocked = self.is_blocked_on_quarantine(sequence)
             if is_remote and not (is_blocked or pulls_must_wait):
-                needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
+                needed = self.tables.num_blocks_for(sequence, sequence.num_to_admit)
                 pulls_must_wait = not self.allocator.can_receive(needed)
             if (
                 is_blocked
@@ -262,13 +263,12 @@ class Scheduler:
     def _num_choices(self) -> int:
         """Choices that run, receive, or have yet to fork off one that does."""
         sequences = (*self.running, *self.receiving.values())
-        return sum(1 + len(sequence.children) for sequence in sequences)
+        return sum(1 + len(sequence.choices.children) for sequence in sequences)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Shares cached blocks and allocates the others. If there are too few, it
         changes nothing and returns False."""
-        is_remote = sequence.remote is not None
-        num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
+        num_tokens = sequence.num_to_admit
         table = self._sharing.match(sequence)
         start = self.tables.num_tokens(table)
         hits = without_null_blocks(table)
@@ -290,8 +290,8 @@ class Scheduler:
         sequence.num_computed = start
         if self.limits.groups.drops_blocks:
             sequence.prefix_cursor = PrefixCursor()  # the index may have gaps to fill
-        sequence.count_skipped()
-        if is_remote:
+        sequence.accounting.count_admission(start)
+        if sequence.pull is not None:
             self.allocator.receive(fresh_blocks)
             sequence.phase = Phase.RECEIVING
             self.receiving[sequence.request_id] = sequence
@@ -302,7 +302,7 @@ class Scheduler:
         sequence, so that the admission causes no preemption."""
         if not self.running:
             return 0
-        return len(self.running) + len(sequence.children)
+        return len(self.running) + len(sequence.choices.children)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
@@ -323,19 +323,17 @@ class Scheduler:
         the blocks that they share. Each choice computes the rest of the prompt itself,
         so that equal choices stay equal.
         """
+        assert sequence.pull is not None
+        children = sequence.choices.children
         num_cached = sequence.num_computed
-        num_received = max(sequence.num_to_receive, num_cached)
-        if is_converted and sequence.children:
-            num_shared = min(
-                self._num_forked(sequence, child) for child in sequence.children
-            )
+        num_to_receive = sequence.pull.num_to_receive(len(sequence.token_ids))
+        num_received = max(num_to_receive, num_cached)
+        if is_converted and children:
+            num_shared = min(self._num_forked(sequence, child) for child in children)
             num_received = max(min(num_received, num_shared), num_cached)
         self.tables.mark_partial_blocks(sequence)
         self.recompute_in_place(sequence)
-        num_prompt_tokens = sequence.num_prompt_tokens
-        sequence.num_transferred = min(num_received, num_prompt_tokens) - min(
-            num_cached, num_prompt_tokens
-        )
+        sequence.accounting.count_pull(num_cached, num_received)
         sequence.num_computed = num_received
         self._publish(sequence, num_cached)
         self.fork_choices(sequence)
@@ -345,7 +343,7 @@ class Scheduler:
         have ended."""
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
-        sequence.remote = None
+        sequence.pull = None
         self._run(sequence)
 
     def abandon_pull(
@@ -372,9 +370,11 @@ class Scheduler:
         A parent that ran only for its children then finishes."""
         if parent.num_computed < parent.num_prompt_tokens:
             return
-        for child in parent.children:
+        for child in tuple(parent.choices.children):
             self._fork(parent, child)
-        if parent.is_parent_only and parent.phase is Phase.RUNNING:
+        is_prefilling_only = parent.choice_state is ChoiceState.PREFILLS_FOR_CHILDREN
+        if is_prefilling_only and parent.phase is Phase.RUNNING:
+            parent.choices.end_prefill()
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
@@ -422,8 +422,7 @@ class Scheduler:
         sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
         sequence.num_computed += item.num_tokens
         if num_before < num_prompt_tokens <= sequence.num_computed:
-            num_reused = sequence.num_skipped + sequence.num_transferred
-            sequence.num_recomputed = num_prompt_tokens - num_reused
+            sequence.accounting.count_completion()
         self._publish(sequence, num_before)
 
     def _publish(self, sequence: Sequence, num_before: int) -> None:

@@ -9,10 +9,13 @@ has not finished, the tokens that it computes are launched, and the token that i
 is awaited. The next step can compute an awaited token, although only the device knows
 its value.
 
-A request of several choices is one sequence while its prompt is computed or pulled.
-Choice 0 is the parent of the other choices, its children. They fork off it, sharing its
-full blocks, as soon as the KV of the prompt is there. Until then they have no copy of
-the prompt, because many may wait and few run.
+The rest of a sequence's state is in objects of its own (engine/core/state/):
+
+    choices          ChoiceTree: the choices of the request, shared by all of them
+    pull             PromptPull: KV that is to come from another engine
+    sampling         SamplingState: how tokens are drawn
+    accounting       PromptAccounting: where the KV of the prompt came from
+    prompt_logprobs  PromptLogprobs: those of the prompt, if requested
 """
 
 from dataclasses import dataclass, field
@@ -20,16 +23,18 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from engine.text.grammar import COMPLETE, GrammarState
+from engine.core.state.choices import ChoiceState, ChoiceTree
+from engine.core.state.prompt_accounting import PromptAccounting
+from engine.core.state.prompt_logprobs import PromptLogprobs
+from engine.core.state.prompt_pull import PromptPull
+from engine.core.state.sampling_state import SamplingState
+from engine.text.grammar import COMPLETE
 from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
     FirstToken,
-    KVUsage,
     RemotePrefill,
     ResumedChoice,
-    SamplingParams,
-    TokenLogprobs,
 )
 from protocol.server_stats import PhaseTimes
 
@@ -44,26 +49,27 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
-    """Mutable state of one choice. `block_ids` is its table (kvcache/groups.py)."""
+    """Mutable state of one choice. `block_ids` is its table (kvcache/groups.py).
+
+    The engine core appends tokens. The scheduler and its helpers change the phase, the
+    blocks and the progress.
+    """
 
     request: AddRequest
-    # The request's sampling, without what travels to the ranks only once
-    # (logits_processing.py).
-    sampling: SamplingParams
+    choice: int  # index of the choice
     token_ids: list[int]  # before a choice has forked, its outputs alone
     num_prompt_tokens: int
-    choice: int
-    choices: list["Sequence"]  # all choices of the request, including this one
-    is_forked: bool  # False while it is still a child of choice 0
-    # The first token, if another server has drawn it and the client does not have it.
-    first_token: FirstToken | None
-    # Where the KV of the prompt, or of a looked-up prefix of it, is. None once the KV
-    # has been pulled or given up.
-    remote: RemotePrefill | None = None
+    # Index in `token_ids` at which the outputs begin: 0 until the choice has forked.
+    first_output: int
+    sampling: SamplingState
+    accounting: PromptAccounting
+    choice_state: ChoiceState
+    choices: ChoiceTree["Sequence"] = field(init=False)
+    pull: PromptPull | None = None  # None if it pulls nothing, or no longer
+    prompt_logprobs: PromptLogprobs | None = None
     phase: Phase = Phase.NEW
-    first_logprobs: TokenLogprobs | None = None  # of a first output drawn here
     block_ids: list[int] = field(default_factory=list)
     # For each KV group, the first block that is retained (KVGroups.kept_from). Those
     # before it have been released.
@@ -77,25 +83,12 @@ class Sequence:
     awaited_row: int = 0  # the draw of its step that produces the awaited token
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
-    num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
-    num_transferred: int = 0  # prompt tokens whose KV was pulled
-    num_recomputed: int = 0  # prompt tokens computed here
     times: PhaseTimes = field(default_factory=PhaseTimes)
     # How often later requests were served before this one (core/waiting.py).
     num_overtaken: int = 0
-    was_admitted: bool = False
-    has_ended: bool = False  # its terminal event is sent, or about to be
-    is_moving: bool = False  # its request migrates, and its KV is leased for that
-    is_parent_only: bool = False  # it has ended, and prefills only for its children
-    # The logprobs computed so far, if the prompt's logprobs were requested. The first
-    # prompt token has None.
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_prompt_logprobs_sent: int = 0
     # While this one waits for a shared prefix: the sequence that computes the prefix,
     # and the number of its tokens.
     awaited_prefix: "tuple[Sequence, int] | None" = None
-    awaits_mask: bool = False  # skips steps until its grammar mask is ready
-    grammar: GrammarState | None = None  # made when first needed
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
@@ -104,20 +97,24 @@ class Sequence:
         Tokens that another server has drawn are the first outputs of a choice: the one
         that a prefill server drew, or all that the client of a resumed request has.
         """
-        choices = list[Sequence]()
-        for index in range(request.num_choices):
-            choices.append(cls._make_choice(request, index, choices))
-        parent = choices[0]
-        parent.remote = request.remote
+        sequences = [
+            cls._make_choice(request, index) for index in range(request.num_choices)
+        ]
+        choices = ChoiceTree(sequences)
+        for sequence in sequences:
+            sequence.choices = choices
+        parent = choices.parent
+        remote = request.remote
+        if remote is not None:
+            parent.pull = PromptPull(remote, request)
         if request.num_prompt_logprobs is not None:
-            remote = request.remote
-            parent.prompt_logprobs = list((remote and remote.prompt_logprobs) or [None])
+            parent.prompt_logprobs = PromptLogprobs(
+                len(request.token_ids), remote.prompt_logprobs if remote else None
+            )
         return parent
 
     @classmethod
-    def _make_choice(
-        cls, request: AddRequest, index: int, choices: list["Sequence"]
-    ) -> "Sequence":
+    def _make_choice(cls, request: AddRequest, index: int) -> "Sequence":
         remote = request.remote
         is_parent = index == 0
         resumed = ResumedChoice()
@@ -131,25 +128,32 @@ class Sequence:
         if resumed.has_ended:
             outputs = []
             first_tokens = []
+        choice_state = ChoiceState.OPEN if is_parent else ChoiceState.CHILD
+        if resumed.has_ended:
+            choice_state = (
+                ChoiceState.PREFILLS_FOR_CHILDREN if is_parent else ChoiceState.ENDED
+            )
+        num_prompt_tokens = len(request.token_ids)
         prompt = request.token_ids if is_parent else []
-        is_finished = resumed.has_ended and not is_parent
+        params = replace(
+            request.sampling,
+            choice_index=request.sampling.choice_index + index,
+            logit_bias={},
+            grammar=None,
+        )
+        is_finished = choice_state is ChoiceState.ENDED
         return cls(
             request,
-            replace(
-                request.sampling,
-                choice_index=request.sampling.choice_index + index,
-                logit_bias={},
-                grammar=None,
-            ),
-            token_ids=[*prompt, *outputs],
-            num_prompt_tokens=len(request.token_ids),
             choice=index,
-            choices=choices,
-            is_forked=is_parent,
-            first_token=first_tokens[0] if first_tokens else None,
+            token_ids=[*prompt, *outputs],
+            num_prompt_tokens=num_prompt_tokens,
+            first_output=len(prompt),
+            sampling=SamplingState(
+                params, unsent_first_token=first_tokens[0] if first_tokens else None
+            ),
+            accounting=PromptAccounting(num_prompt_tokens),
+            choice_state=choice_state,
             phase=Phase.FINISHED if is_finished else Phase.NEW,
-            has_ended=resumed.has_ended,
-            is_parent_only=resumed.has_ended and is_parent,
         )
 
     @property
@@ -157,45 +161,21 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def first_output(self) -> int:
-        """Index in `token_ids` at which the outputs begin."""
-        return self.num_prompt_tokens if self.is_forked else 0
+    def has_prompt(self) -> bool:
+        """Whether `token_ids` begin with the prompt: those of choice 0 always do, and
+        those of another choice once it has forked."""
+        return self.first_output > 0
 
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.first_output
 
     @property
-    def num_to_receive(self) -> int:
-        """Tokens whose KV is used once it has been pulled: as many as the other engine
-        has.
-
-        The last token is computed here if a token is drawn from its logits. That is the
-        last prompt token if no first token came with the reference, or the last output
-        that another server has drawn.
-        """
-        assert self.remote is not None
-        resumed_choices = self.request.resumed_choices or [ResumedChoice()]
-        draws_first_token = not all(
-            self.remote.first_tokens or resumed.token_ids or resumed.has_ended
-            for resumed in resumed_choices
-        )
-        num_tokens = max(
-            self.num_prompt_tokens - draws_first_token, len(self.token_ids) - 1
-        )
-        return min(self.remote.num_tokens, num_tokens)
-
-    @property
-    def num_to_pull(self) -> int:
-        """Tokens whose KV is pulled. For an offer this is the whole prompt, because it
-        is not yet known which server draws the first token."""
-        is_offer = self.remote is not None and self.remote.transfer_id is not None
-        return self.num_prompt_tokens if is_offer else self.num_to_receive
-
-    @property
-    def num_to_hold(self) -> int:
-        """Tokens that need blocks before the remote KV can be pulled."""
-        return max(self.num_prompt_tokens, self.num_to_receive)
+    def num_to_admit(self) -> int:
+        """Tokens that need blocks before a waiting sequence can leave the queue."""
+        if self.pull is None:
+            return len(self.token_ids)
+        return self.pull.num_to_hold(len(self.token_ids))
 
     @property
     def num_uncomputed(self) -> int:
@@ -211,19 +191,9 @@ class Sequence:
         return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
 
     @property
-    def children(self) -> list["Sequence"]:
-        """The choices that have yet to fork off this one."""
-        if len(self.choices) == 1 or self.choice:
-            return []
-        return [
-            other for other in self.choices if not (other.is_forked or other.has_ended)
-        ]
-
-    @property
     def is_scoring(self) -> bool:
         """Whether logprobs of prompt tokens have yet to be computed."""
-        logprobs = self.prompt_logprobs
-        return logprobs is not None and len(logprobs) < self.num_prompt_tokens
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     @property
     def draws_next(self) -> tuple["Sequence", ...]:
@@ -231,12 +201,14 @@ class Sequence:
         computed."""
         if self.request.max_tokens == 0:
             return ()
-        children = [
-            other
-            for other in self.children
-            if not (other.num_outputs or self.num_outputs)
-        ]
-        return tuple(children) if self.has_ended else (self, *children)
+        children: list[Sequence] = []
+        if self.choices.children and not self.num_outputs:
+            children = [
+                child for child in self.choices.children if not child.num_outputs
+            ]
+        if self.choice_state.has_ended:
+            return tuple(children)
+        return (self, *children)
 
     def awaits_result(self, max_model_len: int) -> bool:
         """Whether no further step can be planned for this sequence now.
@@ -245,7 +217,7 @@ class Sequence:
         finished, if all its tokens are computed, if the awaited token ends it by its
         length, or if other choices fork off its prompt.
         """
-        if self.awaits_mask:
+        if self.sampling.awaits_mask:
             return True
         if not self.num_launched:
             return False
@@ -256,7 +228,7 @@ class Sequence:
         return (
             self.num_outputs + self.num_awaited >= self.request.max_tokens
             or len(self.token_ids) + self.num_awaited >= max_model_len
-            or bool(self.children)
+            or bool(self.choices.children)
         )
 
     def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
@@ -272,59 +244,40 @@ class Sequence:
         If `is_usable` is False, the tokens were drawn with other parameters than this
         request's. The first tokens are then drawn here.
         """
-        assert self.remote is not None
+        assert self.pull is not None
         first_tokens = sealed.first_tokens if is_usable else []
-        self.remote = replace(self.remote, first_tokens=first_tokens)
+        self.pull.seal(first_tokens)
         for choice in self.choices:
             choice.request = replace(choice.request, remote=sealed)
         for choice, token in zip(self.choices, first_tokens, strict=False):
-            choice.first_token = token
+            choice.sampling.unsent_first_token = token
             choice.token_ids.append(token.id)
 
-    def discard_remote(self) -> None:
-        """Discards the results of another server that were not yet sent, for all
-        choices. They are computed here instead."""
-        self.remote = None
+    def discard_remote_results(self) -> None:
+        """Gives up the pull, and discards the results of another server that were not
+        yet sent, for all choices. They are computed here instead."""
+        self.pull = None
         for choice in self.choices:
-            if choice.first_token is not None:
-                choice.first_token = None
+            if choice.sampling.take_unsent_first_token() is not None:
                 choice.token_ids.pop()
-        if self.prompt_logprobs is not None and not self.num_prompt_logprobs_sent:
-            self.prompt_logprobs = [None]
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.discard_unsent()
 
     def continue_for_children(self) -> None:
         """Lets this finished choice compute the rest of its prompt, so that the other
         choices can fork its KV."""
-        self.is_parent_only = True
-        self.first_token = None
+        self.choices.prefill_for_children()
+        self.sampling.unsent_first_token = None
         # A launched step may compute its first token as well; computed tokens stay.
         num_launched = self.num_computed + self.num_launched
         del self.token_ids[max(self.num_prompt_tokens, num_launched) :]
 
     def fork_from(self, parent: "Sequence") -> None:
         """Takes over the prompt and its accounting; the scheduler shares the blocks."""
+        self.choices.fork(self)
         self.token_ids[:0] = parent.request.token_ids
-        self.is_forked = True
-        self.was_admitted = True
-        self.num_skipped = parent.num_skipped
-        self.num_transferred = parent.num_transferred
-        self.num_recomputed = parent.num_recomputed
-
-    def count_skipped(self) -> None:
-        """Accounts for the cache hits of an admission.
-
-        Hits that are lost again before the prompt is complete are computed after all.
-        Blocks that became hits only after the first admission were computed here.
-        """
-        hits = min(self.num_computed, self.num_prompt_tokens)
-        was_complete = self.num_transferred or self.num_recomputed
-        if not self.was_admitted:
-            self.num_skipped = hits
-        elif not (was_complete or self.num_skipped == self.num_prompt_tokens):
-            self.num_skipped = min(self.num_skipped, hits)
-            if hits == self.num_prompt_tokens:
-                self.num_recomputed = hits - self.num_skipped
-        self.was_admitted = True
+        self.first_output = self.num_prompt_tokens
+        self.accounting = parent.accounting.copy()
 
     def reset_blocks(self) -> None:
         """Forgets the blocks, which are back in the allocator, and the progress that
@@ -345,36 +298,10 @@ class Sequence:
         is_full = (
             self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len
         )
-        if self.grammar is not None and (is_full or not self.grammar.is_slow):
-            if self.grammar.follow(self.token_ids, self.first_output) is COMPLETE:
+        grammar = self.sampling.grammar
+        if grammar is not None and (is_full or not grammar.is_slow):
+            if grammar.follow(self.token_ids, self.first_output) is COMPLETE:
                 return "stop"
         if self.request.max_tokens == 0:
             return "length" if self.num_computed >= self.num_prompt_tokens else None
         return "length" if is_full else None
-
-    def usage(self) -> KVUsage:
-        """Where the KV of the prompt came from.
-
-        Tokens that either server computed do not count as cached. Those computed here
-        are at the end of the prompt; those that the prefill server computed follow its
-        cache hit.
-        """
-        cached_tokens = self.num_skipped + self.num_transferred
-        remote = self.request.remote
-        prefill: dict[str, int] = {}
-        if remote is not None and remote.transfer_id is None:
-            cached_tokens = min(
-                remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed
-            )
-            prefill["prefill_transferred"] = remote.transferred_tokens
-            prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
-            prefill["prefill_skipped"] = (
-                remote.cached_tokens - remote.transferred_tokens
-            )
-        return KVUsage(
-            transferred=self.num_transferred,
-            recomputed=self.num_recomputed,
-            skipped=self.num_skipped,
-            cached_tokens=cached_tokens,
-            **prefill,
-        )

@@ -47,7 +47,9 @@ class BlockTables:
 
     def num_blocks_for(self, sequence: Sequence, num_tokens: int) -> int:
         """Most blocks that a waiting sequence needs at a time for `num_tokens`."""
-        pulled = 0 if sequence.remote is None else sequence.num_to_pull
+        pulled = 0
+        if sequence.pull is not None:
+            pulled = sequence.pull.num_to_pull(len(sequence.token_ids))
         step = min(max(num_tokens - pulled, 0), self._max_step_tokens)
         return self._groups.num_blocks_for(num_tokens, step, self._block_size)
 
@@ -62,11 +64,11 @@ class BlockTables:
         groups = self._groups
         start = self.num_tokens(table)
         tokens = range(start, num_tokens)
-        if sequence.remote is None:
+        if sequence.pull is None:
             first_tokens = range(start, min(num_tokens, start + budget))
             window_ranges = [first_tokens] * groups.count
         else:
-            stop = sequence.num_to_pull
+            stop = sequence.pull.num_to_pull(len(sequence.token_ids))
             limit = self.resume_limit(sequence, stop)
             window_ranges = groups.token_ranges(start, stop, limit)
         token_ranges = [
@@ -125,7 +127,7 @@ class BlockTables:
         if sequence.request.retain_kv:
             of_last_block = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
             limits.append(sequence.num_prompt_tokens - of_last_block)
-        if sequence.children:
+        if sequence.choices.children:
             num_full = (sequence.num_prompt_tokens - 1) // self._block_size
             limits.append(num_full * self._block_size)
         return max(0, min(limits))
@@ -136,7 +138,8 @@ class BlockTables:
         prefix."""
         if not self._groups.drops_blocks:
             return
-        stop = sequence.num_to_pull
+        assert sequence.pull is not None
+        stop = sequence.pull.num_to_pull(len(sequence.token_ids))
         token_ranges = self._groups.token_ranges(
             sequence.num_computed, stop, self.resume_limit(sequence, stop)
         )
@@ -147,7 +150,7 @@ class BlockTables:
     def leased_table(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table that is leased for the first `num_tokens`."""
         limit = num_tokens
-        if not sequence.is_moving:
+        if sequence.choices.migrating is not sequence:
             limit = self.resume_limit(sequence, num_tokens)
         return self._groups.prefix_table(
             sequence.block_ids, num_tokens, self._block_size, limit

@@ -85,7 +85,7 @@ def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
         return int(later_urgency < earlier_urgency)
     later_work = work_of(later, len(later.token_ids))
     earlier_work = work_of(earlier, len(earlier.token_ids))
-    if not is_much_shorter(later, earlier_work) or earlier.remote is not None:
+    if not is_much_shorter(later, earlier_work) or earlier.pull is not None:
         return 0
     return -(-MAX_OVERTAKEN * later_work // earlier_work)
 
@@ -96,7 +96,7 @@ def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
     work = work_of(sequence, len(sequence.token_ids))
     is_short = work * _SHORTER_FACTOR <= num_tokens
     is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS
-    return is_short and is_long_prompt and sequence.remote is None
+    return is_short and is_long_prompt and sequence.pull is None
 
 
 def select_short_prompts(
@@ -117,7 +117,7 @@ def select_short_prompts(
     selected: list[Sequence] = []
     for sequence in islice(waiting, _MAX_SHORT_PROMPTS):
         num_left -= len(sequence.token_ids)
-        is_single = not sequence.children and sequence.awaited_prefix is None
+        is_single = not sequence.choices.children and sequence.awaited_prefix is None
         is_short = is_single and is_much_shorter(sequence, prefill_tokens)
         if num_left < 0 or not is_short:
             break

@@ -15,10 +15,10 @@ import math
 import time
 
 import msgspec
-from msgspec.structs import replace
 
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
+from engine.core.state.prompt_pull import PromptPull
 from engine.kv.borrower_counters import BorrowerCounters
 from engine.kv.rates import Rates
 from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
@@ -99,18 +99,17 @@ class Borrower(KVConnector):
             )
             if request.kv_unused is not None:
                 self.on_release(request.kv_unused)
-        remote = sequence.remote
-        if remote is None:
+        if sequence.pull is None:
             if not self._start_lookup(sequence):
                 self.core.enqueue(sequence)
             return
+        remote = sequence.pull.remote
         # DecodeLeg checks that a reference has what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices))
         assert not sequence.is_scoring
         # The first tokens of an offer come later, when the offer is sealed.
-        is_offer = remote.transfer_id is not None
         needs_first_token = request.max_tokens and not request.resumed_choices
-        if needs_first_token and not (remote.first_tokens or is_offer):
+        if needs_first_token and not (remote.first_tokens or sequence.pull.is_offer):
             self._counters.count_redrawn_first_token()
         self._hold_and_enqueue(sequence, remote)
 
@@ -167,7 +166,7 @@ class Borrower(KVConnector):
             self.core.enqueue(sequence)
         else:
             self._rates.record_lookup(key_of(remote), event.seconds)
-            sequence.remote = remote
+            sequence.pull = PromptPull(remote, sequence.request)
             self._hold_and_enqueue(sequence, remote)
 
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
@@ -188,10 +187,10 @@ class Borrower(KVConnector):
             self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
-        assert sequence.remote is not None
+        assert sequence.pull is not None
         scheduler = self.core.scheduler
         start = sequence.num_computed
-        stop = sequence.num_to_pull
+        stop = sequence.pull.num_to_pull(len(sequence.token_ids))
         if start >= stop:
             # Every block was cached here: there is nothing to read or to fence.
             self._release_remote(sequence)
@@ -200,7 +199,7 @@ class Borrower(KVConnector):
         num_blocks = -(-stop // scheduler.limits.block_size)
         self._coordinator.pull(
             sequence.request_id,
-            sequence.remote,
+            sequence.pull.remote,
             start,
             stop,
             scheduler.tables.full(sequence, num_blocks),
@@ -211,8 +210,8 @@ class Borrower(KVConnector):
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
             seconds = times.drawn - (times.pulled or times.admitted)
-            self._rates.record_compute(sequence.num_recomputed, seconds)
-        if sequence.remote is not None:
+            self._rates.record_compute(sequence.accounting.num_recomputed, seconds)
+        if sequence.pull is not None:
             # The request ended with its first token, before any pull.
             self._release_remote(sequence)
 
@@ -288,7 +287,7 @@ class Borrower(KVConnector):
         for sequence in self._quarantine.find_overdue(scheduler):
             if sequence.phase is not Phase.WAITING:
                 continue  # it ended with another request of this loop
-            if sequence.remote is not None:
+            if sequence.pull is not None:
                 self._release_remote(sequence, lend=True)
             self._counters.count_blocked_request()
             explanation = self._quarantine.explanation(scheduler)
@@ -299,20 +298,20 @@ class Borrower(KVConnector):
         pulls."""
         new_sequences = [s for s in self._remote.values() if s.phase is Phase.NEW]
         for sequence in new_sequences:
-            remote = sequence.remote
-            if remote is None or key_of(remote) != event.peer:
+            pull = sequence.pull
+            if pull is None or key_of(pull.remote) != event.peer:
                 continue
             if event.error is None:
-                self._enqueue_when_ready(sequence, remote)
+                self._enqueue_when_ready(sequence, pull.remote)
             else:
                 self._give_up_waiting_pull(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
         sequence = self._remote.get(event.pull_id)
-        if sequence is None or sequence.remote is None:
+        if sequence is None or sequence.pull is None:
             return  # the request was aborted
-        sequence.remote = replace(sequence.remote, lease_id=event.lease_id)
-        self._enqueue_when_ready(sequence, sequence.remote)
+        sequence.pull.begin(event.lease_id)
+        self._enqueue_when_ready(sequence, sequence.pull.remote)
 
     def _on_sealed(self, event: PullSealed) -> None:
         """The prefill server has drawn the first tokens. The stream begins before the
@@ -347,8 +346,8 @@ class Borrower(KVConnector):
         if sequence is None:
             return  # the request was aborted; PullDrained follows
         self._counters.count_transfer(event)
-        if sequence.remote is not None:
-            peer = key_of(sequence.remote)
+        if sequence.pull is not None:
+            peer = key_of(sequence.pull.remote)
             self._rates.record_pull(peer, event.nbytes, event.seconds)
         times = sequence.times
         if times.admitted is not None:  # the pull began at the admission
@@ -393,10 +392,10 @@ class Borrower(KVConnector):
         # Without a handshake nothing proves that the peer runs this model, so its first
         # token may not be in our vocabulary. What was sent to the client already came
         # from a verified peer, and stays.
-        sequence.discard_remote()
+        sequence.discard_remote_results()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
-        elif sequence.was_admitted:  # it has waited its turn already
+        elif sequence.accounting.was_admitted:  # it has waited its turn already
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)

@@ -22,11 +22,10 @@ class Connector(KVConnector):
         self._borrower.bind(core)
 
     def on_add(self, sequence: Sequence) -> None:
-        if sequence.remote is not None and self._lender.end_local_lease(
-            sequence.remote
-        ):
+        pull = sequence.pull
+        if pull is not None and self._lender.end_local_lease(pull.remote):
             # This engine also computed the prompt, so its prefix cache has it.
-            sequence.remote = None
+            sequence.pull = None
         self._lender.offer_prompt(sequence)
         self._borrower.on_add(sequence)
 

@@ -20,7 +20,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
 from protocol.handshake import Lookup, LookupResult
-from protocol.messages import FirstToken, RemotePrefill, call_of
+from protocol.messages import FirstToken, RemotePrefill, TokenLogprobs, call_of
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS_PER_ROUND = 4
@@ -115,17 +115,19 @@ class Lender(KVConnector):
                 offers.withdraw(transfer_id, now)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        is_retained = sequence.request.retain_kv and not sequence.choice
-        if not (sequence.is_moving or is_retained):
+        choices = sequence.choices
+        is_migrating = choices.migrating is sequence
+        is_retained = sequence.request.retain_kv and choices.parent is sequence
+        if not (is_migrating or is_retained):
             return None  # choice 0 leases the KV for all choices
         # A migrated request with one choice also leases the KV of its outputs. Several
         # choices have only the prompt in common.
-        includes_outputs = sequence.is_moving and len(sequence.choices) == 1
+        includes_outputs = is_migrating and len(choices) == 1
         num_tokens = sequence.num_prompt_tokens
         if includes_outputs:
             num_tokens = sequence.num_computed
         has_windows = self.core.scheduler.limits.groups.drops_blocks
-        if sequence.is_moving and not includes_outputs and has_windows:
+        if is_migrating and not includes_outputs and has_windows:
             return None  # the windows have passed the end of the prompt
         table = self.core.scheduler.tables.leased_table(sequence, num_tokens)
         transfer_id = self._transfer_id(sequence)
@@ -164,6 +166,11 @@ class Lender(KVConnector):
         """The kv_transfer_params of the response."""
         request = sequence.request
         sampling = request.sampling
+        accounting = sequence.accounting
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
+        is_migrating = sequence.choices.migrating is sequence
+        if sequence.prompt_logprobs is not None and not is_migrating:
+            prompt_logprobs = sequence.prompt_logprobs.values
         remote = self._reference(
             sequence.request_id,
             block_ids,
@@ -172,14 +179,17 @@ class Lender(KVConnector):
             prompt_digest=kv_params.prompt_digest(
                 sequence.token_ids[:num_tokens], request.cache_salt
             ),
-            cached_tokens=sequence.num_skipped + sequence.num_transferred,
-            transferred_tokens=sequence.num_transferred,
+            cached_tokens=accounting.num_skipped + accounting.num_transferred,
+            transferred_tokens=accounting.num_transferred,
             first_tokens=[
-                FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
+                FirstToken(
+                    choice.token_ids[choice.first_output],
+                    choice.sampling.first_logprobs,
+                )
                 for choice in sequence.choices
                 if len(choice.token_ids) > choice.first_output
             ],
-            prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         digest = kv_params.sampling_digest(sampling, request.stop_token_ids)
         params = kv_params.build(

@@ -25,9 +25,9 @@ def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
         return []
     sequences = []
     for sequence in scheduler.waiting:
-        if sequence.remote is None or scheduler.is_blocked_on_quarantine(sequence):
+        if sequence.pull is None or scheduler.is_blocked_on_quarantine(sequence):
             continue
-        needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
+        needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_admit)
         if not scheduler.allocator.can_receive(needed, ignore_receiving=True):
             sequences.append(sequence)
     return sequences
@@ -57,7 +57,7 @@ class DeadlockTimer:
         if scheduler.running:
             self._deadlocked_since = now
         for sequence in reversed(scheduler.waiting):
-            if sequence.remote is not None:
+            if sequence.pull is not None:
                 return sequence
         return None
 

@@ -154,7 +154,7 @@ def test_a_matcher_that_raises_ends_its_request(depth, compiler):
     compiler.compiled(grammar).exception()
     request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))
     core.round([request, add("b", [5], 12)])
-    state = core.sequences["x"].grammar
+    state = core.sequences["x"].sampling.grammar
     assert state is not None
     state._matcher = _BrokenMatcher(state._matcher)  # type: ignore[assignment]
     run_until_idle(core)

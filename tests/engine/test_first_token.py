@@ -64,15 +64,15 @@ def _first_tokens(
         row = Sequence.from_request(request)
         row.phase = Phase.RUNNING
         if request.sampling.grammar is not None:
-            row.grammar = compiler.state(request)
+            row.sampling.grammar = compiler.state(request)
         rows.append(row)
     positions = [len(_PROMPT)] * _ROWS
     shaper = LogitShaper(_VOCAB, len(rows))
     shaping = shaper.prepare(ShapeBook().plan(rows, positions))
     if params["grammar"] is not None:
-        masks = masks_of(compiler, [row.grammar for row in rows])
+        masks = masks_of(compiler, [row.sampling.grammar for row in rows])
         shaping = shaper.masked(shaping, np.ascontiguousarray(masks))
-    batch = SamplingBatch.from_params([row.sampling for row in rows], positions)
+    batch = SamplingBatch.from_params([row.sampling.params for row in rows], positions)
     tokens: list[int] = sample(_LOGITS.clone(), batch, shaping).token_ids.tolist()
     return tokens
 

@@ -81,7 +81,8 @@ class Bench:
         probabilities = (x.double().softmax(-1) for x in (shaped, expected))
         torch.testing.assert_close(*probabilities, rtol=1e-4, atol=1e-6)
         batch = SamplingBatch.from_params(
-            [s.sampling for s in sequences], [len(s.token_ids) for s in sequences]
+            [s.sampling.params for s in sequences],
+            [len(s.token_ids) for s in sequences],
         )
         drawn = sample(logits, batch, shaping).token_ids.tolist()
         assert drawn == expected.argmax(-1).tolist()

@@ -1,0 +1,95 @@
+"""Where the KV of a prompt came from, for the usage that clients and metrics see."""
+
+from dataclasses import dataclass, replace
+
+from protocol.messages import KVUsage, RemotePrefill
+
+
+@dataclass(slots=True)
+class PromptAccounting:
+    """Prompt tokens of one choice by the source of their KV.
+
+    Invariant: the three counts add up to `num_prompt_tokens` once the KV of the prompt
+    is complete. A preemption changes no count of a complete prompt. The scheduler makes
+    all changes.
+
+    Attributes:
+        num_skipped: tokens found in the prefix cache at admission.
+        num_transferred: tokens whose KV was pulled.
+        num_recomputed: tokens computed here.
+        was_admitted: whether the sequence ever had blocks.
+    """
+
+    num_prompt_tokens: int
+    num_skipped: int = 0
+    num_transferred: int = 0
+    num_recomputed: int = 0
+    was_admitted: bool = False
+
+    def copy(self) -> "PromptAccounting":
+        """The accounting of a choice that forks off this one."""
+        return replace(self)
+
+    def count_admission(self, num_cached: int) -> None:
+        """Accounts for the cache hits of an admission.
+
+        Hits that are lost again before the prompt is complete are computed after all.
+        Blocks that became hits only after the first admission were computed here.
+
+        Args:
+            num_cached: tokens of the sequence that the prefix cache has.
+        """
+        hits = min(num_cached, self.num_prompt_tokens)
+        was_complete = self.num_transferred or self.num_recomputed
+        if not self.was_admitted:
+            self.num_skipped = hits
+        elif not (was_complete or self.num_skipped == self.num_prompt_tokens):
+            self.num_skipped = min(self.num_skipped, hits)
+            if hits == self.num_prompt_tokens:
+                self.num_recomputed = hits - self.num_skipped
+        self.was_admitted = True
+
+    def count_pull(self, num_cached: int, num_received: int) -> None:
+        """Accounts for a pull that is done and fenced.
+
+        Args:
+            num_cached: tokens whose KV was here before the pull.
+            num_received: tokens whose KV is here after it.
+        """
+        num_prompt_tokens = self.num_prompt_tokens
+        num_before = min(num_cached, num_prompt_tokens)
+        self.num_transferred = min(num_received, num_prompt_tokens) - num_before
+
+    def count_completion(self) -> None:
+        """Accounts for a prompt of which a step has computed the last tokens."""
+        num_reused = self.num_skipped + self.num_transferred
+        self.num_recomputed = self.num_prompt_tokens - num_reused
+
+    def usage(self, remote: RemotePrefill | None) -> KVUsage:
+        """The counts as clients see them.
+
+        Tokens that either server computed do not count as cached. Those computed here
+        are at the end of the prompt; those that the prefill server computed follow its
+        cache hit.
+
+        Args:
+            remote: the reference to the prompt's KV that came with the request.
+        """
+        cached_tokens = self.num_skipped + self.num_transferred
+        prefill: dict[str, int] = {}
+        if remote is not None and remote.transfer_id is None:
+            cached_tokens = min(
+                remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed
+            )
+            prefill["prefill_transferred"] = remote.transferred_tokens
+            prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
+            prefill["prefill_skipped"] = (
+                remote.cached_tokens - remote.transferred_tokens
+            )
+        return KVUsage(
+            transferred=self.num_transferred,
+            recomputed=self.num_recomputed,
+            skipped=self.num_skipped,
+            cached_tokens=cached_tokens,
+            **prefill,
+        )

@@ -4,10 +4,10 @@
     KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
 
 A sequence decodes when exactly one token is left to compute, and prefills when more
-are. A preempted sequence is one whose `num_computed` fell back. While a launched step
-has not finished, the tokens that it computes are launched, and the token that it draws
-is awaited. The next step can compute an awaited token, although only the device knows
-its value.
+are. A preemption takes its blocks away and sets `num_computed` back to 0. While a
+launched step has not finished, the tokens that it computes are launched, and the token
+that it draws is awaited. The next step can compute an awaited token, although its value
+is still on the device.
 
 The rest of a sequence's state is in objects of its own (engine/core/state/):
 
@@ -40,7 +40,16 @@ from protocol.server_stats import PhaseTimes
 
 
 class Phase(Enum):
-    """Where a sequence is. Exactly one component holds it in each phase."""
+    """Where a sequence is. Exactly one component holds it in each phase.
+
+        NEW --> WAITING --> RUNNING
+                WAITING --> RECEIVING --> RUNNING
+
+    A sequence returns to WAITING if it is preempted, or if its pull is given up while
+    it is RECEIVING. If the pull is given up earlier, the sequence leaves the queue and
+    is NEW again. A child that forks is RUNNING at once. A sequence may become FINISHED
+    in any phase.
+    """
 
     NEW = "new"  # only the core has it; the connector may be in a handshake for it
     WAITING = "waiting"  # queued for blocks
@@ -197,7 +206,7 @@ class Sequence:
 
     @property
     def draws_next(self) -> tuple["Sequence", ...]:
-        """The choices whose next token is drawn when all tokens of this one are
+        """The choices that draw their next token when all tokens of this one are
         computed."""
         if self.request.max_tokens == 0:
             return ()
@@ -239,7 +248,7 @@ class Sequence:
             self.num_awaited -= drew
 
     def seal_prompt(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
-        """Takes over the first tokens of an offer whose prompt is now complete.
+        """Takes over the first tokens of an offer, because its prompt is complete.
 
         If `is_usable` is False, the tokens were drawn with other parameters than this
         request's. The first tokens are then drawn here.

@@ -16,9 +16,8 @@ from typing import Generic, Protocol, TypeVar
 class ChoiceState(Enum):
     """What one choice still has to do. `ChoiceTree` makes all transitions.
 
-        CHILD -----> OPEN -----> ENDED <----> PREFILLS_FOR_CHILDREN
-          |                        ^            (choice 0 only)
-          `------------------------'
+        CHILD --> OPEN --> ENDED <--> PREFILLS_FOR_CHILDREN (choice 0 only)
+        CHILD -----------> ENDED
 
     The phase of a sequence (sequence.py) follows: a CHILD is NEW, an ENDED choice is
     FINISHED at the end of the call that ended it, and the others are not FINISHED.
@@ -58,7 +57,7 @@ class ChoiceTree(Generic[_Choice]):
     Attributes:
         parent: choice 0.
         children: the choices that have yet to fork off the parent, in order.
-        migrating: the choice whose KV is leased to the server that continues the
+        migrating: the choice that leases its KV to the server that continues the
             request. None unless the request migrates.
     """
 
@@ -80,7 +79,7 @@ class ChoiceTree(Generic[_Choice]):
 
     @property
     def open_choices(self) -> list[_Choice]:
-        """The choices whose terminal events are still to be sent."""
+        """The choices that have not ended."""
         return [choice for choice in self._choices if not choice.choice_state.has_ended]
 
     def fork(self, child: _Choice) -> None:

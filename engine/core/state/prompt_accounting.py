@@ -15,7 +15,7 @@ class PromptAccounting:
 
     Attributes:
         num_skipped: tokens found in the prefix cache at admission.
-        num_transferred: tokens whose KV was pulled.
+        num_transferred: tokens that were pulled from another engine.
         num_recomputed: tokens computed here.
         was_admitted: whether the sequence ever had blocks.
     """
@@ -53,15 +53,15 @@ class PromptAccounting:
         """Accounts for a pull that is done and fenced.
 
         Args:
-            num_cached: tokens whose KV was here before the pull.
-            num_received: tokens whose KV is here after it.
+            num_cached: tokens of the sequence that had KV here before the pull.
+            num_received: tokens of the sequence that have KV here after it.
         """
         num_prompt_tokens = self.num_prompt_tokens
         num_before = min(num_cached, num_prompt_tokens)
         self.num_transferred = min(num_received, num_prompt_tokens) - num_before
 
     def count_completion(self) -> None:
-        """Accounts for a prompt of which a step has computed the last tokens."""
+        """Accounts for the prompt once a step has computed the last of its tokens."""
         num_reused = self.num_skipped + self.num_transferred
         self.num_recomputed = self.num_prompt_tokens - num_reused
 

@@ -34,16 +34,16 @@ class PromptPull:
         return self.remote.transfer_id is not None
 
     def begin(self, lease_id: str) -> None:
-        """Takes over the lease of an offer whose first blocks are computed."""
+        """Takes over the lease of an offer, which has its first blocks."""
         self.remote = replace(self.remote, lease_id=lease_id)
 
     def seal(self, first_tokens: list[FirstToken]) -> None:
-        """Takes over the usable first tokens of an offer whose prompt is complete."""
+        """Takes over the usable first tokens of an offer, once its prompt is complete."""
         self.remote = replace(self.remote, first_tokens=first_tokens)
 
     def num_to_receive(self, num_tokens: int) -> int:
-        """Tokens whose KV is used once it has been pulled: as many as the other engine
-        has.
+        """How many tokens need not be computed after the pull: as many as the other
+        engine has.
 
         The last token is computed here if a token is drawn from its logits. That is the
         last prompt token if no first token came with the reference, or the last output
@@ -60,13 +60,15 @@ class PromptPull:
         return min(self.remote.num_tokens, num_usable)
 
     def num_to_pull(self, num_tokens: int) -> int:
-        """Tokens whose KV is pulled into a sequence of `num_tokens`. For an offer this
-        is the whole prompt, because it is not yet known which server draws the first
-        token."""
+        """How many tokens of KV are pulled into a sequence of `num_tokens`.
+
+        For an offer this is the whole prompt, because it is not yet known which server
+        draws the first token.
+        """
         if self.is_offer:
             return self._num_prompt_tokens
         return self.num_to_receive(num_tokens)
 
     def num_to_hold(self, num_tokens: int) -> int:
-        """Tokens of a sequence of `num_tokens` that need blocks before the pull."""
+        """How many tokens need blocks before the pull into a sequence of `num_tokens`."""
         return max(self._num_prompt_tokens, self.num_to_receive(num_tokens))

@@ -40,6 +40,7 @@ from protocol.messages import (
     TokenDelta,
 )
 from tests.engine.conftest import compiling
+from tests.rigs.choices import assert_choices_are_consistent
 from tests.rigs.fake_coordinator import FakeCoordinator
 from tests.rigs.offers import offer
 from tests.rigs.shadow import (
@@ -358,6 +359,7 @@ class _Mixture:
     def check_books(self) -> None:
         """Every use of a block is somebody's."""
         self.core.scheduler.check_integrity()
+        assert_choices_are_consistent(self.core)
         scheduler, wanted = self.core.scheduler, set[int]()
         for sequence in scheduler.running:
             assert sequence.phase is Phase.RUNNING

@@ -183,8 +183,8 @@ class EngineCore(CoreServices):
             self.connector.on_abort_unknown(request_id)
 
     def _migrate(self) -> None:
-        """Hands over the migrating requests whose choices all decode. The client of
-        such a request has all tokens that its KV is made of."""
+        """Hands over each migrating request once all its choices decode. Its client
+        then has all tokens that its KV is made of."""
         self.finish_steps(0)
         for request_id, parent in list(self._migrating.items()):
             open_choices = parent.choices.open_choices

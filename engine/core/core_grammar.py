@@ -32,9 +32,9 @@ class CoreGrammars:
         timeout_s: longest time that a sequence waits for one mask.
 
     Attributes:
-        compiling: sequences whose grammar is being compiled.
-        awaiting_mask: sequences whose mask is not ready, the work on it, and the time
-            at which they fail.
+        compiling: the work on each grammar that is being compiled, by its sequence.
+        awaiting_mask: the work on each mask that is not ready, and the time at which
+            its sequence fails, by this sequence.
     """
 
     def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:
@@ -115,8 +115,8 @@ class CoreGrammars:
         work.add_done_callback(lambda _: wake())
 
     def overdue(self) -> list[tuple[Sequence, GrammarFailed]]:
-        """Sequences that waited too long for their mask, with their errors. Those whose
-        mask is ready take part in steps again."""
+        """Sequences that waited too long for their mask, with their errors. The others
+        take part in steps again once their mask is ready."""
         overdue = []
         for sequence, (work, deadline_s) in list(self.awaiting_mask.items()):
             is_finished = sequence.phase is Phase.FINISHED

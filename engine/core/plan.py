@@ -14,7 +14,7 @@ class Scheduled:
     sequence: Sequence
     start: int
     num_tokens: int
-    # Choices whose next token is drawn at the end of the step. Empty unless the step
+    # Choices that draw their next token at the end of the step. Empty unless the step
     # computes the last token of the sequence.
     draws: tuple[Sequence, ...]
 
@@ -48,7 +48,7 @@ class Plan:
     Attributes:
         budget: tokens that the step has left.
         admitted: sequences that got their blocks in this round.
-        receiving: those of `admitted` whose KV is to be pulled.
+        receiving: those of `admitted` that wait for their pull.
         stuck: sequences that need more blocks than the whole pool has.
     """
 

@@ -54,7 +54,7 @@ class Scheduler:
         prefix: the prefix index; None if caching is off.
         waiting: sequences that wait for blocks, in order.
         running: sequences that take part in steps, in order of admission.
-        receiving: sequences whose blocks a pull writes to, by request id.
+        receiving: sequences with blocks that a pull writes to, by request id.
     """
 
     def __init__(
@@ -178,8 +178,7 @@ class Scheduler:
                 plan.add(sequence, num_tokens)
 
     def admit_remote(self) -> Plan:
-        """Admits requests at the head of the queue whose KV is to be pulled. This needs
-        no step."""
+        """Admits requests with a pull at the head of the queue. This needs no step."""
         plan = Plan(budget=0)
         self._admit_waiting(plan)
         return plan
@@ -317,7 +316,7 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence whose pull is done and fenced, so that its KV may be used.
+        """Runs a sequence after its pull is done and fenced, so that its KV may be used.
 
         If the KV was converted from another layout or dtype, several choices use only
         the blocks that they share. Each choice computes the rest of the prompt itself,
@@ -349,7 +348,7 @@ class Scheduler:
     def abandon_pull(
         self, sequence: Sequence, *, quarantine: bool = False
     ) -> list[int]:
-        """Takes the blocks from a receiving sequence whose READs may still write.
+        """Takes the blocks from a receiving sequence, while its READs may still write.
 
         Its fresh blocks stay RECEIVING, or become QUARANTINED, and are returned. The
         caller frees them when the READs have ended.

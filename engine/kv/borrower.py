@@ -1,4 +1,4 @@
-"""The borrower component of an engine: admits prompts whose KV is on another engine,
+"""The borrower component of an engine: admits prompts that have KV on another engine,
 and pulls that KV.
 
     add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> run
@@ -76,9 +76,9 @@ class Borrower(KVConnector):
         self._policy = policy
         self._rates = rates
         self._engine_id = engine_id
-        # Sequences whose prefix is being looked up on another engine.
+        # Sequences that wait for a lookup of their prefix on another engine.
         self._looking_up: dict[str, Sequence] = {}
-        # Sequences whose KV is still to come from another engine.
+        # Sequences that have a pull, which has not ended.
         self._remote: dict[str, Sequence] = {}
         # Blocks of ended pulls to which READs may still write.
         self._undrained: dict[str, list[int]] = {}

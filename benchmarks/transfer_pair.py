@@ -32,7 +32,7 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerDecided, PullDone, PullFailed
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import (
-    DIGESTS,
+    DIGEST_VERSION,
     PROTOCOL_VERSION,
     CompatRecord,
     EngineMetadata,
@@ -210,7 +210,7 @@ class Prefill:
             compat=self._size.compat,
             tp_size=side.tp,
             ranks=[self._add_rank(rank) for rank in range(side.tp)],
-            digests=DIGESTS,
+            digests=DIGEST_VERSION,
         )
         pairs = [socketpair() for _ in self._ranks[1:]]
         coordinator = PullCoordinator(

@@ -45,10 +45,10 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_writable,
     exchange,
     listen,
-    tune,
+    tune_socket,
+    update_selector,
 )
 from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
@@ -242,7 +242,7 @@ class LeaseServer:
                 # stays readable, so without a pause this thread would spin.
                 time.sleep(_ACCEPT_RETRY_S)
                 return
-            tune(sock)
+            tune_socket(sock)
             wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
@@ -266,7 +266,7 @@ class LeaseServer:
         try:
             for message in exchange(self._selector, wire):
                 self._reply(wire, message)
-            await_writable(self._selector, wire)
+            update_selector(self._selector, wire)
         except WireClosed as error:
             logger.debug("side channel: %s", error)
             self._drop(wire)
@@ -291,7 +291,7 @@ class LeaseServer:
         if wire in self._wires:
             try:
                 wire.send(seal_reply(reply, self._secret))
-                await_writable(self._selector, wire)
+                update_selector(self._selector, wire)
             except WireClosed:
                 self._drop(wire)
 

@@ -1,3 +1,3 @@
-"""Everything that crosses a process boundary: HTTP bodies, engine messages, handshake,
-errors.
+"""What processes exchange (HTTP bodies, engine messages, handshakes, errors), and what
+all of them need (settings, logs, metrics, child processes).
 """

@@ -4,35 +4,37 @@ A salt is derived from the `cache_salt` field of the request, from the API key o
 request (with --cache-salt-by-key), or from both. The salt is part of:
 
 - the root of an engine's prefix tree;
-- the digest that a prompt's KV is leased under;
+- the prompt digest under which KV is leased;
 - KV lookups at other engines;
 - the placement of requests by the proxy.
 
-Salts are HMACs under the cluster secret. Therefore no client can compute the salt of
-another key, and no salt reveals a key.
+A salt is an HMAC with the cluster secret as its key. Therefore no client can compute
+the salt of another client's API key, and no salt reveals an API key.
 """
 
 import hashlib
 import hmac
 
-MAX_CHARS = 1024  # of the request field `cache_salt`
-SALT_BYTES = 32  # of a derived salt; the salt of an unsalted request is empty
+MAX_CHARS = 1024  # maximum length of the request field `cache_salt`
+SALT_BYTES = 32  # length of a salt; a request without a salt has an empty one
 _LABEL = b"baton cache salt"
 
 
 def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
-    """Returns the salt of a request: SALT_BYTES bytes, or empty for an unsalted
-    request.
+    """Returns the salt of a request: SALT_BYTES bytes, or empty if neither argument
+    is set.
 
     Args:
-        cache_salt: The request's field, if it has one.
-        key_digest: Digest of the request's API key; empty if keys do not salt.
+        cache_salt: The field of the request, or None.
+        key_digest: Digest of the request's API key; empty without
+            --cache-salt-by-key.
         secret: The cluster secret.
     """
     if not (cache_salt or key_digest):
         return b""
     text = (cache_salt or "").encode(errors="surrogatepass")
-    # The digest is empty or 32 bytes long. Its length separates it from the text.
+    # The message has the length of the digest (0 or 32 bytes), so that no other pair of
+    # digest and text makes the same message.
     message = b"%b %d\0%b%b" % (_LABEL, len(key_digest), key_digest, text)
     return hmac.digest(secret, message, hashlib.sha256)
 

@@ -7,13 +7,22 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-_BY_CODE: dict[str, type["BatonError"]] = {}  # the most general class of each code
+_BY_CODE: dict[str, type["BatonError"]] = {}  # the first class defined with each code
 
 
 class BatonError(Exception):
-    """An error with an HTTP status, a phase, and whether a retry elsewhere can help.
+    """The base class of all errors that a client or a peer can receive.
 
-    A subclass sets its class variables by class arguments and inherits the others.
+    A subclass sets class variables by class arguments, such as
+    `class Overloaded(ServiceError, code="overloaded")`, and inherits those that it does
+    not set.
+
+    Class attributes:
+        status: The HTTP status.
+        retryable: Whether the same request may succeed later, or on another server.
+        phase: The part of the work in which the error occurred.
+        type: The `type` of the error in OpenAI's API.
+        code: The `code` of the error in OpenAI's API.
 
     Args:
         message: A sentence for the client that names the field, the value and the fix.
@@ -97,7 +106,9 @@ class RateLimited(
     type="rate_limit_error",
     code="rate_limit_exceeded",
 ):
-    """The API key has used up its limit. The header `retry-after` says how long."""
+    """The API key has used up its limit. The header `retry-after` has the seconds to
+    wait.
+    """
 
 
 class ModelNotFound(RequestError, status=404, code="model_not_found"):
@@ -152,13 +163,13 @@ class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable")
 class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
 ):
-    """The peer's KV means something else here. The message has the field and both
-    values.
+    """This engine cannot use the peer's KV. The message has the field that differs, and
+    both values.
     """
 
 
 class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"):
-    """The lease ended before the pull was complete, so the bytes cannot be trusted."""
+    """The lease ended before the pull was complete, so the bytes must not be used."""
 
 
 class TransferFailed(RemoteKVError, code="transfer_failed"):
@@ -166,11 +177,11 @@ class TransferFailed(RemoteKVError, code="transfer_failed"):
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
-    """The pulled bytes differ from the lender's. The message says where."""
+    """The pulled bytes differ from the lender's. The message has their position."""
 
 
 class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
-    """The circuit of the peer is open, so no pull was attempted."""
+    """The circuit breaker of the peer is open, so no pull was attempted."""
 
 
 class PullTimeout(RemoteKVError, status=504, code="pull_timeout"):
@@ -185,7 +196,7 @@ class ServiceError(
     type="service_unavailable",
     code="service_unavailable",
 ):
-    """This deployment is at fault."""
+    """The deployment is at fault, not the request."""
 
 
 class NoServerAvailable(ServiceError, code="no_server_available"):
@@ -224,8 +235,8 @@ class InternalError(
     """A bug of Baton."""
 
 
-# Longest `Retry-After` of a full queue, in seconds. Longer waits are extrapolated from
-# a rate that may change by then, and one retry per minute costs a server nothing.
+# Longest `Retry-After` of a full queue, in seconds. A longer wait would be extrapolated
+# from a rate that may change until then, and one retry per minute is cheap.
 MAX_RETRY_AFTER_S = 60
 
 
@@ -234,7 +245,8 @@ class QueueFull(RateLimited, phase="admission"):
 
     Args:
         retry_after_s: Predicted time until the queue is short enough, in seconds. The
-            client receives a value between 1 and MAX_RETRY_AFTER_S.
+            header `retry-after` has this time, rounded up, but at least 1 and at most
+            MAX_RETRY_AFTER_S.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -250,7 +262,7 @@ class GrammarQueueFull(QueueFull, phase="grammar"):
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
-    """Rebuilds an error that crossed a process boundary.
+    """Returns the error that another process sent as a code, a message and a param.
 
     An unknown code becomes an InternalError.
     """

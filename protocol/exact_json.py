@@ -1,8 +1,8 @@
-"""JSON whose numbers keep the text that the client wrote.
+"""Decodes and encodes JSON so that each number keeps its value, as the client wrote it.
 
-Python integers of any size are exact. A decimal that no float64 equals becomes an
-`ExactFloat`: the nearest float64 (infinity beyond the largest one) that also keeps the
-original text. All other code treats it as a float.
+Python integers of any size are exact. A decimal that a float64 would print as another
+number becomes an `ExactFloat`: the nearest float64 (infinity beyond the largest one),
+together with the text of the decimal. All other code treats an ExactFloat as a float.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-_ALWAYS_EXACT_CHARS = 15  # float64 keeps 15 digits
+_ALWAYS_EXACT_CHARS = 15  # float64 preserves every decimal of up to 15 digits
 
 
 class ExactFloat(float):
-    """The float64 nearest to the number in `text`, which no float64 equals."""
+    """The float64 nearest to the number in `text`, which no float64 preserves."""
 
     text: str
 
 
 def _float_of(text: str) -> float:
-    """Returns the number in a JSON text, as an ExactFloat where float64 is not
-    exact.
+    """Returns the number in `text`, as an ExactFloat if a float64 does not preserve
+    it.
     """
     value = float(text)
     if len(text) <= _ALWAYS_EXACT_CHARS and "e" not in text and "E" not in text:
@@ -53,7 +53,8 @@ def loads(text: str, *, allow_nan: bool = True) -> Any:
     """Returns the value of a JSON text. Raises ValueError if it is not JSON.
 
     Args:
-        allow_nan: Accept NaN and Infinity as floats, like json.loads. JSON has neither.
+        allow_nan: Accept NaN and Infinity as floats, like json.loads. The standard of
+            JSON allows neither.
     """
     constants = None if allow_nan else _refuse_constant
     return json.loads(text, parse_float=_float_of, parse_constant=constants)
@@ -66,7 +67,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def dumps(value: Any) -> str:
     """Returns the JSON text of a value that `decode` or `loads` returned.
 
-    Decimals are written as the client wrote them.
+    An ExactFloat becomes the text that the client wrote.
     """
     if _has_exact(value):
         return "".join(_parts(value))

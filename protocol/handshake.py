@@ -1,14 +1,14 @@
 """The KV side channel: an engine's metadata and the messages between engines.
 
-Compatibility is semantic and does not depend on software versions. Unknown fields are
-ignored, and missing optional fields have defaults. Only the fields that determine the
-meaning of the bytes must match (`check_compatible`). The protocol version rises only
-when an old reader would misread a new message.
+Engines of different software versions can be compatible. Unknown fields are ignored,
+and missing optional fields have defaults. Only the fields that determine the meaning of
+the bytes must match (`check_compatible`). The protocol version is raised only if an
+older reader would misread a new message.
 
-A message consists of a MAC and a payload. The MAC is the HMAC-SHA256 of the msgpack
-payload under the cluster secret. Requests and replies use different labels, so neither
-can be reflected as the other. A reply repeats the nonce of its request, so a late reply
-cannot be taken for the reply to another request.
+A message consists of a MAC and a msgpack payload. The MAC is the HMAC-SHA256 of a label
+and the payload, with the cluster secret as its key. Requests and replies have different
+labels, so a request that is sent back is not a valid reply. A reply repeats the nonce
+of its request, so a late reply cannot be taken for the reply to another request.
 """
 
 import hashlib
@@ -32,10 +32,12 @@ PROTOCOL_VERSION = 1
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # a reader with --kv-convert can convert them
-AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
-DIGESTS: Final = 1  # version of the digests that kvcache/verify computes
-MAX_GROUPS: Final = 16  # of layers that have blocks of their own
-MAX_BYTES = 1 << 48  # more than any device has, and far from a 64-bit overflow
+AXES = "BHLCND"  # axes of KV: block, head, layer, component (K or V), token, element
+DIGEST_VERSION: Final = 1  # version of the digests that kvcache/verify computes
+MAX_GROUPS: Final = 16  # maximum number of layer groups; see kvcache/groups.py
+# Maximum size of the KV of one rank. No device has as much memory, and sums of such
+# sizes do not overflow 64 bits.
+MAX_BYTES = 1 << 48
 
 
 def check_order(order: str) -> str:
@@ -44,15 +46,15 @@ def check_order(order: str) -> str:
     if missing:
         problem = f"lacks axis {', '.join(missing)}"
     elif len(order) != len(AXES) or not order.endswith("D"):
-        problem = "is no order of the axes"
+        problem = "is not an order of the axes"
     else:
         return order
     raise ValueError(f"{short_repr(order)} {problem}: use each of {AXES} once, D last")
 
 
 class LayoutRecord(msgspec.Struct, frozen=True):
-    """A kvcache.layout.KVLayout as a message: six axes in `order`, sizes in
-    elements.
+    """A kvcache.layout.KVLayout as a message: the order and the sizes of the six axes,
+    and the dtype.
     """
 
     order: str  # permutation of AXES ending in D, outermost axis first
@@ -72,16 +74,17 @@ class LayoutRecord(msgspec.Struct, frozen=True):
 
 
 class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that two engines must share to read each other's KV.
+    """The facts that must be equal on two engines, so that one can read the KV of the
+    other.
 
     Attributes:
         rope: Canonical JSON of the RoPE parameters.
         kv_scales: The factors by which FP8 elements are multiplied on reading, in the
-            order K and V of layer 0, K and V of layer 1, and so on. Empty for any other
-            dtype.
-        kv_windows: For each group of layers that has blocks of its own
-            (kvcache/groups.py), the number of tokens in its attention window; 0: all
-            tokens. Empty: one group that sees all tokens.
+            order K and V of layer 0, K and V of layer 1, and so on. Empty for a dtype
+            other than FP8.
+        kv_windows: For each layer group (kvcache/groups.py), the number of tokens in
+            its attention window, or 0 for unlimited attention. Empty if all layers are
+            one group with unlimited attention.
     """
 
     model_fingerprint: str
@@ -110,7 +113,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a decode engine needs to read from this engine, for all ranks."""
+    """What a decode engine must know to read this engine's KV, for all ranks."""
 
     protocol_version: int
     engine_id: str
@@ -119,7 +122,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dcp_size: int = 1
     ranks: list[RankMetadata]
-    digests: int = 0  # DIGESTS if this engine answers GetDigest, else 0
+    digests: int = 0  # DIGEST_VERSION if this engine answers GetDigest, else 0
 
 
 def check_compatible(
@@ -128,7 +131,8 @@ def check_compatible(
     """Raises PeerIncompatible naming the first field that differs, and both values.
 
     Args:
-        allow_convert: The reader converts other KV dtypes and scales.
+        allow_convert: The local engine converts KV of other dtypes and scales, so these
+            fields may differ.
     """
     for field in CompatRecord.__struct_fields__:
         ours = getattr(local, field)
@@ -158,10 +162,14 @@ def check_compatible(
 
 
 def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
-    """Returns a short digest of a record, by which a proxy pairs servers.
+    """Returns a digest of a compatibility record, by which a proxy pairs servers.
 
-    It has three parts: the model, the form of its KV, and the dtype and scales. The
-    last part is `*` for a reader that converts any dtype and scales.
+    The digest does not depend on the content of any KV. It has three parts, separated
+    by dots: the model, the form of its KV, and the dtype and scales.
+
+    Args:
+        converts: Whether the engine reads KV of any dtype and scales. The last part of
+            its digest is then `*`.
     """
 
     def digest(*fields: str) -> str:
@@ -176,15 +184,16 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
 
-# Takes the place of a kv_digest: vLLM's servers check compatibility themselves.
+# The kv_digest of vLLM's servers, which check compatibility themselves.
 FOREIGN: Final = "vllm"
 
 
 @lru_cache(4096)
 def may_pair(prefill: str, decode: str) -> bool:
-    """Returns whether servers of these kv_digests are compatible.
+    """Returns whether servers with these kv_digests are compatible.
 
-    An empty digest is unknown; its server may pair with every server but FOREIGN ones.
+    An empty digest means that the proxy does not know the server's digest yet. Such a
+    server may pair with every server that is not FOREIGN.
     """
     if FOREIGN in (prefill, decode):
         return prefill == decode
@@ -199,7 +208,10 @@ def may_pair(prefill: str, decode: str) -> bool:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Returns whether two kv_digests name the same model, or one names none."""
+    """Returns whether two kv_digests have the same model.
+
+    The result is also True if one of them has no model, because it is empty or FOREIGN.
+    """
     model, *form = one.split(".")
     other_model, *other_form = other.split(".")
     return model == other_model or not form or not other_form
@@ -225,9 +237,12 @@ class Renew(LeaseRequest, frozen=True, tag="renew"): ...
 
 
 class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
-    """The fence: asks whether the bytes read under this lease may be used.
+    """The fence: ends a lease, and requests confirmation that the bytes read under it
+    may be used.
 
-    One attempt may send it several times.
+    Attributes:
+        attempt_id: Identifies the pull. If the reply is lost, the reader repeats the
+            message with the same id and receives the same confirmation.
     """
 
     attempt_id: _Id
@@ -237,13 +252,14 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
 class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
-    """Requests the digests of the KV of these tokens.
+    """Requests the digests of the KV of the tokens from `token_start` to `token_stop`.
 
-    A repeated request does not compute them again.
+    If the request is repeated, the engine does not compute the digests again.
 
     Attributes:
         samples: Compute the digests of a sample of the layers instead of all layers.
-        reach: See kvcache/groups.py. An engine with one group ignores it.
+        reach: See KVGroups.token_ranges in kvcache/groups.py. An engine with one layer
+            group ignores it.
     """
 
     token_start: _Count
@@ -253,14 +269,14 @@ class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
-    """Requests a Progress whenever more of a prompt's KV is computed.
+    """Requests a Progress message whenever more of a prompt's KV is computed.
 
-    The reader repeats it periodically. A repetition renews the lease and requests again
-    what a lost connection may have dropped.
+    The reader repeats the request periodically. Each repetition renews the lease, and
+    requests again the Progress messages that a lost connection may have dropped.
 
     Attributes:
-        num_blocks: Blocks of the prompt that the reader already knows; the first
-            Progress begins after them.
+        num_blocks: Number of the prompt's blocks that the reader already knows. The
+            first Progress begins after these blocks.
     """
 
     nonce: _Id
@@ -271,14 +287,17 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
-    """More KV of a subscribed prompt is computed; one lease covers all of it.
+    """Reports that more KV of a subscribed prompt is computed.
+
+    One lease covers all blocks of the prompt.
 
     Attributes:
         block_size: Tokens per block.
-        first: Index in the prompt of the first of these blocks.
-        block_ids: The new blocks. All are full, unless there is a `reference`.
-        reference: With the last blocks: the kv_transfer_params of the whole prompt, as
-            JSON.
+        first: Index of the first new block within the blocks of the prompt.
+        block_ids: The new blocks. All of them are full, except that the prompt's last
+            block may be partial.
+        reference: The kv_transfer_params of the whole prompt, as JSON. Only the
+            Progress with the last blocks has it; else it is empty.
     """
 
     nonce: str
@@ -293,7 +312,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
     """Requests a lease of the longest cached prefix of these tokens under this salt.
 
-    The prefix must have at least `min_tokens`.
+    The engine leases nothing if the prefix is shorter than `min_tokens`.
     """
 
     nonce: _Id
@@ -344,7 +363,7 @@ class Digest(msgspec.Struct, frozen=True, tag="digest", kw_only=True):
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     """The request was malformed or not authentic.
 
-    This reply is not authentic itself if the two engines have different secrets.
+    If the two engines have different secrets, the MAC of this reply is wrong too.
     """
 
     nonce: str = ""
@@ -395,8 +414,8 @@ def open_request(message: bytes, secret: bytes) -> Request:
 def open_reply(message: bytes, secret: bytes) -> Reply:
     """Returns the reply in `message`.
 
-    A Refused is accepted without a valid MAC: a peer with another secret cannot make
-    one, and a forged Refused can only make a pull fail.
+    A Refused is accepted without a valid MAC. A peer with another secret cannot compute
+    a valid MAC, and a forged Refused can only make a pull fail.
 
     Raises:
         FrameError: The message is malformed or not authentic.

@@ -1,8 +1,8 @@
 """Offers and hints: signed members of `kv_transfer_params` that only proxies create.
 
 An offer names a prefill server that is computing a prompt now, so that the decode
-server can subscribe to its KV. A hint names a server that may hold the KV of a prompt's
-beginning. Both name a host to connect to, so both must be signed.
+server can subscribe to the prompt's KV. A hint names a server that may hold the KV of a
+prompt's beginning. Both name a host to connect to, so both must be signed.
 """
 
 import hmac
@@ -17,26 +17,24 @@ from protocol.messages import KVHint, RemotePrefill
 from protocol.registration import MAX_AGE_S
 
 _Text = Annotated[str, Meta(min_length=1, max_length=128)]
-_OFFER_S = 3.0  # provisional lease time, until the subscription reports the lease
+_PROVISIONAL_LEASE_S = 3.0  # lease time until the subscription reports the lease
 
 
 class Offer(Struct, frozen=True, kw_only=True):
     """A prompt that a prefill server is computing now, and where to subscribe to its
     KV.
 
-    Only proxies create offers, because an offer names a host to connect to.
-
     Attributes:
         host: Address of the prefill server's side channel.
-        issued_s: Seconds since 1970.
+        issued_s: Time at which the proxy signed the offer, in seconds since 1970.
     """
 
     transfer_id: _Text
     engine_id: _Text
     incarnation: _Text
-    host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
-    issued_s: Annotated[int, Meta(ge=0)] = 0  # since 1970
+    issued_s: Annotated[int, Meta(ge=0)] = 0
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     def to_json(self, secret: bytes) -> dict[str, Any]:
@@ -46,7 +44,11 @@ class Offer(Struct, frozen=True, kw_only=True):
     def to_remote(
         self, index: int, token_ids: Sequence[int], cache_salt: bytes = b""
     ) -> RemotePrefill:
-        """Returns the engine's form of the offer for the prompt with this index."""
+        """Returns the offer as the decode engine receives it, for one prompt.
+
+        Args:
+            index: Index of the prompt in the request.
+        """
         return RemotePrefill(
             host=self.host,
             port=self.port,
@@ -54,7 +56,7 @@ class Offer(Struct, frozen=True, kw_only=True):
             incarnation=self.incarnation,
             request_id=self.transfer_id,
             lease_id="",
-            lease_s=_OFFER_S,
+            lease_s=_PROVISIONAL_LEASE_S,
             block_ids=[],
             block_size=0,
             num_tokens=len(token_ids),
@@ -68,7 +70,11 @@ class Offer(Struct, frozen=True, kw_only=True):
 
 
 def prompt_name(transfer_id: str, index: int) -> str:
-    """Returns the name by which the KV of one prompt of a transfer is subscribed to."""
+    """Returns the name under which a reader subscribes to the KV of one prompt.
+
+    Args:
+        index: Index of the prompt in the request.
+    """
     return f"{transfer_id[:100]}-{index}"
 
 
@@ -90,7 +96,7 @@ def offer_of(obj: object, secret: bytes, now_s: float) -> Offer | None:
 def hint_of(obj: object, secret: bytes, now_s: float) -> KVHint | None:
     """Returns the hint in `kv_transfer_params`, if there is one.
 
-    A wrong hint costs its reader one lookup.
+    If the named server does not hold the KV, the only cost is one lookup.
 
     Raises:
         KVParamsRejected: The hint is malformed, expired or not signed by this cluster.
@@ -100,6 +106,12 @@ def hint_of(obj: object, secret: bytes, now_s: float) -> KVHint | None:
 
 
 def _signed_member(obj: object, name: str, secret: bytes, now_s: float) -> Any:
+    """Returns the member `name` of `kv_transfer_params`; None if it is absent.
+
+    Raises:
+        KVParamsRejected: The member is malformed, expired or not signed by this
+            cluster.
+    """
     value = obj.get(name) if isinstance(obj, dict) else None
     member = getattr(convert({name: value}, _Members), name)
     if member is None:
@@ -107,14 +119,16 @@ def _signed_member(obj: object, name: str, secret: bytes, now_s: float) -> Any:
     if not hmac.compare_digest(member.signature, _sign(member, secret)):
         reject(
             f"{name}.signature",
-            "does not match: only proxies of this cluster may send this member",
+            f"does not match: only a proxy of this cluster may send {name}; leave it "
+            "out, or give the proxy and this server one BATON_CLUSTER_SECRET",
         )
     age_s = now_s - member.issued_s
     if abs(age_s) > MAX_AGE_S:
         reject(
             f"{name}.issued_s",
             f"is {age_s:.0f} s old by this server's clock, and the maximum is "
-            f"{MAX_AGE_S:g} s: either it is a copy, or a clock is wrong",
+            f"{MAX_AGE_S:g} s: either the request is a copy of an old one, or the "
+            "clock of the proxy or of this server is wrong",
         )
     return member
 

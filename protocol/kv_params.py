@@ -1,12 +1,12 @@
-"""`kv_transfer_params`: the reference to a prompt's KV, sent by P through the proxy to
-D.
+"""`kv_transfer_params`: the reference to a prompt's KV, which a prefill server sends
+through the proxy to a decode server.
 
-The names and the flow are the convention of the field. Therefore any proxy that relays
-the object unchanged can drive these servers. Proxies in other languages decode and
-encode JSON with other number formats and limited precision. Therefore the object
+The flow and the names of the common members are those of vLLM. Therefore any proxy that
+relays the object unchanged can drive Baton's servers. Proxies in some languages write
+JSON numbers in a different format, or with limited precision. Therefore the object
 contains no fractions: logprobs are float32 bit patterns, and integers above 2**53 are
-strings. `30` and `30.0` mean the same, and so do an absent member and `null`. Members
-that this version does not know are ignored and not signed.
+strings. `30` and `30.0` mean the same, and so do an absent member and `null`. Unknown
+members are ignored, and the signature does not cover them.
 """
 
 import contextlib
@@ -33,13 +33,14 @@ from protocol.messages import (
 from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums")
-_MAX_TRANSFER_ID = 128  # characters
+_MAX_TRANSFER_ID_CHARS = 128
 HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
 SENDER_RELEASES = "sender_releases"  # see the function sender_releases
 # Endpoint of a server: no other server will use the KV of these `kv_transfer_params`.
 RELEASE_PATH = "/release_kv"
 
-# By convention, this object tells a prefill server to compute only the prompt.
+# With these kv_transfer_params, a prefill server computes only the prompt. The members
+# are the convention of vLLM.
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -49,16 +50,18 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_port": None,
 }
 
-_LOWEST_LOGPROB = -9999.0  # of an impossible token, as clients do not expect infinity
+# Lower bound of logprobs. It replaces the -inf of an impossible token, because clients
+# do not expect an infinity.
+_LOWEST_LOGPROB = -9999.0
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-# Maximum number of references in a request. A request has at most so many prompts, and
-# this also bounds the work for a client that forges references.
-_MAX_SIGNED = 1024
+# Maximum number of references in a request, which is also the maximum number of
+# prompts. The bound limits the work that a client with forged references can cause.
+_MAX_REFERENCES = 1024
 _MAX_LOGPROBS = 1000
-_MAX_DEPTH = 5  # of nested JSON values
+_MAX_DEPTH = 5  # levels of nested JSON values that `_with_integers` converts
 
-_Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # of a float32; see float_bits
+_Bits = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a float32; see float_bits
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _T = TypeVar("_T")
 _Tokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
@@ -89,20 +92,23 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
 
     Attributes:
         remote_block_ids: Exactly the blocks that hold `remote_num_tokens`.
-        remote_host: Address of the side channel.
-        lease_ms: Time until the lease expires unless it is renewed, by the prefill
-            server's clock.
-        remote_num_tokens: Tokens of the whole prompt.
+        remote_host: Address of the prefill server's side channel.
+        lease_ms: Duration of the lease, by the clock of the prefill server. The decode
+            server can renew the lease.
+        remote_num_tokens: Number of tokens of the whole prompt.
         remote_block_size: Tokens per block.
-        remote_cached_tokens: Prompt tokens that the prefill server did not compute.
-        remote_transferred_tokens: The part of them that it pulled from another server.
-        seed: The seed of the first token's sampler. The decode server uses it for the
-            other tokens.
-        first_tokens: One per choice.
-        prompt_logprobs: One per prompt token, None for the first token. None if the
-            request did not ask for them.
-        checksums: CRC-16s of the signed members in this order. They show which member a
-            proxy has changed. They are not signed.
+        remote_cached_tokens: Number of prompt tokens that the prefill server did not
+            compute.
+        remote_transferred_tokens: The part of `remote_cached_tokens` that the prefill
+            server pulled from another server.
+        seed: The seed with which the first token was sampled. The decode server samples
+            the following tokens with the same seed.
+        first_tokens: One token per choice.
+        prompt_logprobs: One entry per prompt token; the entry of the first token is
+            None. The list is None if the request does not need prompt logprobs.
+        checksums: A checksum of 16 bits, as hex, for each signed member in the order of
+            the members. The checksums show which member a proxy has changed. The
+            signature does not cover them.
     """
 
     remote_engine_id: _Text
@@ -138,9 +144,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         )
 
     def verify(self, secret: bytes) -> None:
-        """Raises KVParamsRejected unless a holder of the cluster secret signed these
-        values.
-        """
+        """Raises KVParamsRejected unless the values were signed with this secret."""
         try:
             texts = self._signed_texts()
         except UnicodeEncodeError:  # an unpaired surrogate, which no server signs
@@ -158,8 +162,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         if len(expected_sums) != len(texts):
             altered = ["checksums"]
         reason = (
-            "the server that signed the object has another cluster secret (give all "
-            "servers one BATON_CLUSTER_SECRET)"
+            "the server that signed the object has a different cluster secret (give "
+            "all servers one BATON_CLUSTER_SECRET)"
         )
         if altered:
             reason = (
@@ -169,7 +173,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         reject("signature", f"does not match: {reason}")
 
     def _signed_texts(self) -> dict[str, bytes]:
-        """Returns each signed member in a normal form, JSON without fractions."""
+        """Returns the JSON text of each signed member. It is the same on all servers,
+        because no member has a fraction.
+        """
         return {
             name: msgspec.json.encode(value)
             for name, value in msgspec.structs.asdict(self).items()
@@ -194,9 +200,9 @@ def _checksum(text: bytes) -> str:
 def build(
     secret: bytes, remote: RemotePrefill, sampling_digest: str, seed: int
 ) -> KVTransferParams:
-    """Returns signed params of KV that an engine leases.
+    """Returns signed params for KV that an engine leases.
 
-    `to_remote_prefill` is the inverse.
+    `to_remote_prefill` is the inverse. The first token was sampled with `seed`.
     """
     names = KVTransferParams.__struct_fields__
     remote_values = msgspec.structs.asdict(remote)
@@ -217,8 +223,10 @@ def build(
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Yields the valid params, of one object or of a list, that this cluster signed."""
-    for item in offered[:_MAX_SIGNED] if isinstance(offered, list) else [offered]:
+    """Yields the params, of one object or of a list, that are valid and signed with
+    this secret.
+    """
+    for item in offered[:_MAX_REFERENCES] if isinstance(offered, list) else [offered]:
         with contextlib.suppress(KVParamsRejected):
             params = parse(item)
             params.verify(secret)
@@ -226,10 +234,10 @@ def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
 
 
 def is_absent(obj: object) -> bool:
-    """Returns True for null, {} and objects whose members are all null or false.
+    """Returns True for null, {}, and objects with null and false members only.
 
-    Some clients send such objects instead of leaving the field out. A hint does not
-    count, because it is independent of the other members.
+    Some clients send such an object instead of leaving the field out. The member `hint`
+    does not count, because it is independent of the other members.
     """
     if obj is None:
         return True
@@ -247,7 +255,7 @@ def is_prefill_request(obj: object) -> bool:
     """Returns whether a prefill server must retain the KV for a decode server.
 
     Raises:
-        KVParamsRejected: The object also refers to another server's KV.
+        KVParamsRejected: The object is malformed, or also refers to KV on a server.
     """
     if is_absent(obj):
         return False
@@ -267,14 +275,15 @@ def is_prefill_request(obj: object) -> bool:
 def transfer_id(obj: object) -> str | None:
     """Returns the transfer id by which the sender can cancel the prefill."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
-    return name if isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID else None
+    is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
+    return name if is_valid else None
 
 
 def sender_releases(obj: object) -> bool:
-    """Returns True if the sender ends the lease when the request is not served.
+    """Returns True if the sender of the request ends the lease when no server uses it.
 
-    A decode server that has read nothing then keeps the lease, as the sender may use it
-    for another decode server.
+    A decode server that refuses such a request before it has read KV must not end the
+    lease. The sender may retry the request at another decode server.
     """
     items = obj if isinstance(obj, list) else [obj]
     flags = [
@@ -284,7 +293,9 @@ def sender_releases(obj: object) -> bool:
 
 
 def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
-    """Returns the params of every prompt: one object, or a list for several prompts."""
+    """Returns the params of every prompt. `obj` is one object, or a list with one
+    object per prompt. Raises KVParamsRejected.
+    """
     items = obj if isinstance(obj, list) else [obj]
     if len(items) != num_prompts:
         reject(
@@ -295,11 +306,11 @@ def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
 
 
 def parse(obj: object) -> KVTransferParams:
-    """Checks the type and range of every member. `verify` checks the signature.
+    """Returns `obj` as params with an unverified signature; see `verify`.
 
     Raises:
-        KVParamsRejected: A member is invalid. The message has its name and value, and
-            what is allowed.
+        KVParamsRejected: A member has a wrong type or range. The message has its name,
+            its value and what is allowed.
     """
     flags = convert(obj, _Flags)
     if flags.do_remote_decode:
@@ -317,8 +328,11 @@ def parse(obj: object) -> KVTransferParams:
 
 
 def convert(value: object, kind: type[_T]) -> _T:
-    """Returns `value` as `kind`. Raises KVParamsRejected with the member and its
-    value.
+    """Returns `value` as an instance of `kind`. Floats with integer values may stand
+    for integers.
+
+    Raises:
+        KVParamsRejected: A member is invalid. The message has its name and value.
     """
     try:
         return msgspec.convert(value, kind)
@@ -355,9 +369,10 @@ def _value_at(value: Any, path: str) -> Any:
 
 
 def prompt_digest(token_ids: Sequence[int], cache_salt: bytes = b"") -> str:
-    """Returns the SHA-256 digest of a prompt: its token ids as little-endian int64.
+    """Returns the SHA-256 digest of a prompt's token ids as little-endian int64.
 
-    A salted prompt has another digest, so that only requests with its salt use its KV.
+    The digest also depends on the salt, so that only requests with the same salt use
+    the prompt's KV.
     """
     # struct.pack takes half of the time that an array takes.
     ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
@@ -370,14 +385,16 @@ def sampling_digest(
 ) -> str:
     """Returns the SHA-256 digest of the parameters that the first token depends on.
 
-    The prompt's logits and the seed are not included; the seed is sent separately.
-    tests/engine/test_first_token.py checks that nothing else is missing. Numbers count
-    as float32.
+    The first token also depends on the prompt's logits and on the seed. The digest does
+    not include them; the seed is sent separately. tests/engine/test_first_token.py
+    checks that the digest includes everything else. Numbers are rounded to float32.
 
-    Greedy sampling ignores the parameters of the distribution. Presence and frequency
-    penalties begin with the second token. Stop tokens, including end-of-sequence
-    tokens, matter while they are banned. They also matter to a grammar, which allows no
-    others.
+    The digest leaves out parameters without an effect on the first token:
+
+    - Greedy sampling ignores temperature, top_p, min_p and top_k.
+    - Presence and frequency penalties begin with the second token.
+    - Stop tokens, including end-of-sequence tokens, matter only while `min_tokens` bans
+      them, or with a grammar. At the end of a grammar only stop tokens are allowed.
     """
     is_greedy = sampling.temperature <= 0
     distribution = (sampling.temperature, sampling.top_p, sampling.min_p)
@@ -400,8 +417,9 @@ def sampling_digest(
 
 
 def float_bits(values: Sequence[float]) -> tuple[int, ...]:
-    """Returns float32 bit patterns. -0.0 becomes 0.0, because some languages write
-    that.
+    """Returns the bit patterns of `values` as float32.
+
+    -0.0 becomes 0.0, because JSON encoders of some languages write -0.0 as 0.
     """
     packed = struct.pack(f"<{len(values)}f", *[value + 0.0 for value in values])
     return struct.unpack(f"<{len(values)}I", packed)
@@ -410,7 +428,7 @@ def float_bits(values: Sequence[float]) -> tuple[int, ...]:
 def to_remote_prefill(
     params: KVTransferParams, *, sender_releases: bool = False
 ) -> RemotePrefill:
-    """Returns the decode engine's form of verified params."""
+    """Returns verified params as the decode engine receives them."""
     values = msgspec.structs.asdict(params)
     members: dict[str, Any] = {
         name.removeprefix("remote_"): value for name, value in values.items()
@@ -433,10 +451,12 @@ def are_first_tokens_of(
 ) -> bool:
     """Returns whether this server would sample the same first tokens.
 
-    The first tokens must also have all logprobs that the request asks for.
+    The first tokens must also have all logprobs that the request needs.
 
     Args:
-        seed: The client's seed, if it sent one.
+        params: The params with the first tokens of the prefill server.
+        add: The request on this server.
+        seed: The seed of the client; None if the client sent none.
     """
     sampling = add.sampling
     num_logprobs = sampling.num_logprobs
@@ -467,12 +487,12 @@ def _logprobs_of(entry: LogprobBits | None) -> TokenLogprobs | None:
     if entry is None:
         return None
     bits = (entry.logprob, *entry.top_logprobs)
-    packed = struct.pack(f"<{len(bits)}I", *bits)
-    logprob, *top_logprobs = struct.unpack(f"<{len(bits)}f", packed)
+    data = struct.pack(f"<{len(bits)}I", *bits)
+    logprob, *top_logprobs = struct.unpack(f"<{len(bits)}f", data)
     return TokenLogprobs(logprob, entry.top_ids, top_logprobs, entry.rank)
 
 
 def reject(name: str, problem: str) -> NoReturn:
-    """Raises KVParamsRejected about the member `name`; "" is the whole object."""
+    """Raises KVParamsRejected about the member `name`; "" means the whole object."""
     param = f"kv_transfer_params.{name}" if name else "kv_transfer_params"
     raise KVParamsRejected(f"{param} {problem}.", param=param)

@@ -1,9 +1,9 @@
 """Messages between a server's HTTP process and rank 0 of its engine.
 
 The messages are msgpack over a socket. The HTTP process validates and tokenizes
-requests, verifies `kv_transfer_params` and detokenizes; the engine handles token ids
-only. The engine answers every AddRequest by TokenDeltas. The last one carries
-`finish_reason` or `error`; it is the one terminal event of the request.
+requests, verifies `kv_transfer_params` and detokenizes. The engine handles token ids
+only. The engine answers every AddRequest with TokenDeltas. The last TokenDelta of each
+choice has a `finish_reason` or an `error`; no other TokenDelta has them.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,16 +23,18 @@ class Grammar(msgspec.Struct, frozen=True):
     """What the output must match.
 
     Attributes:
-        text: Empty for `json_object` and `any`; else, by `kind`, the schema as JSON
-            text, the regex, the choices as a JSON array of strings, the grammar in Lark
-            or EBNF form, or a `DemandedCalls` as JSON (`calls`).
+        text: The content of the grammar. By `kind`: a schema as JSON text, a regex, the
+            choices as a JSON array of strings, a grammar in Lark or EBNF form, or a
+            `DemandedCalls` as JSON (`calls`). Empty for `json_object` and `any`.
         allowed: The tokens that may be sampled; empty: all tokens.
-        reasoning: The reasoning that may precede the output. "open": the model has
-            begun to reason. "perhaps": it may begin with <think>. "harmony": it reasons
-            in messages of gpt-oss, and the output is the final message.
+        reasoning: The reasoning that may precede the output; empty: none. "open": the
+            prompt ends inside the reasoning. "perhaps": the output may begin with
+            <think>. "harmony": the model reasons in messages of gpt-oss, and only the
+            final message must match.
         banned: Token sequences that the output must not contain.
-        calls: What tool calls begin with, as texts and special tokens. A call may take
-            the place of the output, and after its beginning anything is allowed.
+        calls: The texts and special tokens with which a tool call may begin. The model
+            may begin a call instead of the output. After that beginning, any token is
+            allowed.
     """
 
     kind: GrammarKind
@@ -47,9 +49,10 @@ class DemandedCalls(msgspec.Struct, frozen=True):
     """The tools that an answer must call: `[{"name": ..., "parameters": ...}, ...]`.
 
     Attributes:
-        tools: The name of each tool and the schema of its parameters, as the client
+        tools: The name of each tool, and the schema of its parameters as the client
             sent it.
-        is_parallel: True if an answer may have several calls, else it has one.
+        is_parallel: True if an answer may have several calls; False if it must have
+            exactly one.
     """
 
     tools: list[tuple[str, msgspec.Raw]]
@@ -67,22 +70,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0  # 64 bits, signed; the HTTP process always sets it
+    seed: int = 0  # 64 bits, signed; the HTTP process always sets the seed
     choice_index: int = 0
-    # k: logprobs of the sampled token and of the k most likely ones; None: no logprobs.
+    # k: return logprobs of the sampled token and of the k most likely tokens. None:
+    # return no logprobs.
     num_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}  # by token id, added to the logits
-    min_tokens: int = 0  # output tokens before which no stop token may be sampled
+    logit_bias: dict[int, float] = {}  # numbers that are added to logits, by token id
+    min_tokens: int = 0  # no stop token is sampled among this many output tokens
     grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one output position.
+    """Log-probabilities at one position.
 
-    The logarithms are natural, and the distribution is the unmodified one.
+    They are natural logarithms of the model's distribution, before temperature and any
+    other sampling parameter.
     """
 
     logprob: float  # of the sampled token
@@ -105,16 +110,17 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         block_size: Tokens per block.
-        num_tokens: Tokens whose KV the blocks hold: the whole prompt, and output tokens
-            if the request continues from another server.
+        num_tokens: Number of tokens that the blocks hold KV for: the whole prompt, and
+            output tokens if the request continues from another server.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
         first_tokens: One per choice; empty if the decode server samples them itself.
-        prompt_logprobs: One per prompt token, if the request asks for them.
-        sender_releases: The sender ends the lease if nothing was read; see kv_params.
-        transfer_id: Set while the prefill server still computes the prompt. The lease,
-            the blocks and the first tokens then arrive by subscription.
-        prompt_digest: Digest of a prompt that has a `transfer_id`.
+        prompt_logprobs: One per prompt token, if the request needs prompt logprobs.
+        sender_releases: See the function sender_releases in kv_params.py.
+        transfer_id: Set if the prefill server still computes the prompt. The lease, the
+            blocks and the first tokens then arrive by subscription (Subscribe in
+            handshake.py).
+        prompt_digest: Digest of the prompt; only set with a `transfer_id`.
     """
 
     host: str
@@ -138,7 +144,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of one choice that another server generated and the client
+    """The tokens of one choice that another server has generated and the client has
     received.
     """
 
@@ -147,11 +153,11 @@ class ResumedChoice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVHint(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine that may hold the KV of a prompt's beginning, according to a proxy.
+    """An engine that may hold the KV of a prompt's beginning, according to a proxy.
 
     Attributes:
         host: Address of the engine's side channel.
-        num_tokens: Number of prompt tokens whose KV it may hold.
+        num_tokens: Number of prompt tokens that the engine may hold KV for.
         issued_s: Seconds since 1970; only set while the hint is on the wire.
         signature: Made with the cluster secret; only set while the hint is on the wire.
     """
@@ -174,27 +180,28 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         max_tokens: Maximum number of output tokens. 0: only score the prompt.
         stop_token_ids: The client's stop tokens, and the end-of-sequence tokens unless
             `ignore_eos` is set.
-        num_choices: Sampled from one prompt. Each choice has deltas and a terminal
-            delta of its own.
+        num_choices: Number of choices to sample for the prompt. Each choice has its own
+            deltas, the last of which ends the choice.
         num_prompt_logprobs: k: return logprobs of the prompt's tokens and of the k most
-            likely tokens at each position.
+            likely tokens at each position. None: return no prompt logprobs.
         grammar_bytes: Memory that the compiled grammar takes, in bytes.
-        priority: The smaller value is served first.
+        priority: Requests with smaller values are served first.
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
-        share: Identifies the client's API key. Keys with waiting requests share the
-            engine equally.
-        known: Per choice, the tokens so far of a request that continues from another
-            server.
+        share: Identifies the client's API key. The engine is shared equally among the
+            keys with waiting requests.
+        resumed_choices: Per choice, the tokens that another server has already
+            generated; empty for a new request.
         retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
-        transfer_id: Prefill role: the name by which other engines can subscribe to the
-            KV.
+        transfer_id: Prefill role: the name under which other engines can subscribe to
+            the KV.
         remote: Decode role: where to pull the prompt's KV from.
-        hint: Without `remote`: the engine that may hold the KV of the prompt's
-            beginning.
-        kv_rejected: Decode role: the reason why the offered kv_transfer_params were not
-            used.
-        kv_unused: The reference in those params, if a server of this cluster made them.
+        hint: An engine that may hold the KV of the prompt's beginning. Not used if
+            there is a `remote`.
+        kv_rejected: Decode role: the reason why the kv_transfer_params of the request
+            were not used.
+        kv_unused: The reference in the kv_transfer_params that were not used, if a
+            server of this cluster signed them.
     """
 
     request_id: str
@@ -218,9 +225,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
 
 
 def call_of(request_id: str) -> str:
-    """Returns the id of the HTTP request that this engine request belongs to.
+    """Returns the id of the HTTP request that an engine request belongs to.
 
-    Each prompt of an HTTP request is one engine request. Its id ends in a number.
+    Each prompt of an HTTP request is one engine request. The id of an engine request is
+    the id of the HTTP request, a dash and the index of the prompt.
     """
     return request_id.rsplit("-", 1)[0]
 
@@ -231,15 +239,17 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
-    """Ends a request of one choice as MOVED, once it has an output token and its KV."""
+    """Ends a request with a single choice with MOVED, as soon as it has an output token
+    and the engine holds its KV.
+    """
 
     request_id: str
 
 
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
-    """Releases a reference that no request will use (decode role).
+    """Releases the lease of a reference that no request will use (decode role).
 
-    The request that carried the reference was refused.
+    It is sent if the request with the reference was refused.
     """
 
     remote: RemotePrefill
@@ -263,28 +273,29 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return from_code(self.code, self.message, self.param)
 
 
-# HTTP response headers with a KVUsage: that of this server, that of the prefill leg.
+# HTTP response headers with the KVUsage of the responding server and of the prefill
+# leg.
 KV_HEADER = "x-baton-kv"
 PREFILL_KV_HEADER = "x-baton-kv-prefill"
 
 
 class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Prompt tokens by the source of their KV.
+    """Number of prompt tokens by the source of their KV.
 
-    The first three members add up to the tokens of the prompt on the decode server. The
-    members `prefill_*` are the same numbers of the prefill leg, if there was one.
+    The first three members add up to the number of tokens of the prompt. The members
+    `prefill_*` are the same numbers on the prefill server, if there was a prefill leg.
     """
 
-    transferred: int = 0  # pulled from the prefill server, and fenced
+    transferred: int = 0  # pulled from another server, and confirmed by the fence
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
-    cached_tokens: int = 0  # not computed by any server for this request
+    cached_tokens: int = 0  # computed by no server for this request
     prefill_transferred: int = 0
     prefill_recomputed: int = 0
     prefill_skipped: int = 0
 
 
-# Finish reason of a request that continues on another server with the KV it has here.
+# Finish reason of a request that continues on another server, which pulls its KV.
 MOVED = "moved"
 
 
@@ -293,15 +304,16 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         choice: Index of the choice, below the request's num_choices.
-        logprobs: One per token, if the request asks for them.
-        prompt_logprobs: One per prompt token in order, None for the first token. They
-            are spread over one or more deltas of choice 0.
-        finish_reason: "stop", "length", "abort" or MOVED.
-        usage: Set on the last delta. The delta with a choice's first token also has the
-            numbers that are known by then.
+        logprobs: One per token, if the request needs logprobs.
+        prompt_logprobs: One per prompt token in order; the first token has None. They
+            arrive in one or more deltas of choice 0.
+        finish_reason: "stop", "length", "abort" or MOVED; only set on the last delta.
+        error: Only set on the last delta of a failed request.
+        usage: Set on the last delta. The delta with a choice's first token also has a
+            usage, with preliminary numbers.
         times: Set on the last delta.
-        kv_transfer_params: Set on the last delta of a prompt that another server will
-            decode, and of a request that is MOVED.
+        kv_transfer_params: Set on the last delta if another server continues the
+            request: after a prefill leg, or with the finish reason MOVED.
     """
 
     request_id: str
@@ -317,7 +329,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
-    """Sent once, when the engine can serve."""
+    """Reports that the engine can serve. It is sent once."""
 
     num_blocks: int  # usable blocks in the KV pool of each group of layers
     block_size: int  # tokens
@@ -327,23 +339,23 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """The current step of the engine's start, as text; sent every few seconds."""
+    """Reports the current step of the engine's start, every few seconds."""
 
     text: str
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine cannot start or cannot continue; `reason` is for the operator."""
+    """Reports why the engine cannot start or continue; the operator reads `reason`."""
 
     reason: str
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
-    """The events since the last message.
+    """The events since the previous Outputs message.
 
     Attributes:
-        compiled: Ids of the requests whose grammar is compiled. They now wait for the
-            scheduler.
+        compiled: Ids of the requests with a grammar that is now compiled. These
+            requests now wait for the scheduler.
     """
 
     deltas: list[TokenDelta]

@@ -20,10 +20,11 @@ from protocol.short_repr import short_repr
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible, naming the field, when the metadata contradicts itself.
+    """Raises PeerIncompatible, naming the field, if the metadata contradicts itself.
 
-    After this check, every KV block of a rank lies inside the region that the peer
-    registered. `check_compatible` and the transfer plan compare it with this engine.
+    After this check, every KV block of a rank lies inside the memory that the peer
+    registered. Whether this engine can use the peer's KV is checked elsewhere: by
+    `check_compatible` (protocol/handshake.py) and by the transfer plan.
     """
     for rule in _rules(metadata):
         if not rule.is_satisfied:
@@ -38,7 +39,7 @@ class _Rule(NamedTuple):
     field: str
     value: object
     is_satisfied: bool
-    requirement: str  # continues "it must"
+    requirement: str  # continues the message after "it must"
 
 
 def _within(field: str, value: int, low: int, high: int) -> _Rule:
@@ -50,7 +51,7 @@ def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
 
 
 def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
-    """Yields the rules in an order in which each may rely on the earlier ones."""
+    """Yields the rules. A rule may rely on the rules before it, which are satisfied."""
     yield _Rule(
         "protocol_version",
         metadata.protocol_version,
@@ -66,7 +67,7 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
         "compat.kv_scales",
         scales,
         num_groups < 2 or set(scales) <= {1.0},
-        "be 1 where there are several KV groups",
+        "be 1 if there are several KV groups (compat.kv_windows)",
     )
     for rank in metadata.ranks:
         yield from _allocation_rules(rank)
@@ -81,7 +82,7 @@ def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
         "compat.kv_scales' length",
         len(scales),
         len(scales) == count,
-        f"be {count} of {compat.kv_dtype}",
+        f"be {count} for {compat.kv_dtype}",
     )
     yield _Rule(
         "compat.kv_scales",
@@ -102,9 +103,8 @@ def _rank_number_rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     )
     numbers = [rank.rank for rank in metadata.ranks]
     is_complete = numbers == list(range(len(numbers))) and 0 < len(numbers) == tp_size
-    yield _Rule(
-        "ranks", numbers[:64], is_complete, f"be all of tp_size {tp_size} in order"
-    )
+    requirement = f"list ranks 0 to {tp_size - 1} in order"
+    yield _Rule("ranks", numbers[:64], is_complete, requirement)
 
 
 def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:

@@ -1,8 +1,8 @@
 """Every metric of every process in one table, and one registry per application.
 
-Metrics whose origin is "engine" are counted in the engine's process. They arrive as
-EngineStats, whose keys are those of `stat_key`. docs/metrics.md has the same table for
-readers of dashboards.
+Metrics with the origin "engine" are counted in the engine's process. The HTTP process
+receives and exposes them as EngineStats with the keys of `stat_key`. docs/metrics.md
+has the same table for readers of dashboards.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from prometheus_client.registry import Collector
 from protocol.process.output import num_dropped_lines
 from protocol.version import VERSION
 
-# Members of GET /ready that count an engine's work since its start: steps, their
-# tokens, prompt tokens and seconds; then the same of mixed steps, which compute prompt
-# tokens.
+# Members of GET /ready that count an engine's work since its start: all steps with
+# their tokens, prompt tokens and seconds, then the steps that compute prompt tokens
+# (mixed steps) with their tokens and seconds.
 ENGINE_TOTALS = (
     "engine_steps",
     "engine_step_tokens",
@@ -71,12 +71,11 @@ TABLE = (
          "Always 1; the label is the version of Baton.", ("version",)),
     Spec("baton_key_requests", "counter", "any",
          "Requests by the name of their API key (-: no known key) and outcome: "
-         "accepted, "
-         "limited (429), forbidden (403), unknown (401).", ("key", "outcome")),
+         "accepted, limited (429), forbidden (403), unknown (401).",
+         ("key", "outcome")),
     Spec("baton_log_lines_dropped", "counter", "any",
          "Output lines of this process that were dropped because nothing read or "
-         "stored "
-         "them in time."),
+         "stored them in time."),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests by outcome: stop, length, tool_calls, abort (the client "
@@ -84,13 +83,12 @@ TABLE = (
          "server).",
          ("endpoint", "outcome")),
     Spec("baton_requests_in_progress", "gauge", "server",
-         "Accepted requests whose response is not complete."),
+         "Accepted requests without a complete response."),
     Spec("baton_queue_tokens", "gauge", "server",
          "Prompt tokens in the waiting queue."),
     Spec("baton_queue_seconds", "gauge", "server",
          "Predicted queue time of a request that arrives now; the server refuses "
-         "requests "
-         "while it is above --max-queue-s."),
+         "requests while this time is above --max-queue-s."),
     Spec("baton_grammar_trials_waiting", "gauge", "server",
          "Requests with a new schema or grammar that wait for its trial compilation."),
     Spec("baton_prompt_tokens", "counter", "server",
@@ -114,7 +112,7 @@ TABLE = (
     Spec("baton_requests_waiting", "gauge", "engine",
          "Sequences that wait for admission to the batch."),
     Spec("baton_requests_receiving", "gauge", "engine",
-         "Sequences whose KV is being pulled."),
+         "Sequences that wait for the pull of their KV."),
     Spec("baton_kv_blocks", "gauge", "engine",
          "KV blocks by state: free, used, cached, leased, receiving, quarantined.",
          ("state",)),
@@ -150,7 +148,7 @@ TABLE = (
          "several of these; none: the pull failed, or there was nothing to read).",
          ("outcome", "path")),
     Spec("baton_kv_transfer_bytes", "counter", "engine",
-         "KV bytes pulled, without bytes that were read but not needed."),
+         "KV bytes pulled, not counting bytes that were read but not needed."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine",
          "READ descriptors posted to the transport."),
     Spec("baton_kv_transfer_seconds", "histogram", "engine",
@@ -158,20 +156,20 @@ TABLE = (
     Spec("baton_kv_transfer_failures", "counter", "engine",
          "Failed KV pulls by error code.", ("code",)),
     Spec("baton_kv_verified_tokens", "counter", "engine",
-         "Pulled tokens whose digests were compared with the lender's (--kv-verify)."),
+         "Pulled tokens with digests that were compared with the lender's "
+         "(--kv-verify)."),
     Spec("baton_kv_unverified_tokens", "counter", "engine",
          "Pulled tokens that could not be verified, because the KV was converted or "
-         "the "
-         "peer does not compute digests.", ("reason",)),
+         "the peer does not compute digests.", ("reason",)),
     Spec("baton_kv_verify_failures", "counter", "engine",
-         "KV pulls whose bytes differ from the lender's; should stay 0."),
+         "KV pulls with bytes that differ from the lender's; should stay 0."),
     Spec("baton_kv_params_rejected", "counter", "engine",
          "Offered kv_transfer_params that were not used."),
     Spec("baton_kv_first_tokens_redrawn", "counter", "engine",
-         "First tokens of the prefill server that were sampled again, because it had "
-         "used other sampling parameters."),
+         "First tokens that the decode server sampled again, because the prefill "
+         "server had used different sampling parameters."),
     Spec("baton_requests_locked_out", "counter", "engine",
-         "Requests refused because hung reads had quarantined the KV blocks they "
+         "Requests refused because hung reads had quarantined KV blocks that they "
          "needed."),
     Spec("baton_kv_recoveries", "counter", "engine",
          "Requests that continued after a failed KV pull, by policy.", ("policy",)),
@@ -181,28 +179,27 @@ TABLE = (
          "Prefix hints by outcome: found, none, late (no reply in time), computed "
          "(computing was faster than pulling).", ("outcome",)),
     Spec("baton_kv_lookups_answered", "counter", "engine",
-         "Lookups by other servers by outcome: found, none, full (too many blocks are "
-         "leased).", ("outcome",)),
+         "Lookups received from other servers, by outcome: found, none, full (too many "
+         "blocks are leased).", ("outcome",)),
     Spec("baton_leases", "counter", "engine",
          "Leases by event: granted, completed, expired, aborted.", ("event",)),
     Spec("baton_leases_held", "gauge", "engine", "Leases that are active now."),
     Spec("baton_lease_renewals", "counter", "engine", "Renewals of active leases."),
     Spec("baton_lease_gone", "counter", "engine",
          "Fences and renewals that were refused because the lease had ended or was "
-         "never "
-         "known."),
+         "never known."),
     # Proxy.
     Spec("baton_proxy_requests", "counter", "proxy",
          "Requests by path and reason. Paths: pd (disaggregated), decode_only (the "
-         "decode server computed the prompt; reason placed: placement chose that), "
-         "prefill (the prefill server's response went to the client, such as a score "
-         "or an error).",
+         "decode server computed the prompt; reason placed: the placement policy chose "
+         "this), prefill (the client received the response of the prefill server, such "
+         "as a score or an error).",
          ("path", "reason")),
     Spec("baton_proxy_responses", "counter", "proxy",
          "Responses by HTTP status; broken: a stream that ended in an error.",
          ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy",
-         "Requests whose response is not complete."),
+         "Requests without a complete response."),
     Spec("baton_proxy_retries", "counter", "proxy",
          "Attempts after the first one, by leg.", ("leg",)),
     Spec("baton_proxy_resumes", "counter", "proxy",
@@ -218,14 +215,13 @@ TABLE = (
     Spec("baton_proxy_upstream_ready", "gauge", "proxy",
          "1 while the server is ready.", ("role", "server")),
     Spec("baton_proxy_upstream_circuit", "gauge", "proxy",
-         "Circuit breaker of the server: 0 closed, 1 half open (one request probes "
-         "it), 2 "
-         "open (the server is used last).", ("role", "server")),
+         "Circuit breaker of the server: 0 closed, 1 half open (one request probes the "
+         "server), 2 open (the server is used last).", ("role", "server")),
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to the server.", ("role", "server")),
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
-         "Requests from which the proxy removed kv_transfer_params, or other fields "
-         "reserved for proxies, that the client had sent."),
+         "Requests from which the proxy removed fields that only proxies may send, such "
+         "as kv_transfer_params."),
     Spec("baton_proxy_hints", "counter", "proxy",
          "Legs sent with a hint that another server may hold the KV of the prompt's "
          "beginning.", ("leg",)),
@@ -241,7 +237,8 @@ TABLE = (
 
 SPECS: Mapping[str, Spec] = {spec.name: spec for spec in TABLE}
 
-# The creation times of counters are a third of all series, and no dashboard uses them.
+# Without this call, a third of all series would be creation times of counters. No
+# dashboard uses them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -249,7 +246,8 @@ def stat_key(name: str, **labels: str) -> str:
     """Returns the key of one series, such as `baton_kv_blocks{state=free}`.
 
     Raises:
-        KeyError: The table has no such name or set of labels, which is a bug of Baton.
+        KeyError: The table has no metric with this name and these labels, which is a
+            bug of Baton.
     """
     spec = SPECS[name]
     if set(labels) != set(spec.labels):
@@ -263,7 +261,7 @@ def _key(name: str, labels: Mapping[str, str]) -> str:
 
 
 class EngineHistogram(Histogram):
-    """A histogram that is counted in the engine's process."""
+    """A histogram that is filled in the engine's process."""
 
     def __init__(self, name: str) -> None:
         spec = SPECS[name]
@@ -299,7 +297,11 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """The metrics of one application: those that it counts, and those of its engine."""
+    """The metrics that one application counts itself, and those of its engine.
+
+    Args:
+        origin: The kind of application.
+    """
 
     version = VERSION  # in `baton_build_info` and GET /version
 
@@ -330,7 +332,9 @@ class Metrics:
         )
 
     def begin(self, name: str, **labels: str) -> Any:
-        """Exposes a series from now on and returns it. Its first value is 0."""
+        """Exposes a series from now on, with the value 0 if it is new. Returns the
+        series.
+        """
         metric = self._metrics[name]
         return metric.labels(**labels) if labels else metric
 
@@ -356,7 +360,11 @@ class Metrics:
         self._engine.values.update(values)
 
     def values(self, *names: str) -> dict[str, float]:
-        """Returns the current values of some metrics, by the keys of `stat_key`."""
+        """Returns the current values of the metrics `names`, by the keys of
+        `stat_key`.
+
+        The engine's metrics are not available.
+        """
         values: dict[str, float] = {}
         for name in names:
             for family in self._metrics[name].collect():
@@ -365,7 +373,10 @@ class Metrics:
         return values
 
     def expose(self) -> bytes:
-        """Returns the metrics in Prometheus' text format, of the type CONTENT_TYPE."""
+        """Returns the metrics in Prometheus' text format (CONTENT_TYPE).
+
+        It also adds the newly dropped output lines to baton_log_lines_dropped.
+        """
         num_lines = num_dropped_lines()
         self.inc("baton_log_lines_dropped", num_lines - self._counted_lines)
         self._counted_lines = num_lines

@@ -1,8 +1,9 @@
 """Registration: a server announces itself to a proxy by a signed record.
 
 The record is signed with the cluster secret and is valid for `MAX_AGE_S`. A proxy
-accepts a record only if it is newer than the last one of the same server. Therefore a
-copied record cannot be replayed to the same proxy, and only briefly to another one.
+accepts a record only if it is newer than the last record of the same server. Therefore
+nobody can replay a copied record to the same proxy. To a different proxy, the copy can
+be replayed only until it is too old.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from msgspec import Meta
 from protocol.settings.machine import WILDCARDS
 
 REGISTER_PATH = "/register"  # endpoint of a proxy
-MAX_AGE_S = 60.0
+MAX_AGE_S = 60.0  # maximum age of a record, which is also its maximum clock error
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 _LABEL = b"baton registration\n"
 
@@ -28,10 +29,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement of one server.
 
     Attributes:
-        kv_digest: What the server's KV means; see protocol.handshake.kv_digest.
+        kv_digest: See kv_digest in protocol/handshake.py; empty if it is unknown.
         ttl_s: How long the proxy keeps the server after this record, in seconds.
         issued_ms: Milliseconds since 1970 by the server's clock.
-        leaving: The server is shutting down and wants no new requests.
+        leaving: Whether the server is shutting down, so that it must receive no new
+            requests.
     """
 
     role: Role
@@ -53,34 +55,35 @@ class _Envelope(msgspec.Struct):
 
 
 def seal(record: Record, secret: bytes) -> bytes:
-    """Returns the body of a POST to REGISTER_PATH."""
+    """Signs a record, and returns the body of a POST to REGISTER_PATH."""
     text = msgspec.json.encode(record)
     return msgspec.json.encode(_Envelope(msgspec.Raw(text), _mac(text, secret)))
 
 
 def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
-    """Returns the record in `body`.
+    """Returns the record in `body`. Whether it is newer than the last record of the
+    server must be checked by the caller.
 
     Raises:
-        BadRecord: The record is malformed, not authentic or not fresh.
+        BadRecord: The record is malformed, not authentic or too old.
     """
     try:
         envelope = msgspec.json.decode(body, type=_Envelope)
         record = msgspec.json.decode(envelope.record, type=Record)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise BadRecord(f"it is malformed: {error}") from None
+        raise BadRecord(f"the record is malformed: {error}") from None
     expected_mac = _mac(envelope.record, secret)
     if not hmac.compare_digest(envelope.mac.encode(), expected_mac.encode()):
         raise BadRecord(
-            f"{record.url} has another cluster secret: give it and this proxy one "
-            "BATON_CLUSTER_SECRET"
+            f"{record.url} has a different cluster secret: give this server and the "
+            "proxy one BATON_CLUSTER_SECRET"
         )
     age_s = (now_ms - record.issued_ms) / 1000
     if abs(age_s) > MAX_AGE_S:
         raise BadRecord(
             f"the record of {record.url} is {age_s:.0f} s old by this proxy's clock; "
             f"the maximum is {MAX_AGE_S:g} s. Either it is a copy of an old record, or "
-            "one of the two clocks is wrong"
+            "the clock of the server or of the proxy is wrong"
         )
     return record
 
@@ -90,7 +93,7 @@ def _mac(text: bytes | msgspec.Raw, secret: bytes) -> str:
 
 
 def http_url(host: str, port: int, scheme: str = "http") -> str:
-    """Returns the URL of a server; an IPv6 address gets brackets."""
+    """Returns the URL of a server. Brackets enclose an IPv6 address."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

@@ -1,19 +1,21 @@
 """Stream failover: the frames by which a proxy can move a stream to another server.
 
 A proxy that holds the cluster secret requests frames by a signed header. Every write of
-the stream then begins with one SSE comment that describes the bytes that follow it:
+the stream then is one frame: an SSE comment, and the complete events that the comment
+describes:
 
-    :baton 0000012c [[0,[791]]]\\n      300 bytes of complete events follow this line;
+    :baton 0000012c [[0,[791]]]\\n      300 bytes (hex 12c) of events follow this line;
                                        the JSON text lists their tokens by choice
 
-The proxy passes on the events and stores the texts of the comments without interpreting
-them. When it loses the server, it sends the request again with the texts, signed, as
-`baton_resume`. A response that is not a stream becomes a frame without events when it
-moves.
+The proxy passes on the events to the client, and stores the texts of the comments. If
+the proxy loses the server, it sends the request to another server, together with the
+signed texts as `baton_resume`. A response that is not a stream has no frames until it
+moves; the server then sends its texts in frames without events.
 
-The first text describes what else the response depends on (`Origin`). A text that
-begins with `!` precedes an error event after which another server may continue.
-`!moved` is such a text; it carries the location of the KV of all tokens so far.
+The first text (`Origin`) has the values that the response depends on besides its
+request and its tokens. A text that begins with `!` precedes an error event after which
+another server may continue the stream. One of these texts is `!moved`; it contains the
+location of the KV of all tokens so far.
 """
 
 import hashlib
@@ -26,15 +28,16 @@ import msgspec
 from protocol.errors import BatonError, EngineDied, ResumeRejected
 from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 
-# In a request, this header is a MAC. In a response, it announces frames.
+# In a request, the value of this header is a MAC. In a response, the header announces
+# frames.
 HEADER = "x-baton-frames"
-MEMBER = "baton_resume"  # of a request's body
-# Largest sum of a stream's texts. A stream with more cannot fail over.
+MEMBER = "baton_resume"  # member of a request's body
+# Limit on the sum of a stream's texts. A stream with longer texts cannot fail over.
 MAX_HISTORY_BYTES = 1 << 20
 FAILOVER_PREFIX = b"!"
 DIED = b"!died"  # the engine has ended
-BUSY = b"!busy"  # the server does not continue this stream
-# `kv_transfer_params` follow: the server has migrated its stream.
+BUSY = b"!busy"  # this server does not continue the stream
+# The server has migrated the stream; the JSON of `kv_transfer_params` follows.
 MOVED = b"!moved "
 _FRAMES_LABEL = b"baton frames\n"
 _RESUME_LABEL = b"baton resume\n"
@@ -45,15 +48,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes of a response depend on besides its request and its tokens.
+    """The values that a response depends on besides its request and its tokens.
 
     Attributes:
         id: The id of the response.
         created: Its creation time, in seconds since 1970.
         seed: The seed of the sampler.
         limits: For each prompt, the maximum number of generated tokens.
-        digest: Digest of the prompts, the sampling parameters, and how the model is
-            computed.
+        digest: Digest of the prompts, the sampling parameters, and the properties of
+            the engine that affect its numerics.
     """
 
     id: str
@@ -64,15 +67,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice, as the engine produced them; one entry of a frame's
-    text.
-    """
+    """The tokens that one TokenDelta adds to a choice; one entry of a frame's text."""
 
     index: int  # of the choice in the response
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
-    # Present only while the client has received nothing of the response.
+    # Present only if a later part of the response needs these logprobs: the response is
+    # not a stream, or an event at its end repeats them.
     logprobs: list[TokenLogprobs] | None = None
 
 
@@ -101,15 +103,15 @@ def is_frames_request(secret: bytes, request_id: bytes, value: bytes) -> bool:
 
 
 def frame(text: bytes, events: bytes) -> bytes:
-    """Encodes one frame. `text` must not have a newline; JSON never has one."""
+    """Encodes one frame. `text` must not have a newline; encoded JSON has none."""
     return b"%b%08x %b\n%b" % (_MARK, len(events), text, events)
 
 
 def refusal_text(error: BatonError) -> bytes | None:
-    """Returns the text of the frame that precedes an error event in a stream.
+    """Returns the text of the frame with an error event, so that the proxy can retry.
 
-    None means that another server must not continue the stream: it would fail in the
-    same way, or too late.
+    The result is None if another server must not continue the stream, because it would
+    fail in the same way, or because the request has timed out.
     """
     if not error.retryable or error.phase in ("request", "deadline"):
         return None
@@ -117,9 +119,11 @@ def refusal_text(error: BatonError) -> bytes | None:
 
 
 def frame_entry(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
-    """Returns a FrameEntry as a list, without trailing members that are empty.
+    """Returns a FrameEntry as a list. Members after `token_ids` are left out if all of
+    them are empty.
 
     Args:
+        index: Index of the choice in the response.
         whole: Include the logprobs.
     """
     optional_members: list[Any] = [delta.finish_reason, delta.usage]
@@ -154,13 +158,13 @@ def num_tokens_of(text: bytes) -> int:
 
 
 class Frames:
-    """The receiving side: splits the bytes of a stream into complete frames."""
+    """Splits the bytes of a received stream into complete frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
-        """Returns (text, events) of each frame that is complete with `data`.
+        """Returns the (text, events) of each frame that `data` completes.
 
         Raises:
             ValueError: The bytes are not frames.
@@ -188,21 +192,28 @@ class Frames:
 
 
 class FrameHistory:
-    """The texts of a stream's frames whose events have been passed on to the client."""
+    """The texts of the frames that the proxy has passed on to the client.
+
+    Attributes:
+        is_whole: False after texts were dropped. The stream can then not move.
+    """
 
     def __init__(self) -> None:
         self._texts = bytearray()
-        self.is_whole = True  # False after a text was dropped: the stream cannot move
+        self.is_whole = True
 
     def add(self, texts: bytes) -> None:
-        """Appends texts, each of which ends in a comma."""
+        """Appends texts; each text ends in a comma.
+
+        If all texts together exceed MAX_HISTORY_BYTES, all of them are dropped.
+        """
         if self.is_whole and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
             self._texts += texts
         else:
             self.forget()
 
     def forget(self) -> None:
-        """Drops all texts; the stream can no longer move to another server."""
+        """Drops all texts. The stream can then no longer move to another server."""
         self._texts.clear()
         self.is_whole = False
 
@@ -223,7 +234,8 @@ def open_resume(value: object, secret: bytes) -> Resume:
     """
     try:
         signed = msgspec.convert(value, _Signed)
-        # The same encoder wrote the texts, so encoding them again restores the bytes.
+        # The same encoder wrote the texts, so encoding them again restores the bytes
+        # that the proxy signed.
         texts = _encode(signed.texts)
         expected_mac = _mac(texts, secret)
         if secret and hmac.compare_digest(signed.mac.encode(), expected_mac.encode()):

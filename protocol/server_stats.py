@@ -1,7 +1,7 @@
 """The response of a server to GET /stats, which the proxy's page displays.
 
-It contains numbers and the times of the most recent requests. It contains no texts and
-no token ids.
+The response contains metric values and the times of the most recent requests, but no
+texts and no token ids.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ MAX_ID_CHARS = 128
 
 
 class PhaseTimes(msgspec.Struct, omit_defaults=True):
-    """When the phases of a request ended in the engine; None until a phase has ended.
+    """The times at which the phases of a request ended in the engine.
 
-    The unit is seconds of the machine's monotonic clock, which all processes of a
-    server share.
+    A time is None until its phase has ended. The unit is seconds of the machine's
+    monotonic clock, which all processes of a server share.
     """
 
     admitted: float | None = None  # the request got its KV blocks
@@ -26,7 +26,9 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     drawn: float | None = None
 
     def since(self, start_s: float) -> dict[str, float]:
-        """Returns the phases that have ended, in seconds after `start_s`."""
+        """Returns the times of the phases that have ended, in seconds after
+        `start_s`.
+        """
         times = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return {name: round(at - start_s, 6) for name, at in times if at is not None}
 
@@ -38,11 +40,13 @@ class FinishedRequest(msgspec.Struct, frozen=True):
         number: Sequence number of the request on this server, in order of completion.
         id: The first MAX_ID_CHARS characters of the X-Request-Id.
         outcome: The label of the metric baton_requests.
-        error: The error code if the outcome is an error.
+        error: The error code of a failed request, else None.
         times: Seconds since the server received the request. The keys are the fields of
             PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the
             engine), `first` (the first token was sent to the client) and `end`.
-        kv: Prompt tokens by the source of their KV.
+        generated: Number of generated tokens.
+        kv: Number of prompt tokens by the source of their KV; see KVUsage in
+            protocol/messages.py.
     """
 
     number: int
@@ -61,9 +65,9 @@ class ServerStats(msgspec.Struct, frozen=True):
 
     Attributes:
         server: The response to GET /ready.
-        values: Metric values; the keys are those of protocol.metrics.stat_key.
-        served: The most recent requests, the oldest first.
-        next: The sequence number of the next request.
+        values: Metric values by the keys of stat_key in protocol/metrics.py.
+        served: The most recently finished requests, the oldest first.
+        next: The sequence number that the next finished request will have.
     """
 
     server: dict[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 def short_repr(value: Any, limit: int = 80) -> str:
     """Returns `value` as JSON on one line, cut to `limit` characters.
 
-    No more of the value is encoded than that, however large or deep the value is. A
-    long string at the cut is the exception.
+    The encoding stops at the limit, so that a huge or deeply nested value takes little
+    time. A long string that begins before the limit is encoded completely.
     """
     text = _begin(value, limit, ensure_ascii=False)
     # Unpaired surrogates and bidirectional control characters are escaped.
@@ -18,8 +18,9 @@ def short_repr(value: Any, limit: int = 80) -> str:
 
 
 def _begin(value: Any, limit: int, ensure_ascii: bool) -> str:
-    """Returns the JSON text of `value`, at least until it exceeds `limit`
-    characters.
+    """Returns the beginning of the JSON text of `value`.
+
+    If the text is longer than `limit`, the result has more than `limit` characters.
     """
     text = ""
     value = value[: limit + 1] if isinstance(value, str) else value

@@ -15,7 +15,12 @@ from engine.worker.load import describe_failure, explaining_failures
 from engine.worker.memory import longest_sequence
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
-from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
+from protocol.handshake import (
+    DIGEST_VERSION,
+    PROTOCOL_VERSION,
+    EngineMetadata,
+    kv_digest,
+)
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineProgress, EngineReady
 from protocol.process.lifecycle import ignore_alarm
@@ -86,7 +91,7 @@ def _build(
         tp_size=config.tp,
         dcp_size=config.dcp,
         ranks=rank.metadata,
-        digests=DIGESTS,
+        digests=DIGEST_VERSION,
     )
     connector = rank.service.make_connector(metadata, transport.wake)
     core = EngineCore(

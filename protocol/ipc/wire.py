@@ -1,6 +1,8 @@
-"""Messages over a stream socket that never blocks: a length (u32), then the bytes.
+"""Messages over a non-blocking stream socket. A message is its length (u32, little
+endian) and its bytes.
 
-No thread hand-over is needed between the caller and the kernel.
+The thread that calls `send` and `receive` uses the socket itself, because passing each
+message to another thread would take longer.
 """
 
 import ctypes
@@ -17,22 +19,27 @@ from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 64 << 10
-_PR_SET_TIMERSLACK = 29  # in ns
+_PR_SET_TIMERSLACK = 29  # option of prctl; its value is in ns
 
 
 class WireClosed(Exception):
-    """The connection is lost, or the peer sent something that is not a message."""
+    """The connection is lost, or the peer sent a message that is too long."""
 
 
 class Wire:
     """A connected socket, for one thread at a time. `send` and `receive` never wait.
 
     Args:
-        max_bytes: Maximum size of a received message. The owner may raise it later.
-        read_bytes: Maximum size of one `receive`, for a peer that is not trusted.
-        unsent: Messages to send first. The caller shares the queue and may pass it on
-            to the next connection. A message stays in it until the kernel has all of
-            it.
+        max_bytes: Maximum size of a received message. The owner may raise the attribute
+            later.
+        unsent: The queue of messages to send. The caller can reuse the queue for a new
+            connection, because a message stays in the queue until the kernel has
+            accepted all its bytes.
+        read_bytes: Maximum number of bytes that one call of `receive` reads, for a peer
+            that is not trusted.
+
+    Attributes:
+        unsent_bytes: Number of bytes that the kernel has not accepted yet.
     """
 
     def __init__(
@@ -47,10 +54,11 @@ class Wire:
         self.max_bytes = max_bytes
         self._read_bytes = read_bytes or sys.maxsize
         self._unsent: deque[bytes] = deque() if unsent is None else unsent
-        self._sent_bytes = 0  # of the first unsent message
+        # Bytes of the queue's first message that the kernel has accepted.
+        self._first_sent_bytes = 0
         self.unsent_bytes = sum(map(len, self._unsent))
-        self._received = bytearray()
-        self._end: str | None = None  # why no more data will arrive
+        self._received = bytearray()  # the beginning of a message, without its end
+        self._close_reason: str | None = None  # set when no more data will arrive
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -75,36 +83,43 @@ class Wire:
         self.flush()
 
     def flush(self) -> None:
-        """Sends more of the unsent messages. Raises WireClosed."""
+        """Sends as much of the unsent messages as the kernel accepts.
+
+        Raises:
+            WireClosed: The connection is lost.
+        """
         try:
             while self._unsent:
                 sent = self._socket.send(
-                    memoryview(self._unsent[0])[self._sent_bytes :]
+                    memoryview(self._unsent[0])[self._first_sent_bytes :]
                 )
-                self._sent_bytes += sent
+                self._first_sent_bytes += sent
                 self.unsent_bytes -= sent
-                if self._sent_bytes == len(self._unsent[0]):
+                if self._first_sent_bytes == len(self._unsent[0]):
                     self._unsent.popleft()
-                    self._sent_bytes = 0
+                    self._first_sent_bytes = 0
         except BlockingIOError:
             return
         except OSError as error:
             raise WireClosed(str(error)) from error
 
     def receive(self) -> list[bytes]:
-        """Returns the complete messages that have arrived, up to `read_bytes` at once.
+        """Returns the complete messages that have arrived.
+
+        At most `read_bytes` bytes are read from the socket.
 
         Raises:
-            WireClosed: The connection is lost, or a message is too long.
+            WireClosed: The connection is lost, or a message is too long. Earlier calls
+                have returned all messages that arrived before that.
         """
         self._read()
-        messages = self._messages()
-        if self._end is not None and not messages:
-            raise WireClosed(self._end)
+        messages = self._split_messages()
+        if self._close_reason is not None and not messages:
+            raise WireClosed(self._close_reason)
         return messages
 
     def has_ended(self) -> bool:
-        """Returns whether the peer has closed the connection, even before `receive`."""
+        """Returns whether the peer has closed the connection. It reads no data."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -118,11 +133,11 @@ class Wire:
     def _read(self) -> None:
         remaining_bytes = self._read_bytes
         try:
-            while self._end is None and remaining_bytes > 0:
+            while self._close_reason is None and remaining_bytes > 0:
                 part_bytes = min(remaining_bytes, _RECEIVE_BYTES)
                 part = self._socket.recv(part_bytes)
                 if not part:
-                    self._end = "the peer closed the connection"
+                    self._close_reason = "the peer closed the connection"
                 self._received += part
                 remaining_bytes -= len(part)
                 if len(part) < part_bytes:
@@ -130,16 +145,18 @@ class Wire:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end = str(error)
+            self._close_reason = str(error)
 
-    def _messages(self) -> list[bytes]:
+    def _split_messages(self) -> list[bytes]:
+        """Removes the complete messages from the received bytes and returns them."""
         messages: list[bytes] = []
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if length > self.max_bytes:
-                self._end = (
-                    f"a message of {length} bytes; at most {self.max_bytes} are read"
+                self._close_reason = (
+                    f"the peer sent a message of {length} bytes, the limit is "
+                    f"{self.max_bytes}"
                 )
                 self._received.clear()
                 return messages
@@ -154,33 +171,36 @@ class Wire:
 
 
 def exchange(selector: BaseSelector, wire: Wire) -> list[bytes]:
-    """Sends unsent messages and returns the messages that have arrived.
-
-    The selector then waits for a writable socket only while there are unsent messages.
+    """Sends unsent messages, returns the messages that have arrived, and calls
+    `update_selector`.
 
     Raises:
-        WireClosed: The connection is lost, and all messages before that were returned.
+        WireClosed: See Wire.receive.
     """
     with suppress(WireClosed):
         wire.flush()
     messages = wire.receive()
-    await_writable(selector, wire)
+    update_selector(selector, wire)
     return messages
 
 
-def await_writable(selector: BaseSelector, wire: Wire) -> None:
-    """Makes the selector wait for a writable socket while there are unsent messages."""
+def update_selector(selector: BaseSelector, wire: Wire) -> None:
+    """Registers the wire for reading, and also for writing if it has unsent
+    messages.
+    """
     events = EVENT_READ | (EVENT_WRITE if wire.has_unsent else 0)
     selector.modify(wire, events, selector.get_key(wire).data)
 
 
 def framed(message: bytes) -> bytes:
-    """Returns a message with its length, as a wire sends it."""
+    """Returns a message with its length in front, as a Wire sends it."""
     return _LENGTH.pack(len(message)) + message
 
 
-def tune(sock: socket.socket) -> None:
-    """Sends data without delay, and detects within seconds that the host is gone."""
+def tune_socket(sock: socket.socket) -> None:
+    """Makes a TCP socket send data without delay, and detect within seconds that the
+    peer's host is gone.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock, idle_s=2, interval_s=2, timeout_s=6)
 
@@ -188,11 +208,14 @@ def tune(sock: socket.socket) -> None:
 def keep_alive(
     sock: socket.socket, *, idle_s: int, interval_s: int, timeout_s: float | None = None
 ) -> None:
-    """Makes the kernel probe a peer that was silent for `idle_s`, up to three times.
+    """Makes the kernel end a connection if its peer is gone.
+
+    The kernel probes a peer that was silent for `idle_s` up to three times, at
+    intervals of `interval_s`. It ends the connection if the peer answers no probe.
 
     Args:
-        timeout_s: The kernel ends the connection if the peer acknowledges or accepts no
-            data for this long. None: only if the peer answers no probe.
+        timeout_s: The kernel also ends the connection if the peer acknowledges or
+            accepts no data for this long. None: the system's default.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
@@ -204,10 +227,10 @@ def keep_alive(
 
 
 def nap_if_short(timeout_s: float) -> float:
-    """Sleeps for a timeout below 1 ms, which polling would round up.
+    """Sleeps for a timeout below 1 ms, because a poll would round it up to 1 ms.
 
     Returns:
-        The remaining time to poll for.
+        The timeout for the poll that follows: 0 after a sleep, else `timeout_s`.
     """
     if timeout_s >= 0.001:
         return timeout_s
@@ -217,8 +240,9 @@ def nap_if_short(timeout_s: float) -> float:
 
 
 def allow_short_naps() -> None:
-    """Lets sleeps of the calling thread end 1 us late at most, instead of Linux's 50
-    us.
+    """Reduces the timer slack of the calling thread from Linux's 50 us to 1 us.
+
+    A sleep of the thread then ends at most 1 us late.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -232,7 +256,7 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        # Another file may get the number of a closed descriptor.
+        # The lock protects `_fd`: after `close`, another file may get the same number.
         self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -251,7 +275,7 @@ class Waker:
             pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """Closes the descriptor. Call it from the polling thread, or after its end."""
+        """Closes the descriptor. The polling thread must call it, or have ended."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -261,7 +285,9 @@ class Waker:
 class CannotListen(OSError):
     """A socket cannot listen. The message has the address, the reason and the fix.
 
-    The fix is to change `port_option` if the port is at fault, else --host.
+    Args:
+        port_option: The option to change if the port is at fault. Otherwise the message
+            names --host.
     """
 
     def __init__(
@@ -276,17 +302,22 @@ class CannotListen(OSError):
 
 
 def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
-    """Returns a socket bound to a TCP port of a name or an address; port 0: a free
-    port.
+    """Returns a socket that is bound to a TCP port.
+
+    Args:
+        host: A host name or an IP address. An IPv4 address of the name is preferred.
+        port: 0: a free port.
+        port_option: The option that sets the port, for the error message.
 
     Raises:
-        CannotListen: The name is unknown, or the address is not local or in use.
+        CannotListen: The name is unknown, the address is not one of this machine's, or
+            the port cannot be used.
     """
     sock: socket.socket | None = None
     try:
         kind = socket.SOCK_STREAM
         addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-        # IPv4 first.
+        # An IPv4 address if there is one, else the first address.
         family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -299,7 +330,7 @@ def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
 
 
 def listen(host: str, port: int, port_option: str = "--port") -> socket.socket:
-    """Returns a non-blocking socket that listens; like `bind` otherwise."""
+    """Returns a non-blocking socket that listens. Arguments and errors: see `bind`."""
     sock = bind(host, port, port_option)
     sock.listen(512)
     sock.setblocking(False)

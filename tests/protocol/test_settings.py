@@ -85,7 +85,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (
             P,
             "--kv-layout DBHLCN",
-            "no order of the axes: use each of BHLCND once, D last",
+            "not an order of the axes: use each of BHLCND once, D last",
         ),
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
         (P, "--block-size x", "valid integer"),

@@ -152,7 +152,7 @@ async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(capl
             (
                 record("http://d:1"),
                 "another secret",
-                "http://d:1 has another cluster secret",
+                "http://d:1 has a different cluster secret",
             ),
             (
                 record("http://d:2", issued_ms=late_ms),
@@ -162,7 +162,7 @@ async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(capl
             (
                 record("http://d:3", issued_ms=now_ms + 90_000),
                 SECRET,
-                "one of the two clocks is wrong",
+                "the clock of the server or of the proxy is wrong",
             ),
             (record("http://0.0.0.0:4"), SECRET, "--advertise-url"),
             (record("d:5"), SECRET, "is not a URL"),
@@ -327,7 +327,7 @@ async def test_an_operator_drains_a_server_and_takes_it_back():
             answer = await rig.client.post(
                 "/admin/members/drain", json={}, headers=headers
             )
-            assert (answer.status_code, "no browser" in answer.text) == (403, True)
+            assert (answer.status_code, "not a browser" in answer.text) == (403, True)
         for host, status in (
             ("127.0.0.1.its.name:1", 403),
             ("LOCALHOST:1", 200),

@@ -36,7 +36,7 @@ from kvcache.transfer.pulls.messages import PullSettings
 from model.config import load_config
 from model.parallel import Parallel
 from protocol import kv_params
-from protocol.handshake import DIGESTS, CompatRecord
+from protocol.handshake import DIGEST_VERSION, CompatRecord
 from protocol.kv_offers import Offer
 from protocol.messages import KVHint, RemotePrefill, TokenDelta
 from protocol.metrics import stat_key
@@ -215,7 +215,7 @@ class Engine:
             dcp_size=dcp,
             engine_id=self.config.engine_id,
             incarnation=self.config.incarnation,
-            digests=DIGESTS,
+            digests=DIGEST_VERSION,
         )
         self.leases = LeaseServer(
             "127.0.0.1",

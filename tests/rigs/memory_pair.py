@@ -33,7 +33,7 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import PullState
 from protocol.errors import BatonError
 from protocol.handshake import (
-    DIGESTS,
+    DIGEST_VERSION,
     PROTOCOL_VERSION,
     CompatRecord,
     EngineMetadata,
@@ -194,7 +194,7 @@ class Prefill:
             engine_id=engine_id,
             incarnation=incarnation or uuid.uuid4().hex,
             compat=compat_of(self.layouts[0], heads),
-            digests=DIGESTS if digests else 0,
+            digests=DIGEST_VERSION if digests else 0,
         )
         self.lending = None
         if digests:

@@ -20,10 +20,10 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_writable,
     exchange,
     framed,
-    tune,
+    tune_socket,
+    update_selector,
 )
 from protocol.process.logging import get_logger
 
@@ -173,7 +173,7 @@ class LeaseClient:
         sock = None
         try:
             sock = socket.create_connection(link.address, _CONNECT_TIMEOUT_S)
-            tune(sock)
+            tune_socket(sock)
             # The system may choose the port to which it connects as its own port.
             if sock.getsockname() == sock.getpeername():
                 raise OSError("connected to itself")
@@ -221,7 +221,7 @@ class LeaseClient:
     def _flush(self, link: _Link, wire: Wire) -> None:
         try:
             wire.flush()
-            await_writable(self._selector, wire)
+            update_selector(self._selector, wire)
         except WireClosed:
             self._lose(link)
 

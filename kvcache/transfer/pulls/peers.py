@@ -17,7 +17,12 @@ from protocol.errors import (
     PeerUnreachable,
     PullCircuitOpen,
 )
-from protocol.handshake import DIGESTS, CompatRecord, EngineMetadata, check_compatible
+from protocol.handshake import (
+    DIGEST_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    check_compatible,
+)
 from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
 
@@ -250,7 +255,7 @@ def verification_of(local: CompatRecord, metadata: EngineMetadata, verify: str) 
         return "off"
     if is_converted(local, metadata.compat):
         return "converted"
-    return verify if metadata.digests == DIGESTS else "peer"
+    return verify if metadata.digests == DIGEST_VERSION else "peer"
 
 
 def is_converted(local: CompatRecord, remote: CompatRecord) -> bool:

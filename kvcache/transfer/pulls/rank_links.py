@@ -17,9 +17,9 @@ from protocol.ipc.wire import (
     Waker,
     Wire,
     WireClosed,
-    await_writable,
     exchange,
     nap_if_short,
+    update_selector,
 )
 
 # Bound of a message. It is high, because the ranks of an engine trust each other.
@@ -65,7 +65,7 @@ class WorkerLink:
         if self._wire is not None:
             with suppress(WireClosed):  # `receive` handles a closed wire
                 self._wire.send(encode(report))
-                await_writable(self._selector, self._wire)
+                update_selector(self._selector, self._wire)
 
     def close(self) -> None:
         self._selector.close()
@@ -100,7 +100,7 @@ class RankLinks:
         for wire in self._wires:
             with suppress(WireClosed):  # `_receive` handles a closed wire
                 wire.send(message)
-                await_writable(self._selector, wire)
+                update_selector(self._selector, wire)
 
     def close(self) -> None:
         for wire in list(self._wires):

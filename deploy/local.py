@@ -159,7 +159,7 @@ class LocalCluster:
             flush=True,
         )
         while True:
-            self._take_event(lifecycle.SIGNAL_LOOK_S)
+            self._take_event(lifecycle.SIGNAL_CHECK_INTERVAL_S)
 
     def _start(self, *commands: Command) -> list[int]:
         """Starts processes. Returns their ports when all are ready."""
@@ -211,7 +211,9 @@ class LocalCluster:
     def _take_event(self, timeout_s: float) -> None:
         """Processes the next event. Raises if it ends the cluster."""
         try:
-            event = self._events.get(timeout=min(timeout_s, lifecycle.SIGNAL_LOOK_S))
+            event = self._events.get(
+                timeout=min(timeout_s, lifecycle.SIGNAL_CHECK_INTERVAL_S)
+            )
         except queue.Empty:
             return
         match event:

@@ -31,7 +31,7 @@ from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
 from protocol.http.acceptor import raise_file_limit
-from protocol.http.connections import HttpServer, bound_clients
+from protocol.http.server import HttpServer, bound_clients
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from protocol.http.acceptor import raise_file_limit
 from protocol.http.access import check
-from protocol.http.connections import HttpServer, bound_clients
+from protocol.http.server import HttpServer, bound_clients
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging

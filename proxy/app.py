@@ -12,7 +12,7 @@ from typing import Any
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
 from protocol.http.access import grant_of, share_header
 from protocol.http.bodies import ClientDisconnected, read_body, refusal
-from protocol.http.deadlines import deadline_of, within
+from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
@@ -217,7 +217,7 @@ class ProxyApp:
         deadline = deadline_of(
             scope["headers"], self.settings.request_timeout_s
         )  # runs from here
-        async with within(deadline):
+        async with enforce_deadline(deadline):
             most = self.settings.max_body_bytes
             data = b"" if is_read else await read_body(scope, receive, most)
             own = grant_of(scope), data, deadline

@@ -29,7 +29,7 @@ from yarl import URL
 from protocol.errors import InvalidRequest
 from protocol.http import sse
 from protocol.http.deadlines import Countdown
-from protocol.http.tls import trusted
+from protocol.http.tls import client_context
 from protocol.ipc.wire import keep_alive
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -252,7 +252,7 @@ class HttpUpstream:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        return trusted(self.ca_file)  # reads the certificate store: slow
+        return client_context(self.ca_file)  # reads the certificate store: slow
 
     async def send(
         self,

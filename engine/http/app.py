@@ -25,7 +25,7 @@ from engine.http.middleware import (
 from engine.http.text_workers import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
-from protocol.http.deadlines import deadline_of, within
+from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -225,7 +225,7 @@ class _Pages:
         """
         settings = self._api.settings
         self._api.client.require_ready()  # the tokenizer is then there, too
-        async with within(
+        async with enforce_deadline(
             deadline_of(request.scope["headers"], settings.request_timeout_s)
         ):
             members, num_bytes = await read_json(request, settings.max_body_bytes)

@@ -34,7 +34,7 @@ from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, has_open_choice, pop_resume, resume_requests
 from engine.text.request_grammar import grammar_of
 from protocol.errors import BatonError
-from protocol.http.deadlines import deadline_of, within
+from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.http.json_bounds import INLINE_BODY_BYTES
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
@@ -50,12 +50,14 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     call: HttpRequestState | None = None
     try:
         deadline = deadline_of(request.scope["headers"], api.settings.request_timeout_s)
-        async with within(deadline):
+        async with enforce_deadline(deadline):
             members, num_bytes = await read_json(request, api.settings.max_body_bytes)
             call = await _start(request, api, endpoint, members, num_bytes, stats)
             members.clear()  # frees the memory, as an answer may take minutes
         if deadline is not None:
-            stats.on_end(call.subscription.fail_at(deadline.at, deadline.error))
+            stats.on_end(
+                call.subscription.fail_at(deadline.expires_at_s, deadline.error)
+            )
         return await call.respond(request.receive)
     except (BatonError, RecursionError) as raised:
         error = as_baton_error(raised)
@@ -109,8 +111,8 @@ async def _start(
         adds = await api.texts.run_python(_parsing_size(api, num_bytes), prepare)
     adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     open_adds = [add for add in adds if has_open_choice(add)]
-    place = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
-    stats.on_end(place.leave)
+    queue_entry = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
+    stats.on_end(queue_entry.drop_all)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(
         api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params)
@@ -127,10 +129,10 @@ async def _start(
     for add in adds:
         if add.remote is not None and not has_open_choice(add):
             api.client.send(ReleaseRemote(add.remote))
-    subscription = api.client.submit(open_adds, place)
+    subscription = api.client.submit(open_adds, queue_entry)
     # The rest is made after the engine has started.
     try:
-        parsed = parsed.without_inputs()
+        parsed = parsed.without_prompt_fields()
         return HttpRequestState(
             api, endpoint, parsed, adds, subscription, stats, framing
         )

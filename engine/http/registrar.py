@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from protocol.http.tls import trusted
+from protocol.http.tls import client_context
 from protocol.messages import EngineReady
 from protocol.process.logging import get_logger
 from protocol.registration import REGISTER_PATH, Record, http_url, seal
@@ -49,7 +49,7 @@ class Registrar:
         self._secret = secret
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=trusted(ca_file)),
+            connector=aiohttp.TCPConnector(ssl=client_context(ca_file)),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         )
 

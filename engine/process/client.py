@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
-from protocol.http.admission import Admission, Place
+from protocol.http.admission import Admission, QueueEntry
 from protocol.ipc.wire import framed
 from protocol.messages import (
     MOVED,
@@ -53,17 +53,17 @@ class Subscription:
 
     Args:
         requests: the requests, all of one call.
-        place: their place in the queue.
+        queue_entry: their entry in the waiting queue.
     """
 
     def __init__(
         self,
         engine: "EngineClient",
         requests: Iterable[AddRequest],
-        place: Place | None,
+        queue_entry: QueueEntry | None,
     ) -> None:
         self._engine = engine
-        self._place = place
+        self._queue_entry = queue_entry
         requests = tuple(requests)
         # By request, its choices without a terminal delta.
         self._open: dict[str, int] = {}
@@ -93,8 +93,8 @@ class Subscription:
 
     def deliver(self, delta: TokenDelta) -> None:
         """Add a delta of an open request. EngineClient calls it."""
-        if self._place is not None:
-            _update_place(self._place, delta)
+        if self._queue_entry is not None:
+            _update_queue(self._queue_entry, delta)
         self._pending.append(delta)
         num_alternatives = sum(len(top.top_ids) for top in delta.logprobs or ())
         self._num_unread += 1 + num_alternatives
@@ -115,8 +115,8 @@ class Subscription:
 
     def on_grammar_compiled(self, request_id: str) -> None:
         """Start a request's wait for its first token. EngineClient calls it."""
-        if self._place is not None:
-            self._place.begin(request_id)
+        if self._queue_entry is not None:
+            self._queue_entry.begin(request_id)
 
     def is_open(self, request_id: str) -> bool:
         """Whether more deltas may come for a request."""
@@ -180,13 +180,13 @@ class Subscription:
         self._pending.clear()
 
 
-def _update_place(place: Place, delta: TokenDelta) -> None:
+def _update_queue(queue_entry: QueueEntry, delta: TokenDelta) -> None:
     """Remove a prompt from the queue at its first token or its end.
 
     Its logprobs may come before that, piece by piece.
     """
     if delta.error is not None or delta.finish_reason == "abort":
-        place.drop(delta.request_id)
+        queue_entry.drop(delta.request_id)
     elif (
         delta.token_ids
         or delta.finish_reason is not None
@@ -194,7 +194,7 @@ def _update_place(place: Place, delta: TokenDelta) -> None:
     ):
         usage = delta.usage
         num_processed = None if usage is None else usage.recomputed + usage.transferred
-        place.served(delta.request_id, num_processed)
+        queue_entry.mark_served(delta.request_id, num_processed)
 
 
 class EngineClient:
@@ -294,11 +294,11 @@ class EngineClient:
         return self.ready
 
     def submit(
-        self, requests: Sequence[AddRequest], place: Place | None = None
+        self, requests: Sequence[AddRequest], queue_entry: QueueEntry | None = None
     ) -> Subscription:
         """Start requests; all of their deltas come through the returned subscription.
 
-        Each request leaves its `place` in the queue with its first token, or at its
+        Each request leaves the queue of `queue_entry` with its first token, or at its
         end.
 
         Raises:
@@ -308,7 +308,7 @@ class EngineClient:
         ids = [request.request_id for request in requests]
         assert len(set(ids)) == len(ids), ids
         assert self._subscriptions.keys().isdisjoint(ids), ids
-        subscription = Subscription(self, requests, place)
+        subscription = Subscription(self, requests, queue_entry)
         self._was_active |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:

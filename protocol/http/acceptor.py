@@ -1,8 +1,8 @@
 """Accepts connections while this process has file descriptors for them.
 
-At the limit, new connections wait in the kernel's backlog. An event loop's own server
-would accept them: when no descriptor is left, libuv accepts a connection only to close
-it, and the client sees a reset.
+When no descriptor is free, new connections wait in the kernel's backlog. The server of
+an event loop would reset such connections instead: without a free descriptor, libuv
+accepts a connection only to close it.
 """
 
 import asyncio
@@ -16,22 +16,26 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-RETRY_S = 0.05  # interval of checking for free descriptors at the limit
-MAX_RESERVED = 64  # descriptors for files, logs and health checks
-_BACKLOG = 4096  # connections that wait; the kernel may allow fewer
+RETRY_S = 0.05  # interval of checking for free descriptors while none is free
+MAX_RESERVED = 64  # maximum number of descriptors for files, logs and health checks
+_BACKLOG = 4096  # maximum number of waiting connections; the kernel may allow fewer
 _ACCEPTS_PER_TURN = 64  # connections accepted in one turn of the event loop
 _WARN_INTERVAL_S = 60.0
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files to the maximum of the system."""
+    """Raises the soft limit of this process's open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_connections(descriptors_each: int) -> int:
-    """Returns how many connections of `descriptors_each` file descriptors fit."""
+    """Returns how many connections this process's limit of open files allows.
+
+    Args:
+        descriptors_each: Number of file descriptors that each connection needs.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 30
@@ -40,12 +44,12 @@ def max_connections(descriptors_each: int) -> int:
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket.
-
-    The owner of the socket closes it after `close`.
+    """Accepts the connections of one listening socket, beginning immediately.
 
     Args:
+        listener: The socket. Its owner closes it after it has called `close`.
         factory: Creates the protocol object of a connection.
+        certificate: The TLS context; None for plain TCP.
         open_connections: The connections that are being served. The protocol objects
             maintain this collection.
         limit: Maximum number of simultaneous connections.
@@ -93,7 +97,8 @@ class Acceptor:
             num_open = len(self._open_connections) + len(self._opening)
             if num_open >= self._limit:
                 self._pause(
-                    f"{num_open} connections are open, as many as RLIMIT_NOFILE allows"
+                    f"{num_open} connections are open, which is the maximum that the "
+                    "limit of open files allows"
                 )
                 return
             try:
@@ -109,7 +114,10 @@ class Acceptor:
             task.add_done_callback(self._opening.discard)
 
     async def _begin(self, connection: socket.socket) -> None:
-        """Connects a socket to its protocol. A failed TLS handshake is not an error."""
+        """Performs the TLS handshake, if any, and attaches the protocol object.
+
+        A failed TLS handshake is not an error of this process, so it is not reported.
+        """
         try:
             with contextlib.suppress(OSError, ConnectionError):
                 await self._loop.connect_accepted_socket(

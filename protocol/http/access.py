@@ -1,9 +1,9 @@
 """Access control by the head of a request. Without API keys every client has all
 rights.
 
-With keys, only `open_paths` answer clients without a key, and ADMIN_PATHS answer only
-admin keys. The handler of a path calls `grant_of` to learn what it may reveal.
-proxy/keys.py adds a file of keys with limits.
+With API keys, a client without a key can use only `open_paths`, and ADMIN_PATHS require
+an admin key. The handler of a path calls `grant_of` to find out which details its
+response may contain. proxy/keys.py adds a file of keys with limits.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, cast
 from protocol.cache_salt import derive
 from protocol.errors import Forbidden, Unauthorized
 from protocol.http.cross_site import check_content_type, is_from_another_site
-from protocol.http.tls import Certificate, trusted
+from protocol.http.tls import Certificate, client_context
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from protocol.server_stats import STATS_PATH
@@ -26,21 +26,24 @@ logger = get_logger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready"})
 # Prefixes of the paths that require an admin key.
 ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")
-# Takes the place of details in a response to a client without an admin key.
+# Replaces the details in a response to a client without an admin key.
 REDACTED = {"details": "are for admin keys"}
 
 
 def rate_headers(unit: str) -> list[str]:
-    """Returns the names of the headers about the rate limit of `unit`."""
+    """Returns the names of the headers about the rate limit of a unit, such as
+    requests.
+    """
     return [f"x-ratelimit-{name}-{unit}" for name in ("limit", "remaining", "reset")]
 
 
 RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 SHARE_HEADER = b"x-baton-share"
 _SHARE_CHARS = 16
-UNKNOWN_KEY = "-"  # name in metrics and logs where there is no known key
-_OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
-_GRANT = "baton.grant"  # key in ASGI's scope
+UNKNOWN_KEY = "-"  # name in metrics and logs for a request without a known key
+# Label values of the metric baton_key_requests for requests with a known key.
+_OUTCOMES = ("accepted", "limited", "forbidden")
+_GRANT = "baton.grant"  # key of the AccessGrant in ASGI's scope
 # Headers that a browser page or a proxy adds.
 _INDIRECT_HEADERS = {b"origin", b"forwarded", b"x-forwarded-for"}
 # A Host header with an address or localhost, not with a domain name.
@@ -55,7 +58,7 @@ def check(options: ListenOptions) -> None:
             none.
     """
     Certificate(options)
-    trusted(options.tls_ca)
+    client_context(options.tls_ca)
     may_have_keys = options.has_keys or getattr(options, "passes_keys_on", False)
     if options.cache_salt_by_key and not may_have_keys:
         raise ValueError(
@@ -71,11 +74,13 @@ def check(options: ListenOptions) -> None:
 
 
 class Key:
-    """An API key that the process knows. Subclasses may have limits.
+    """An API key that this process accepts. A subclass may have limits.
 
     Attributes:
-        min_priority: The most urgent priority that its requests may have.
-        limits_tokens: Whether the tokens of its requests must be counted.
+        min_priority: The most urgent priority (the smallest number) that requests with
+            this key may have; None: any priority.
+        limits_tokens: Whether the key has a limit of tokens, so that the tokens of its
+            requests must be counted.
     """
 
     min_priority: int | None = None
@@ -86,16 +91,21 @@ class Key:
         self.is_admin = is_admin
 
     def begin(self) -> Mapping[str, str]:
-        """Counts a new request. Returns headers of its response. Raises RateLimited."""
+        """Counts a new request, and returns headers for its response.
+
+        Raises:
+            RateLimited: The key has used up its limit.
+        """
         return {}
 
     def charge(self, tokens: int) -> Mapping[str, str]:
-        """Charges an estimate of the tokens. Returns and raises the same as `begin`."""
+        """Charges an estimate of a request's tokens; see `begin` for the result."""
         return {}
 
     def settle(self, tokens: int) -> None:
-        """Corrects the charge by `tokens`, which may be negative, after the
-        response.
+        """Adds the difference between a request's actual tokens and the estimate.
+
+        The difference may be negative.
         """
 
     def end(self) -> None:
@@ -103,7 +113,11 @@ class Key:
 
 
 class AccessGrant:
-    """The rights of one request. Its key counts the request until the `with` ends."""
+    """The rights of one request.
+
+    A grant is a context manager. Its key counts the request as active until the `with`
+    block ends.
+    """
 
     def __init__(self, key: Key | None, *, is_admin: bool) -> None:
         self.has_key = key is not None
@@ -113,7 +127,7 @@ class AccessGrant:
         # Digest of the key if caches are salted by key; see cache_salt.py.
         self.salting_key = b""
         self.charged_key: Key | None = None  # the key that counts this request
-        self.headers: Mapping[str, str] = {}  # of the response
+        self.headers: Mapping[str, str] = {}  # for the response
         self._num_charged = 0
 
     @property
@@ -126,15 +140,17 @@ class AccessGrant:
         return derive(cache_salt, self.salting_key, secret)
 
     def charge(self, tokens: int) -> None:
-        """Charges an estimate of the tokens to the key. Raises RateLimited."""
+        """Charges an estimate of the tokens to the key, and updates `headers`.
+
+        Raises:
+            RateLimited: The key has used up its limit of tokens.
+        """
         if self.charged_key is not None:
             self.headers = {**self.headers, **self.charged_key.charge(tokens)}
             self._num_charged = tokens
 
     def settle(self, tokens: int) -> None:
-        """Charges the actual number of tokens of the response instead of the
-        estimate.
-        """
+        """Replaces the estimate that was charged by the actual number of tokens."""
         if self.charged_key is not None and self._num_charged:
             self.charged_key.settle(tokens - self._num_charged)
             self._num_charged = tokens
@@ -147,7 +163,7 @@ class AccessGrant:
             self.charged_key.end()
 
 
-_FULL_ACCESS = AccessGrant(None, is_admin=True)  # of every request without any keys
+_FULL_ACCESS = AccessGrant(None, is_admin=True)  # for all requests if there are no keys
 
 
 def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
@@ -156,17 +172,21 @@ def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
 
 
 def share_header(grant: AccessGrant) -> list[tuple[bytes, bytes]]:
-    """Returns the header that identifies the key to servers, without the key's name."""
+    """Returns the header by which servers distinguish keys; it hides the key's name.
+
+    The list is empty for a request without a key.
+    """
     if not grant.has_key:
         return []
     return [(SHARE_HEADER, digest(grant.name).hex()[:_SHARE_CHARS].encode())]
 
 
 def share_of(scope: Mapping[str, Any]) -> str:
-    """Returns an identifier of the key, by which keys share a server equally.
+    """Returns an identifier of the request's key.
 
-    It is what the proxy has sent, else the name of the key. It is empty if there are no
-    keys.
+    An engine shares its capacity equally among the identifiers of waiting requests. The
+    identifier is the value of SHARE_HEADER if the proxy sent one, else the name of the
+    key, or empty without keys.
     """
     header = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
     grant = grant_of(scope)
@@ -176,10 +196,10 @@ def share_of(scope: Mapping[str, Any]) -> str:
 def check_operator(scope: Mapping[str, Any]) -> None:
     """Raises Forbidden unless the client may operate this process.
 
-    A client with a key may, as `Access.admit` has checked the key. Without keys, the
-    client must be on this machine. It must not be a browser page of another site, even
-    if the site's name resolves to this machine. It must not be behind a proxy that adds
-    headers.
+    With API keys, every client may whose key `Access.admit` has accepted for this path.
+    Without API keys, the client must be on this machine, and no proxy may have added
+    headers to the request. The request must not come from a browser page of another
+    site, even if the name of that site resolves to this machine.
     """
     if grant_of(scope).has_key:
         return
@@ -193,8 +213,8 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     has_address = _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     if not (is_local_client and has_address):
         raise Forbidden(
-            f"{scope['path']} is for --admin-key, or for clients at localhost that are "
-            "no browser"
+            f"{scope['path']} needs an admin key (--admin-key), or a client on "
+            "localhost that is not a browser"
         )
 
 
@@ -204,7 +224,7 @@ def digest(key: str | bytes) -> bytes:
 
 
 def option_keys(options: AccessOptions) -> dict[bytes, Key]:
-    """Returns the keys of --api-key and --admin-key by digest."""
+    """Returns the keys of --api-key and --admin-key by their digests."""
     kinds = {"api-key": options.api_key, "admin-key": options.admin_key}
     keys: dict[bytes, Key] = {}
     for kind, secrets in kinds.items():
@@ -215,8 +235,14 @@ def option_keys(options: AccessOptions) -> dict[bytes, Key]:
 
 
 class Access:
-    """The API keys and the TLS certificate of a process. Raises ValueError like
-    `check`.
+    """The API keys and the TLS certificate of a process.
+
+    Args:
+        metrics: Counts the requests of each key.
+        open_paths: Paths that clients without a key can use.
+
+    Raises:
+        ValueError: A TLS file cannot be used.
     """
 
     def __init__(
@@ -235,11 +261,15 @@ class Access:
             metrics.begin("baton_key_requests", key=UNKNOWN_KEY, outcome="unknown")
 
     async def watch(self) -> None:
-        """Reads files again when they change. It runs until it is cancelled."""
-        await self.certificate.keep_new()
+        """Reloads the TLS files periodically, until the task is cancelled.
+
+        It returns immediately if there are no TLS files. A subclass may watch further
+        files.
+        """
+        await self.certificate.keep_reloading()
 
     def take(self, keys: Mapping[bytes, Key]) -> None:
-        """Replaces the keys."""
+        """Replaces the keys, and exposes the metrics of the new keys only."""
         old_names = {key.name for key in self._keys.values()}
         new_names = {key.name for key in keys.values()}
         for outcome in _OUTCOMES:
@@ -250,11 +280,16 @@ class Access:
         self._keys = keys
 
     def redaction(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
-        """Returns what takes the place of details; None if the client is an admin."""
+        """Returns the object that replaces details in the response.
+
+        None means that the client is an admin and receives the details.
+        """
         return None if grant_of(scope).is_admin else REDACTED
 
     def admit(self, scope: MutableMapping[str, Any]) -> AccessGrant:
-        """Returns the grant of an ASGI request. The caller enters it as a context.
+        """Checks and counts an ASGI request. Returns its grant, also for `grant_of`.
+
+        The caller enters the grant as a context.
 
         Raises:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
@@ -270,7 +305,8 @@ class Access:
             grant = scope[_GRANT] = AccessGrant(None, is_admin=True)
             grant.salting_key = digest(presented_key) if presented_key else b""
             return grant
-        # A lookup by digest: its duration depends on a hash that no client can steer.
+        # Keys are looked up by digest, so the duration of the lookup reveals nothing
+        # about a key.
         key_digest = digest(presented_key)
         key = self._keys.get(key_digest)
         is_admin = key is not None and key.is_admin
@@ -304,7 +340,7 @@ class Access:
 
 
 def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """Returns the key in the headers, as clients of OpenAI or Anthropic send it."""
+    """Returns the key in the headers of OpenAI's or of Anthropic's clients, or b""."""
     scheme, _, token = headers.get(b"authorization", b"").strip().partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
     return (bearer or headers.get(b"x-api-key", b"").strip())[:4096]

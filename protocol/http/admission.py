@@ -1,14 +1,14 @@
 """Decides whether a server accepts a new request or refuses it with 429; no I/O.
 
-The queue contains the prompts without a first token. A request enters it when it is
-tokenized and valid, with the number of tokens that must be computed for it. The engine
-receives the request at the same moment. A request with a grammar enters the queue when
-the engine has compiled the grammar. Therefore only the engine determines how long a
-request waits here.
+The queue contains the prompts that have no first token yet. A request enters the queue
+when it is validated and tokenized, and the engine receives the request at the same
+moment. If the request has a grammar, it enters the queue when the engine has compiled
+the grammar. Therefore the time in the queue depends on the engine alone.
 
-While prompts wait, the server measures the rate at which they get their first tokens.
-It includes every cause of delay: earlier prompts, and streams that occupy KV blocks.
-The wait of a new request is extrapolated from this rate, without a model of the engine.
+Each prompt counts as the number of tokens that must be computed for it. While prompts
+wait, the server measures how fast the engine works through these tokens. The measured
+rate includes every cause of delay, such as streams that occupy KV blocks. The wait of a
+new request is extrapolated from this rate, without a model of the engine.
 """
 
 import time
@@ -20,12 +20,12 @@ from protocol.http.prompt_marks import Mark, SharedPrefixes, WaitingPrompt, mark
 from protocol.messages import AddRequest
 from protocol.settings.server_options import QueueOptions
 
-# A prompt, and each of its choices, counts as this many tokens or more, because it also
-# takes memory and time.
+# A prompt counts as at least this many tokens per choice, because even a short or
+# cached prompt takes memory and time.
 MIN_TOKENS = 64
 _WINDOW_S = 0.5  # minimum waiting time that one sample of the rate covers
-_SHORT_WINDOW_S = 0.1  # the same if the queue became empty: the server has caught up
-_WEIGHT = 0.5  # of the newest sample
+_SHORT_WINDOW_S = 0.1  # the minimum for a window at the end of which the queue is empty
+_SAMPLE_WEIGHT = 0.5  # weight of a new sample in the moving average
 
 
 def is_computed_elsewhere(request: AddRequest) -> bool:
@@ -34,99 +34,120 @@ def is_computed_elsewhere(request: AddRequest) -> bool:
 
 
 class Admission:
-    """The waiting queue of one server."""
+    """The waiting queue of one server.
+
+    The rate is measured in windows. A window counts only the time during which prompts
+    wait, and ends with a sample of the rate.
+    """
 
     def __init__(
         self, options: QueueOptions, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._options = options
         self._clock = clock
-        self._places: dict[Place, None] = {}  # in order of arrival
+        # Entries with waiting prompts that measure the rate, in order of arrival.
+        self._entries: dict[QueueEntry, None] = {}
         self._tokens = Counter[int]()  # waiting tokens by priority
-        self._compiling = 0  # tokens of prompts whose grammars are being compiled
+        # Tokens of the prompts that wait for their grammars to be compiled.
+        self._compiling_tokens = 0
         self._prefixes = SharedPrefixes(self._count)
-        self._token_s: float | None = None  # measured seconds per token
-        self._served = 0  # tokens since the window began
-        self._waited_s = 0.0  # waiting time in the window before `_since`
-        # Start of the window, or the last time at which the empty queue got a prompt.
-        self._since = 0.0
-        # The queue was empty at some time in the window, so the rate is a lower bound.
+        self._seconds_per_token: float | None = None  # the measured average
+        self._served_tokens = 0  # tokens that the engine worked through in the window
+        self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
+        # When the window began, or when the empty queue last received a prompt.
+        self._waiting_since_s = 0.0
+        # Whether the queue was empty at some time in the window. The engine then lacked
+        # work, so it can be faster than the sample.
         self._was_empty = False
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all waiting prompts; tokens that prompts share count once."""
+        """Tokens of all waiting prompts. Tokens that several prompts share count
+        once.
+        """
         return self._tokens.total()
 
     def set_cache_capacity(self, num_tokens: int) -> None:
-        """Sets how many tokens the engine's prefix cache holds.
+        """Sets how many tokens the engine's prefix cache can hold.
 
-        While it is 0, prompts share no tokens.
+        While the capacity is 0, no tokens count as shared.
         """
         self._prefixes.capacity_tokens = num_tokens
 
     def wait_s(self, priority: int | None = None) -> float:
         """Returns the predicted seconds until all waiting prompts have a first token.
 
-        Args:
-            priority: Count only prompts of this or a more urgent priority.
+        The result is 0 until the rate was measured.
 
-        Returns:
-            0 while the rate is unknown.
+        Args:
+            priority: Count only prompts with this priority or a more urgent one; None:
+                count all.
         """
         tokens = self.num_tokens
         if priority is not None:
             tokens = sum(
                 count for urgency, count in self._tokens.items() if urgency <= priority
             )
-        return tokens * self._token_s_now()
+        return tokens * self._current_seconds_per_token()
 
     def check_wait(self, priority: int = 0) -> None:
         """Raises QueueFull if the predicted wait exceeds --max-queue-s.
 
-        It changes nothing. The caller can refuse a request before tokenizing it.
+        The queue does not change. Therefore a request can be refused before its prompt
+        is tokenized.
         """
         wait_s = self.wait_s(priority)
         limit_s = self._options.max_queue_s
         if wait_s > limit_s:
             raise QueueFull(
-                f"the prompts that wait here take {wait_s:.0f} s, the limit is "
+                f"the waiting prompts need about {wait_s:.0f} s, the limit is "
                 f"{limit_s:g} s (--max-queue-s); try again later",
                 wait_s - limit_s / 2,
             )
 
     def enter(
         self, requests: Sequence[AddRequest], *, is_resumed: bool = False
-    ) -> "Place":
-        """Accepts the prompts of one call. They all have the same priority.
+    ) -> "QueueEntry":
+        """Adds the prompts of one HTTP request to the queue and returns their entry.
 
         Args:
-            is_resumed: Another server had accepted the call, so it is never refused.
+            requests: One per prompt. All have the same priority.
+            is_resumed: The request continues from another server, which had accepted
+                it. Therefore it is never refused.
 
         Raises:
-            QueueFull: The predicted wait is too long, or there are too many tokens.
-            GrammarQueueFull: Prompts with uncompiled grammars have too many tokens.
+            QueueFull: The predicted wait is too long, or the prompts of the queue would
+                have too many tokens.
+            GrammarQueueFull: The prompts that wait for their grammars would have too
+                many tokens.
         """
         prompts = {
             request.request_id: self._waiting_prompt(request) for request in requests
         }
         has_grammar = any(request.sampling.grammar is not None for request in requests)
-        tells_rate = not all(map(is_computed_elsewhere, requests))
-        place = Place(self, prompts if has_grammar else {}, tells_rate=tells_rate)
+        measures_rate = not all(map(is_computed_elsewhere, requests))
+        entry = QueueEntry(
+            self, prompts if has_grammar else {}, measures_rate=measures_rate
+        )
         if is_resumed:
-            self._compiling += _num_counted(place.compiling)
+            self._compiling_tokens += _num_counted(entry.compiling)
         else:
             self.check_wait(requests[0].priority if requests else 0)
-            self._check_tokens(prompts, place)
+            self._reserve_tokens(prompts, entry)
         if not has_grammar:
             for request_id, prompt in prompts.items():
-                self._begin(place, request_id, prompt)
-        return place
+                self._begin(entry, request_id, prompt)
+        return entry
 
-    def _check_tokens(self, prompts: dict[str, WaitingPrompt], place: "Place") -> None:
-        """Raises QueueFull or GrammarQueueFull if there are too many tokens.
+    def _reserve_tokens(
+        self, prompts: dict[str, WaitingPrompt], entry: "QueueEntry"
+    ) -> None:
+        """Checks the limit, then counts the prompts that wait for their grammars.
 
-        An empty queue accepts prompts of any size.
+        A queue without tokens accepts prompts of any size.
+
+        Raises:
+            QueueFull, GrammarQueueFull: The limit would be exceeded.
         """
         waiting = self.num_tokens
         limit = self._options.max_queued_tokens
@@ -138,32 +159,39 @@ class Admission:
             prompt.num_shared = 0
         if waiting and waiting + added > limit:
             raise QueueFull(
-                f"{waiting} tokens of prompts wait here and this request has {added} "
-                f"more, the limit is {limit} (--max-queued-tokens); try again later",
+                f"the waiting prompts have {waiting} tokens and this request has "
+                f"{added} more, the limit is {limit} (--max-queued-tokens); try again "
+                "later",
                 self.wait_s() / 2,
             )
-        added = _num_counted(place.compiling)
-        if self._compiling and self._compiling + added > limit:
+        compiling = self._compiling_tokens
+        added = _num_counted(entry.compiling)
+        if compiling and compiling + added > limit:
             raise GrammarQueueFull(
-                f"{self._compiling} tokens of prompts wait for their grammars and this "
-                f"request has {added} more, the limit is {limit} "
+                f"the prompts that wait for their grammars have {compiling} tokens and "
+                f"this request has {added} more, the limit is {limit} "
                 "(--max-queued-tokens); try again later"
             )
-        self._compiling += added
+        self._compiling_tokens += added
 
-    def _begin(self, place: "Place", request_id: str, prompt: WaitingPrompt) -> None:
+    def _begin(
+        self, entry: "QueueEntry", request_id: str, prompt: WaitingPrompt
+    ) -> None:
         """Adds a prompt to the queue."""
-        place.prompts[request_id] = prompt
+        entry.prompts[request_id] = prompt
         self._prefixes.add(prompt)
-        if not place.tells_rate:
+        if not entry.measures_rate:
             return
-        if not self._places:
-            self._since = self._clock()
+        if not self._entries:
+            self._waiting_since_s = self._clock()
             self._was_empty = bool(self._waited_s)
-        self._places[place] = None
+        self._entries[entry] = None
 
     def _waiting_prompt(self, request: AddRequest) -> WaitingPrompt:
-        """Returns the queue entry of a request. It takes 10 ms for a million tokens."""
+        """Returns the prompt of a request, with its marks.
+
+        This takes 10 ms for a million tokens.
+        """
         marks: Sequence[Mark] = ()
         if self._prefixes.capacity_tokens > 0:
             marks = marks_of(request.token_ids, request.cache_salt)
@@ -175,7 +203,7 @@ class Admission:
             num_tokens=num_tokens,
             min_tokens=MIN_TOKENS * request.num_choices,
             marks=marks,
-            # Logprobs of a prompt need every token computed.
+            # For prompt logprobs, the engine computes every token of the prompt.
             is_shareable=request.num_prompt_logprobs is None,
         )
 
@@ -184,114 +212,129 @@ class Admission:
         if not self._tokens[prompt.priority]:
             del self._tokens[prompt.priority]
 
-    def _take_out(
-        self, place: "Place", request_id: str, num_processed: int | None
+    def _remove(
+        self, entry: "QueueEntry", request_id: str, num_processed: int | None
     ) -> None:
-        """Removes a prompt. Its first token has come if `num_processed` is given."""
-        prompt = place.prompts.pop(request_id)
+        """Removes a prompt, and adds a sample of the rate if the window is long enough.
+
+        Args:
+            num_processed: Tokens that the engine computed or pulled for the prompt;
+                None if the prompt has ended without a first token.
+        """
+        prompt = entry.prompts.pop(request_id)
         is_served = num_processed is not None
         self._prefixes.remove(prompt, is_computed=is_served)
-        if place not in self._places:
+        if entry not in self._entries:
             return
         waited_s = self._window_s()
-        enough_s = _WINDOW_S
-        if not place.prompts:
-            del self._places[place]
+        min_window_s = _WINDOW_S
+        if not entry.prompts:
+            del self._entries[entry]
         if num_processed is not None:
-            self._served += max(num_processed, prompt.min_tokens)
-        if not self._places:
+            self._served_tokens += max(num_processed, prompt.min_tokens)
+        if not self._entries:
             self._waited_s = waited_s
             self._was_empty = True
-            enough_s = _SHORT_WINDOW_S
-        if is_served and self._served and waited_s >= enough_s:
-            self._sample(waited_s / self._served)
+            min_window_s = _SHORT_WINDOW_S
+        if is_served and self._served_tokens and waited_s >= min_window_s:
+            self._add_sample(waited_s / self._served_tokens)
 
     def _window_s(self) -> float:
         """Returns for how many seconds of the window prompts have waited."""
-        return self._waited_s + self._clock() - self._since
+        return self._waited_s + self._clock() - self._waiting_since_s
 
-    def _sample(self, token_s: float) -> None:
-        if self._token_s is None:
-            self._token_s = token_s
+    def _add_sample(self, seconds_per_token: float) -> None:
+        """Updates the average by a sample, and begins a new window."""
+        if self._seconds_per_token is None:
+            self._seconds_per_token = seconds_per_token
         elif self._was_empty:
-            self._token_s = min(self._token_s, token_s)
+            self._seconds_per_token = min(self._seconds_per_token, seconds_per_token)
         else:
-            self._token_s += _WEIGHT * (token_s - self._token_s)
-        self._served = 0
+            change = seconds_per_token - self._seconds_per_token
+            self._seconds_per_token += _SAMPLE_WEIGHT * change
+        self._served_tokens = 0
         self._waited_s = 0.0
-        self._since = self._clock()
+        self._waiting_since_s = self._clock()
         self._was_empty = False
 
-    def _token_s_now(self) -> float:
-        """Returns the measured seconds per token, or more if the oldest prompt is
-        slower.
+    def _current_seconds_per_token(self) -> float:
+        """Returns the average, or the value of the unfinished window if it is higher.
 
-        The engine has had the oldest prompt since it entered, so its age is a lower
-        bound of the engine's time. All its tokens count, because shared tokens are an
+        All tokens of the oldest entry count for the unfinished window, as if the engine
+        had just worked through them. Therefore the engine needs at least this time per
+        token. Tokens that the oldest entry shares also count, because sharing is an
         estimate.
         """
-        oldest = next(iter(self._places), None)
-        if oldest is None or self._token_s is None or self._window_s() < _WINDOW_S:
-            return self._token_s or 0.0
+        average = self._seconds_per_token
+        oldest = next(iter(self._entries), None)
+        if oldest is None or average is None or self._window_s() < _WINDOW_S:
+            return average or 0.0
         num_tokens = sum(
             max(p.num_tokens, p.min_tokens) for p in oldest.prompts.values()
         )
-        return max(self._token_s, self._window_s() / max(self._served + num_tokens, 1))
+        num_tokens += self._served_tokens
+        return max(average, self._window_s() / max(num_tokens, 1))
 
 
 def _num_counted(prompts: dict[str, WaitingPrompt]) -> int:
     return sum(prompt.num_counted for prompt in prompts.values())
 
 
-class Place:
-    """The prompts of one call in the queue.
+class QueueEntry:
+    """The prompts of one HTTP request in the queue.
 
     Args:
-        compiling: Prompts by engine request id whose grammar is not compiled. The
-            engine computes nothing for them, and they delay no other prompt.
-        tells_rate: Their waiting time says something about the rate of this server.
+        compiling: The prompts that wait for their grammars, by engine request id. The
+            engine computes nothing for them, so they do not delay other prompts.
+        measures_rate: Whether the waiting time of these prompts depends on the rate of
+            this server. It does not if other servers compute them.
 
     Attributes:
-        prompts: Prompts by engine request id without a first token.
+        prompts: The prompts in the queue, by engine request id.
     """
 
     def __init__(
-        self, queue: Admission, compiling: dict[str, WaitingPrompt], *, tells_rate: bool
+        self,
+        queue: Admission,
+        compiling: dict[str, WaitingPrompt],
+        *,
+        measures_rate: bool,
     ) -> None:
         self._queue = queue
         self.compiling = compiling
-        self.tells_rate = tells_rate
+        self.measures_rate = measures_rate
         self.prompts: dict[str, WaitingPrompt] = {}
 
     def begin(self, request_id: str) -> None:
-        """Moves a prompt with a compiled grammar into the queue. Idempotent."""
+        """Moves a prompt into the queue when its grammar is compiled. Idempotent."""
         prompt = self.compiling.pop(request_id, None)
         if prompt is not None:
-            self._queue._compiling -= prompt.num_counted
+            self._queue._compiling_tokens -= prompt.num_counted
             self._queue._begin(self, request_id, prompt)
 
-    def served(self, request_id: str, num_processed: int | None = None) -> None:
-        """Removes a prompt whose first token has come. Idempotent.
+    def mark_served(self, request_id: str, num_processed: int | None = None) -> None:
+        """Removes a prompt that has received its first token. Idempotent.
 
         Args:
-            num_processed: Tokens that were computed and pulled for it, if the engine
-                reports that, else the queue's estimate counts.
+            num_processed: Tokens that the engine computed and pulled for the prompt;
+                None if the engine has not reported it. The queue's estimate then
+                counts.
         """
         self.begin(request_id)
         prompt = self.prompts.get(request_id)
         if prompt is not None:
             num = prompt.num_counted if num_processed is None else num_processed
-            self._queue._take_out(self, request_id, num)
+            self._queue._remove(self, request_id, num)
 
     def drop(self, request_id: str) -> None:
-        """Removes a prompt that has ended without a token. Idempotent."""
+        """Removes a prompt that has ended without a first token. Idempotent."""
         prompt = self.compiling.pop(request_id, None)
         if prompt is not None:
-            self._queue._compiling -= prompt.num_counted
+            self._queue._compiling_tokens -= prompt.num_counted
         if request_id in self.prompts:
-            self._queue._take_out(self, request_id, None)
+            self._queue._remove(self, request_id, None)
 
-    def leave(self) -> None:
-        """Removes all prompts of the call. Idempotent."""
+    def drop_all(self) -> None:
+        """Removes all prompts of the HTTP request. Idempotent."""
         for request_id in [*self.compiling, *self.prompts]:
             self.drop(request_id)

@@ -1,7 +1,7 @@
-"""Reads the bodies of requests, within bounds over all connections of a process.
+"""Reads the bodies of requests, and bounds their sum over all connections of a process.
 
-A connection of protocol/http/connections.py describes itself in an extension of ASGI's
-scope. Functions here read that.
+protocol/http/connections.py stores the state of a connection in an extension of ASGI's
+scope; see `connection_state`.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ EXTENSION = "baton.connection"  # key in the `extensions` of ASGI's scope
 
 
 class Connection(Protocol):
-    """A connection whose unfinished body counts against the bound."""
+    """A connection with a body that is still arriving (--max-unfinished-bytes)."""
 
     def give_up(self, error: errors.BatonError) -> None:
         """Answers the request with `error` without waiting for the rest of its body."""
@@ -25,16 +25,16 @@ class ClientDisconnected(Exception):
 
 
 def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
-    """Returns the error that the request must be answered with, whatever it asks for.
+    """Returns the error that every handler must send as its response, or None.
 
-    The body of such a request may be incomplete.
+    The body of a request with such an error may be incomplete.
     """
     error: errors.BatonError | None = connection_state(scope).get("refusal")
     return error
 
 
 def is_closing(scope: Mapping[str, Any]) -> bool:
-    """Returns True if the client will not receive what is sent from now on.
+    """Returns whether the connection is closing, so that the client receives no more.
 
     The result is always False for a connection that `bounded_protocol` does not serve.
     """
@@ -43,9 +43,10 @@ def is_closing(scope: Mapping[str, Any]) -> bool:
 
 
 def connection_state(scope: Mapping[str, Any]) -> dict[Any, Any]:
-    """Returns what a connection shares with the application.
+    """Returns the values that a connection shares with the application.
 
-    It is empty if `bounded_protocol` does not serve the connection.
+    The keys are "transport", "bodies" and, once the head was read, "refusal". The dict
+    is empty if `bounded_protocol` does not serve the connection.
     """
     return (scope.get("extensions") or {}).get(EXTENSION) or {}
 
@@ -60,8 +61,8 @@ async def read_body(
     """Returns the complete body of an ASGI request. The request's task must call it.
 
     Args:
-        is_held: Count the body against --max-held-bytes until the task ends. Else the
-            caller soon releases the body, and any number of them is accepted.
+        is_held: Count the body against --max-held-bytes until the task ends. False is
+            for a caller that keeps the body only briefly; such bodies are not limited.
 
     Raises:
         PayloadTooLarge: The body has more than `limit_bytes`.
@@ -85,7 +86,8 @@ async def read_body(
             )
         more = message.get("more_body", False)
     if error := refusal(scope):
-        # The connection keeps the error, whose traceback keeps this frame.
+        # The connection refers to the error, and the traceback of the error refers to
+        # this frame. Without this line they would keep the body in memory.
         parts.clear()
         raise error
     bodies: Bodies | None = connection_state(scope).get("bodies")
@@ -95,22 +97,27 @@ async def read_body(
 
 
 class Bodies:
-    """The bodies of all connections: unfinished ones, and those of running requests."""
+    """Counts the bytes of all unfinished bodies, and of the bodies of running requests.
+
+    Args:
+        unfinished_limit_bytes: Limit on the sum of the bodies that are still arriving.
+        held_limit_bytes: Limit on the sum of the bodies of running requests.
+    """
 
     def __init__(self, unfinished_limit_bytes: int, held_limit_bytes: int) -> None:
         self._unfinished_limit_bytes = unfinished_limit_bytes
         self._held_limit_bytes = held_limit_bytes
-        # Received bytes by connection; the body that began first comes first.
+        # Received bytes by connection, in the order in which the bodies began.
         self._unfinished_bytes: dict[Connection, int] = {}
         self._total_bytes = 0
-        # By the task of the request.
+        # Bytes of each complete body, by the task that serves the request.
         self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}
 
     def add(self, connection: Connection, num_bytes: int) -> None:
-        """Counts received bytes. Beyond the bound, the body that began first is
-        refused.
+        """Counts received bytes. If the sum exceeds the limit, refuses the oldest body.
 
-        A client that sends as fast as it can finishes before clients that send slowly.
+        The oldest body is usually that of a slow client, because fast clients finish
+        sooner.
         """
         received_bytes = self._unfinished_bytes.get(connection, 0)
         self._unfinished_bytes[connection] = received_bytes + num_bytes
@@ -118,25 +125,32 @@ class Bodies:
         while self._total_bytes > self._unfinished_limit_bytes:
             first = next(iter(self._unfinished_bytes))
             self.remove(first)
-            message = "too many requests are being sent at once; send it again"
+            message = (
+                "the requests that arrive at the same time have more than "
+                f"{self._unfinished_limit_bytes} bytes (--max-unfinished-bytes); send "
+                "this request again"
+            )
             first.give_up(errors.QueueFull(message))
 
     def remove(self, connection: Connection) -> None:
-        """Removes an unfinished body: it is complete, or the connection is lost."""
+        """Stops counting an unfinished body: it is complete, or the connection is
+        lost.
+        """
         self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts a complete body until the running task, its request's, has ended.
+        """Counts a complete body until the current task, the request's, ends.
 
         Raises:
-            QueueFull: There are too many. A single body of any size is accepted.
+            QueueFull: The sum of the bodies would exceed the limit. A body is accepted
+                whatever its size if no other body is held.
         """
         held_bytes = sum(self._held_bytes.values())
         if held_bytes and held_bytes + num_bytes > self._held_limit_bytes:
             raise errors.QueueFull(
                 f"requests of {held_bytes} bytes are in progress, and this one has "
                 f"{num_bytes}; the limit is {self._held_limit_bytes} bytes "
-                "(--max-held-bytes)"
+                "(--max-held-bytes); try again later"
             )
         if request := asyncio.current_task():
             self._held_bytes[request] = num_bytes

@@ -1,96 +1,73 @@
-"""HTTP connections with the bounds that uvicorn lacks.
+"""HTTP connections with the bounds that uvicorn lacks. server.py uses them.
 
-- A client vanishes or reads nothing: the kernel ends the connection.
-- A client owes the rest of a request and is silent, or sends less than
-  MIN_BODY_BYTES_PER_S: it receives an error, or the connection is closed.
-- The sum of unfinished bodies is too large: the body that began first is refused.
-- The sum of the bodies of running requests is too large: a further one is refused.
-- A body has a length above the limit, or HTTP/1.1 forbids the head: the request is
-  refused before its body arrives. If two servers could disagree about the end of the
-  body, the connection is also closed.
-- Trailers, and extensions of chunks: they are dropped, and their size is limited.
-- The body of a request that has been answered: the rest is dropped, so that the client
-  sees the response.
-- Hundreds of pipelined requests: the connection is closed.
-- A client disconnects after pipelining requests: the running request is notified, too.
-- An upgrade to another protocol (Java clients offer h2c with every request): the
-  response stays HTTP/1.1, and the body is read.
-- A client of HTTP/1.0: it receives no chunked response.
+- If a client stops sending its request, or sends its body slower than
+  MIN_BODY_BYTES_PER_S, it receives an error or the connection is closed.
+- If the unfinished bodies of all connections are too large together, the body that
+  began first is refused.
+- If the bodies of the running requests are too large together, a new request is
+  refused.
+- If the declared length of a body is too large, or if the head violates HTTP/1.1, the
+  request is refused before its body arrives. If two servers could disagree about the
+  end of the body, the connection is also closed.
+- Trailers and chunk extensions are dropped, and their size is limited.
+- If a request is answered before its body is complete, the rest of the body is dropped.
+  Otherwise the client could not read the response.
+- If a client pipelines hundreds of requests, the connection is closed.
+- If a client disconnects after it has pipelined requests, the running request is
+  notified too. uvicorn notifies only the last request.
+- If a client offers another protocol (Java clients offer h2c with every request), the
+  response is HTTP/1.1 nevertheless, and the body is read.
+- A client of HTTP/1.0 receives no chunked response.
 """
 
 import asyncio
-import contextlib
 import re
-import socket
-import sys
 import uuid
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import httptools
 import msgspec
-import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn._types import ASGI3Application
-from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
 from protocol import errors
-from protocol.http.acceptor import Acceptor, max_connections
-from protocol.http.access import RATE_HEADERS
 from protocol.http.bodies import EXTENSION, Bodies, connection_state
 from protocol.http.deadlines import Countdown
-from protocol.http.tls import Certificate
-from protocol.ipc.wire import keep_alive
-from protocol.messages import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
 from protocol.settings.server_options import ListenOptions
 
-# Of data that arrives together, all counts, even the end of the previous request.
+# Limit on a request's head. All bytes of one read count, even bytes that belong to the
+# end of the previous request.
 MAX_HEAD_BYTES = 1 << 20
 MAX_HEADERS = 200
-MAX_AHEAD = 200  # pipelined requests; uvicorn reads further ones with each response
-MAX_TARGET_BYTES = 8192  # of a request's path and query
+# Limit on queued pipelined requests. uvicorn resumes reading after each response, so
+# a connection can carry more of them in all.
+MAX_PIPELINED = 200
+MAX_TARGET_BYTES = 8192  # limit on a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
-MAX_DROPPED_BYTES = 1 << 28  # of a body whose request has been answered
-# Response headers that web pages of other origins may read.
-_EXPOSED = [
-    "x-request-id",
-    KV_HEADER,
-    PREFILL_KV_HEADER,
-    "retry-after",
-    *RATE_HEADERS,
-]
+MAX_DROPPED_BYTES = 1 << 28  # limit on the rest of a body after the response
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
-_LAST_LOOK_S = 0.1
+_KEEP_ALIVE_RECHECK_S = 0.1  # see timeout_keep_alive_handler
 _MAX_FRAMING_RATIO = 8  # bytes of chunk framing per byte of a body
 _NAME = rb"[\w.~!$&'()*+,;=%-]"
 _HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_NAME, _NAME))
 _TARGET = re.compile(rb"(?:(?i:https?)://[^/?#@]+)?((?:/|(?<=.)\?|$)[^#]*)")
 
 
-def bound_clients(listener: socket.socket, timeout_s: float) -> None:
-    """Ends each connection of `listener` whose client is unresponsive for `timeout_s`.
-
-    Such a client acknowledges nothing, or reads nothing of what it was sent.
-    """
-    keep_alive(listener, idle_s=15, interval_s=5, timeout_s=timeout_s)
-
-
 def bounded_protocol(
     options: ListenOptions, extra_body_bytes: int = 0
 ) -> type[HttpToolsProtocol]:
-    """Returns uvicorn's protocol class, bounded by `options`.
+    """Returns a subclass of uvicorn's protocol class with the bounds of `options`.
 
-    The application must answer a request that has a `refusal` with that error.
+    If a request has a `refusal` (protocol/http/bodies.py), the application must send
+    this error as its response.
 
     Args:
-        extra_body_bytes: How much longer than --max-body-bytes a body may be.
+        extra_body_bytes: Number of bytes by which a body may exceed --max-body-bytes.
     """
     max_body_bytes = options.max_body_bytes + extra_body_bytes
     bodies = Bodies(
@@ -104,75 +81,6 @@ def bounded_protocol(
     return type("BoundedHttp", (_BoundedHttp,), members)
 
 
-class HttpServer(uvicorn.Server):
-    """A uvicorn server with bounded connections and without signal handlers.
-
-    Args:
-        app: An ASGI application. Pages of --cors-origin may call it.
-        extra_body_bytes: See bounded_protocol.
-        descriptors_each: File descriptors that one connection needs. Connections for
-            which there are none wait in the kernel's backlog.
-        more: Arguments of uvicorn.Config.
-    """
-
-    def __init__(
-        self,
-        app: Any,
-        options: ListenOptions,
-        certificate: Certificate,
-        extra_body_bytes: int = 0,
-        descriptors_each: int = 1,
-        **more: Any,
-    ) -> None:
-        self._descriptors_each = descriptors_each
-        if options.cors_origin:
-            app = CORSMiddleware(
-                app,
-                allow_origins=options.cors_origin,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=_EXPOSED,
-                max_age=600,  # seconds for which a browser may cache the response
-            )
-        config = uvicorn.Config(
-            app,
-            http=bounded_protocol(options, extra_body_bytes),
-            ws="none",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
-            **certificate.for_uvicorn(),
-            **more,
-        )
-        super().__init__(config)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Like uvicorn's method, but connections beyond the descriptor limit wait."""
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
-        config = self.config
-        state = self.server_state
-        protocol_class: Any = config.http_protocol_class
-        make_protocol = partial(
-            protocol_class,
-            config=config,
-            server_state=state,
-            app_state=self.lifespan.state,
-        )
-        limit = max_connections(self._descriptors_each)
-        self.servers: list[Any] = [
-            Acceptor(listener, make_protocol, config.ssl, state.connections, limit)
-            for listener in sockets or []
-        ]
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class _BoundedHttp(HttpToolsProtocol):
     """One connection. `bounded_protocol` sets the class variables."""
 
@@ -183,12 +91,12 @@ class _BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._in_body = False
-        self._is_given_up = False  # the body that is arriving is not wanted any more
-        self._keeps_alive = True  # after that body is complete
+        self._is_given_up = False  # the rest of the arriving body will be dropped
+        self._keeps_alive = True  # the connection stays open after the arriving body
         self._head_bytes = 0
-        self._piece_bytes = 0  # of the body, since the timeout began
+        self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0
-        self._running: RequestResponseCycle | None = None
+        self._running: RequestResponseCycle | None = None  # the request being served
         self._timeout: Countdown | None = self._start_timeout()
 
     def on_message_begin(self) -> None:
@@ -201,7 +109,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
-            return  # a trailer; a request's headers are needed before its body
+            return  # a trailer, which is dropped
         if len(self.headers) >= MAX_HEADERS:
             raise httptools.HttpParserError(f"more than {MAX_HEADERS} headers")
         super().on_header(name, value)
@@ -222,39 +130,47 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = max(0, self._head_bytes + len(data))
         if self._head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(
-                "The request's head, or what frames its body, is too long."
+                "The request's head, or the framing of its body, is too long; the "
+                f"limit is {MAX_HEAD_BYTES} bytes."
             )
 
     def _restart_timeout(self, num_bytes: int) -> None:
-        """Starts or ends the client's timeout after `num_bytes` more have arrived."""
+        """Starts, restarts or stops the client's timeout.
+
+        The timeout runs while the server waits for the client to send a request. It
+        restarts whenever a piece of `_piece_limit` bytes of a body has arrived.
+
+        Args:
+            num_bytes: Number of bytes that have just arrived.
+        """
         is_answered = self.cycle is None or self.cycle.response_complete
-        owes = self.cycle is self._running if self._in_body else is_answered
+        must_send = self.cycle is self._running if self._in_body else is_answered
         self._piece_bytes += num_bytes
-        is_piece = (
+        has_piece = (
             self._in_body and self._piece_bytes >= self._piece_limit and not is_answered
         )
-        if not owes or is_piece:
+        if not must_send or has_piece:
             self._stop_timeout()
-        if owes and self._timeout is None:
+        if must_send and self._timeout is None:
             self._timeout = self._start_timeout()
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= MAX_AHEAD:
+        if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
             raise httptools.HttpParserError("too many pipelined requests")
         self._check_framing()
         if self.parser.should_upgrade():
             return
-        fault = self._take_target()
+        fault = self._normalize_target()
         super().on_headers_complete()
         self._stop_timeout()
         self._in_body = True
         self._is_given_up = False
         self._head_bytes = 0
         connection_state(self.scope)["refusal"] = fault or self._check_headers()
-        # A client that is answered before its body is complete still sends the rest. It
-        # would not see the response if the connection was closed. A client that waits
-        # for 100 Continue sends nothing.
+        # If a client is answered before its body is complete, it still sends the rest
+        # of the body. Therefore the connection stays open, or the client could not read
+        # the response. A client that waits for 100 Continue sends no body.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
@@ -270,15 +186,16 @@ class _BoundedHttp(HttpToolsProtocol):
             raise httptools.HttpParserError("the version must be HTTP/1.1 or HTTP/1.0")
         if codings and (codings != [b"chunked"] or version == "1.0"):
             raise httptools.HttpParserError(
-                "Transfer-Encoding may be `chunked`, in HTTP/1.1 alone"
+                "Transfer-Encoding must be `chunked`, and it requires HTTP/1.1"
             )
         if version == "1.0":
             self.expect_100_continue = False
 
-    def _take_target(self) -> errors.BatonError | None:
-        """Normalizes the target. Returns the error if it is invalid.
+    def _normalize_target(self) -> errors.BatonError | None:
+        """Sets `url` to the path and query of the target, without scheme and host.
 
-        An absolute target loses its host, an invalid one becomes /.
+        Returns:
+            The error if the target is invalid; `url` is then /.
         """
         target = self.url
         self.url = b"/"
@@ -292,8 +209,8 @@ class _BoundedHttp(HttpToolsProtocol):
         if not match or not {b".", b".."}.isdisjoint(re.split(rb"[/\\]", path)):
             # A server behind this one could resolve dots to a path that is not public.
             return errors.InvalidRequest(
-                f"the target is {target[:80]!r}; send a path, without `.` or `..`, and "
-                "no fragment"
+                f"the target is {target[:80]!r}; send a path without `.` or `..` and "
+                "without a fragment"
             )
         self.url = match[1] if match[1].startswith(b"/") else b"/" + match[1]
         return None
@@ -330,7 +247,7 @@ class _BoundedHttp(HttpToolsProtocol):
             if self._dropped_bytes > MAX_DROPPED_BYTES:
                 self.transport.abort()
             return
-        if self.expect_100_continue:  # the client sends without waiting, or has waited
+        if self.expect_100_continue:  # the client sends its body without 100 Continue
             self.expect_100_continue = False
             self.cycle.keep_alive = True
         super().on_body(body)
@@ -342,7 +259,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._in_body = False
         self._dropped_bytes = 0
         self.bodies.remove(self)
-        # A trailer may also end the connection.
+        # A `Connection: close` in a trailer also ends the connection.
         self._keeps_alive &= self.parser.should_keep_alive()
         self.cycle.keep_alive = self._keeps_alive
         if self.cycle.response_complete and not self._keeps_alive:
@@ -370,27 +287,29 @@ class _BoundedHttp(HttpToolsProtocol):
         super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are not an HTTP request, in the format of other errors.
+        """Sends an error in the format of Baton's errors, and closes the connection.
 
-        Nothing is sent if the client would take it for the response to another request,
-        or for a part of one.
+        uvicorn calls this method for bytes that are not an HTTP request. The error is
+        not sent if the client would take it for the response to an earlier request, or
+        for a part of such a response.
         """
         cycle = self.cycle
         if self._in_body:
-            is_free = cycle is self._running and not cycle.response_started
+            can_send = cycle is self._running and not cycle.response_started
         else:
-            is_free = cycle is None or cycle.response_complete
+            can_send = cycle is None or cycle.response_complete
         request_id = uuid.uuid4().hex
         with request_context(request_id):
             self.logger.warning(msg)
-        if is_free:
+        if can_send:
             self.transport.write(_bad_request(msg, request_id))
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser, which stops after each head that offers another protocol.
+        """Feeds `data` to the parser.
 
-        A new parser then receives that head without the offer, and everything after it.
+        The parser stops after a head that offers another protocol. A new parser then
+        receives this head without the offer, followed by the remaining data.
         """
         while True:
             try:
@@ -399,7 +318,9 @@ class _BoundedHttp(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as stopped:
                 method = self.parser.get_method()
                 if method == b"CONNECT":
-                    raise httptools.HttpParserError("this is no proxy") from None
+                    raise httptools.HttpParserError(
+                        "CONNECT needs a proxy, and this server is not a proxy"
+                    ) from None
                 headers = [
                     header
                     for header in self.headers
@@ -424,18 +345,21 @@ class _BoundedHttp(HttpToolsProtocol):
         self._stop_timeout()
         self.bodies.remove(self)
         if self._running is not None and not self._running.response_complete:
-            # uvicorn notifies only the last one of pipelined requests.
+            # Of several pipelined requests, uvicorn notifies only the last one.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection, unless a request arrived in the meantime.
+        """Closes an idle connection soon, unless a request arrives before that.
 
-        The process may have been suspended, and the request not been read yet.
+        If the process was suspended, a request may have arrived that is not read yet.
+        The short delay lets the event loop read the request first.
         """
         close = super().timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(_LAST_LOOK_S, close)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            _KEEP_ALIVE_RECHECK_S, close
+        )
 
     def _start_asgi_task(
         self, cycle: RequestResponseCycle, app: ASGI3Application
@@ -446,7 +370,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     @property
     def _piece_limit(self) -> int:
-        """Bytes of a body that the client must send in one timeout."""
+        """Number of bytes of a body that the client must send within one timeout."""
         return round(MIN_BODY_BYTES_PER_S * self.options.client_timeout_s)
 
     def _start_timeout(self) -> Countdown:
@@ -474,10 +398,9 @@ class _BoundedHttp(HttpToolsProtocol):
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
-    """Returns `app` with responses that end with the connection, whatever their
-    length.
-    """
-    # uvicorn then writes no chunks, and reads no length if it is told of each part.
+    """Returns `app` with a response that has no chunks and ends with the connection."""
+    # uvicorn raises an error if a response without chunks is longer than its declared
+    # length. Therefore each part of the body first raises the expected length.
     cycle.chunked_encoding = False
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

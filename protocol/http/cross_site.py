@@ -1,11 +1,12 @@
-"""Requests that a web page of another site makes in a user's browser.
+"""Refuses requests that a web page of another site makes in a user's browser.
 
-A page may send certain POST requests to any server without a preflight request: those
-whose Content-Type is one of a form's, `text/plain`, or absent. The page cannot read the
-response, but the server has processed the request. For `application/json` the browser
-first sends a preflight request, which is refused unless `--cors-origin` names the
-page's origin. Therefore a body of any other type is refused if the browser reports, in
-headers that no page can set, that the page belongs to another site.
+A browser lets any page send certain POST requests to any server: requests with the
+Content-Type of a form, with `text/plain`, or without a Content-Type. The page cannot
+read the response, but the server would process the request. Before a request with
+`application/json` the browser sends a preflight request, which fails unless
+`--cors-origin` names the page's origin. Therefore a server refuses a request with a
+Content-Type other than `application/json` if it comes from a page of another site. The
+browser reports the site in headers that no page can set.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 def is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
     """Returns whether a browser sent these headers for a page of another origin.
 
-    Other clients send neither `Sec-Fetch-Site` nor `Origin`.
+    Clients that are not browsers send neither `Sec-Fetch-Site` nor `Origin`.
     """
     site = headers.get(b"sec-fetch-site", b"none")
     if site == b"same-origin":
@@ -34,9 +35,10 @@ def is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def check_content_type(scope: Mapping[str, Any]) -> None:
-    """Raises UnsupportedMediaType for a request of another site without a preflight.
+    """Raises UnsupportedMediaType if a page of another site sent this request without a
+    preflight request.
 
-    Only requests that may change something are checked.
+    GET, HEAD and OPTIONS change nothing, so they are not checked.
     """
     if scope["method"] in _SAFE_METHODS:
         return

@@ -1,4 +1,7 @@
-"""Request timeouts: set by the client, else by the operator, else unlimited."""
+"""Timeouts of requests and of clients.
+
+A client sets the timeout of its request by HEADER, else the operator's default applies.
+"""
 
 import asyncio
 import re
@@ -10,19 +13,19 @@ from protocol.errors import DeadlineExceeded, InvalidRequest
 from protocol.short_repr import short_repr
 
 HEADER = "x-request-timeout-s"
-MAX_S = 1_000_000  # 11 days, like the options
-_MARGIN_S = 1.0
-_NUM_PARTS = 4  # of a countdown
+MAX_S = 1_000_000  # 11 days, the same as for the options in seconds
+_MARGIN_S = 1.0  # see Deadline.header
+_NUM_PARTS = 4  # number of timers, one after the other, that make up a countdown
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
 
 
 class Countdown:
     """Calls back after `timeout_s` seconds, unless it is cancelled.
 
-    After the process was suspended, or after a long turn of its event loop, a simple
-    timer would fire before the loop has read data that arrived in time. Therefore the
+    If the process was suspended, or its event loop was busy for long, a single timer
+    would fire before the loop has read the data that arrived in time. Therefore the
     timeout consists of several timers, one after the other, and the loop reads data
-    between them. If the last timer fires late, it is repeated once.
+    between two of them. If the last timer fires late, it is repeated once.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class Countdown:
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a request times out."""
+    """The time at which a request times out."""
 
     timeout_s: float  # the requested timeout
-    at: float  # by the running loop's clock
+    expires_at_s: float  # by the clock of the running event loop
 
     @property
     def error(self) -> DeadlineExceeded:
@@ -66,20 +69,25 @@ class Deadline:
     def header(self) -> tuple[bytes, bytes]:
         """Returns the header with the remaining time, for a request to another server.
 
-        The time includes a margin, because this process must report the timeout to the
-        client. A server that reports it first would look as if it had failed.
+        The remaining time is longer by a margin, so that this process times out before
+        the other server. If that server reported the timeout first, this process would
+        take the report for a failure of the server.
         """
-        left_s = max(self.at - asyncio.get_running_loop().time(), 0.0)
+        left_s = max(self.expires_at_s - asyncio.get_running_loop().time(), 0.0)
         return HEADER.encode(), b"%.3f" % min(left_s + _MARGIN_S, MAX_S)
 
 
 def deadline_of(
     headers: Iterable[tuple[bytes, bytes]], default_s: float | None = None
 ) -> Deadline | None:
-    """Returns the deadline of a request with these headers, which has just arrived.
+    """Returns the deadline of a request that has just arrived.
+
+    Args:
+        headers: The headers of the request.
+        default_s: The timeout if the client sets none; None: unlimited.
 
     Returns:
-        None if there is no timeout.
+        The deadline; None if the request has no timeout.
 
     Raises:
         InvalidRequest: The header is not a number of seconds, or occurs more than once.
@@ -102,9 +110,12 @@ def deadline_of(
 
 
 @asynccontextmanager
-async def within(deadline: Deadline | None) -> AsyncIterator[None]:
-    """Cancels the body of the `with` at the deadline, and raises DeadlineExceeded."""
-    timeout = asyncio.timeout_at(None if deadline is None else deadline.at)
+async def enforce_deadline(deadline: Deadline | None) -> AsyncIterator[None]:
+    """Cancels the body of the `with` at the deadline, and raises DeadlineExceeded.
+
+    Without a deadline it does nothing.
+    """
+    timeout = asyncio.timeout_at(None if deadline is None else deadline.expires_at_s)
     try:
         async with timeout:
             yield

@@ -1,9 +1,9 @@
 """Bounds on the memory that a decoded JSON body takes, checked before decoding.
 
-The length of a body does not limit its memory: `{}` has 2 bytes and becomes an object
-of 64 bytes, and a small member becomes hundreds of bytes. The check scans the structure
-piece by piece, in linear time and little memory. It does not check that the body is
-JSON; the decoder does.
+A short body can take much memory when it is decoded: `{}` has 2 bytes and becomes an
+object of 64 bytes, and a small member becomes hundreds of bytes. The check scans the
+body piece by piece, in linear time and with little memory. It does not check that the
+body is valid JSON; the decoder does.
 """
 
 import asyncio
@@ -13,15 +13,17 @@ from typing import Final, NamedTuple, TypeVar
 
 from protocol.errors import InvalidRequest, PayloadTooLarge
 
-# Members, arrays and objects. A logit bias for each token of a vocabulary fits.
-MAX_MEMBERS: Final = 1 << 18
-# Members of the body itself. All endpoints together have fewer fields.
+# Limit on members, arrays and objects together. It allows a logit bias for every token
+# of a vocabulary.
+MAX_NODES: Final = 1 << 18
+# Limit on the members of the outermost object. All endpoints together have fewer
+# fields.
 MAX_TOP_MEMBERS: Final = 1024
 MAX_DEPTH: Final = 200
-INLINE_BODY_BYTES: Final = 1 << 16  # a longer body is read in a thread
+INLINE_BODY_BYTES: Final = 1 << 16  # longer bodies are decoded in a thread
 _PIECE_BYTES: Final = 1 << 16
 _MARKS: Final = b"{}[]:"
-_OTHERS: Final = bytes(set(range(256)) - set(_MARKS))
+_NOT_MARKS: Final = bytes(set(range(256)) - set(_MARKS))
 _COLON: Final = ord(":")
 _OPENING: Final = frozenset(b"{[")
 
@@ -31,49 +33,50 @@ _T = TypeVar("_T")
 class Structure(NamedTuple):
     """The size of a JSON text's structure."""
 
-    num_values: int  # members, arrays and objects
-    num_top_members: int
+    # Object members, arrays and objects together. Scalars in arrays do not count.
+    num_nodes: int
+    num_top_members: int  # members of the outermost object
     depth: int
 
 
 def check_bounds(body: bytes) -> None:
-    """Checks a body before it is decoded. It need not be valid JSON.
+    """Checks the bounds of a body that is not decoded yet. It may be invalid JSON.
 
     Raises:
-        PayloadTooLarge: It has too many members, arrays and objects.
-        InvalidRequest: It is nested too deeply.
+        PayloadTooLarge: The body has too many members, arrays and objects.
+        InvalidRequest: The body is nested too deeply.
     """
     num_opening = body.count(b"{") + body.count(b"[")  # including those in strings
     if num_opening <= MAX_DEPTH and body.count(b":") <= MAX_TOP_MEMBERS:
         return
-    found = structure_of(body)
-    if found.num_values > MAX_MEMBERS:
+    structure = structure_of(body)
+    if structure.num_nodes > MAX_NODES:
         raise PayloadTooLarge(
-            f"the body has {found.num_values} JSON members, arrays and objects, the "
-            f"limit is {MAX_MEMBERS}; send less at once"
+            f"the body has {structure.num_nodes} JSON members, arrays and objects, "
+            f"the limit is {MAX_NODES}; send less at once"
         )
-    if found.num_top_members > MAX_TOP_MEMBERS:
+    if structure.num_top_members > MAX_TOP_MEMBERS:
         raise PayloadTooLarge(
-            f"the body has {found.num_top_members} members, the limit is "
+            f"the body has {structure.num_top_members} members, the limit is "
             f"{MAX_TOP_MEMBERS}; send only the fields of this endpoint"
         )
-    if found.depth > MAX_DEPTH:
+    if structure.depth > MAX_DEPTH:
         raise InvalidRequest(
-            f"the body is nested {found.depth} levels deep, which is too deeply: the "
-            f"limit is {MAX_DEPTH}; send a flatter one"
+            f"the body is nested {structure.depth} levels deep, the limit is "
+            f"{MAX_DEPTH}; send a body with fewer levels"
         )
 
 
 def structure_of(body: bytes) -> Structure:
-    """Returns the structure of a JSON text, without the content of strings.
+    """Returns the structure of a JSON text. The content of strings does not count.
 
-    The depth and the top members take longer to count. They are 0 if there are more
-    than MAX_MEMBERS values in all.
+    If the text has more than MAX_NODES values, its depth and its top members are not
+    counted, to save time. They are 0 in the result.
     """
     marks = _marks_of(body)
-    num_values = marks.count(b":") + marks.count(b"{") + marks.count(b"[")
-    if num_values > MAX_MEMBERS:
-        return Structure(num_values, 0, 0)
+    num_nodes = marks.count(b":") + marks.count(b"{") + marks.count(b"[")
+    if num_nodes > MAX_NODES:
+        return Structure(num_nodes, 0, 0)
     num_top_members = 0
     depth = 0
     deepest = 0
@@ -85,12 +88,12 @@ def structure_of(body: bytes) -> Structure:
             deepest = max(deepest, depth)
         else:
             depth -= 1
-    return Structure(num_values, num_top_members, deepest)
+    return Structure(num_nodes, num_top_members, deepest)
 
 
 def _marks_of(body: bytes) -> bytes:
     """Returns the brackets, braces and colons outside of strings, in order."""
-    found: list[bytes] = []
+    marks: list[bytes] = []
     is_in_string = False
     begin = 0
     while begin < len(body):
@@ -102,14 +105,14 @@ def _marks_of(body: bytes) -> bytes:
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = parts[is_in_string::2]
         is_in_string ^= len(parts) % 2 == 0
-        found.append(b"".join(outside).translate(None, _OTHERS))
-    return b"".join(found)
+        marks.append(b"".join(outside).translate(None, _NOT_MARKS))
+    return b"".join(marks)
 
 
 def check_utf8(body: bytes) -> None:
     """Raises UnicodeDecodeError if the body is not UTF-8.
 
-    It decodes the body in pieces, because decoded text takes up to four bytes per
+    The body is decoded in pieces, because decoded text takes up to four bytes per
     character.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -119,9 +122,10 @@ def check_utf8(body: bytes) -> None:
 
 
 async def read_off_loop(num_bytes: int, read: Callable[[], _T]) -> _T:
-    """Returns the result of `read`, which reads a body of `num_bytes`.
+    """Returns the result of `read`, a function that decodes a body of `num_bytes`.
 
-    A large body is read in a thread, so that the event loop is not blocked.
+    If the body is larger than INLINE_BODY_BYTES, the function runs in a thread, so that
+    it does not block the event loop.
     """
     if num_bytes <= INLINE_BODY_BYTES:
         return read()

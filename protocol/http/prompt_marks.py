@@ -1,19 +1,20 @@
-"""Estimates which tokens of waiting prompts are computed once for several prompts; no
-I/O.
+"""Estimates which tokens several waiting prompts share, so that the engine computes
+these tokens only once; no I/O.
 
 A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before
-it, so two prompts with the same key have the same beginning. The tokens between two
-marks are a span:
+the mark, so two prompts with the same key have the same beginning. The tokens between
+two marks are a span:
 
-    marks      64     128    192           the first prompt pays for three spans,
-    prompt 1   |------|------|---          the second one only for its last span,
-    prompt 2   |------|------|===          because only that differs from the first
+    marks         64     128    192        prompt 1 pays for all its tokens;
+    prompt 1   ---|------|------|---       prompt 2 pays only for the tokens
+    prompt 2   ---|------|------|===       after their last common mark
 
-Among the waiting prompts that contain a span, one pays for it: it is expected to
-compute the span, and the others to find it in the prefix cache. No prompt pays for a
-span that was computed recently, because the prefix cache should still hold it. This
-process cannot see the cache, so all of this is an estimate. A wrong estimate changes
-the permitted length of the queue, but never a response.
+If several waiting prompts contain a span, one of them pays for the span: its count of
+tokens includes the span. The engine is expected to compute the span for this prompt,
+and to find it in the prefix cache for the other prompts. No prompt pays for a span that
+was computed recently, because the prefix cache should still hold it. This process
+cannot see the prefix cache, so all counts are estimates. A wrong estimate changes the
+permitted length of the queue, but never a response.
 """
 
 from array import array
@@ -22,9 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SPAN_TOKENS = 64  # between marks in the first 4,096 tokens of a prompt
-# The length of spans doubles after this many times their length, which bounds the
-# number of marks.
+SPAN_TOKENS = 64  # tokens between two marks in the first 4,096 tokens of a prompt
+# When a prompt is this many spans long, the length of its next spans doubles. This
+# bounds the number of marks.
 _SPANS_PER_SIZE = 64
 
 
@@ -43,7 +44,7 @@ class Mark(NamedTuple):
 def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
     """Returns the marks of a prompt.
 
-    There are 64 in its first 4,096 tokens, then 32 each time its length doubles.
+    Its first 4,096 tokens have 64 marks. Each doubling of its length adds 32 marks.
 
     Args:
         cache_salt: Prompts with different salts share no KV, so they share no marks.
@@ -64,14 +65,15 @@ def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
 
 @dataclass(eq=False, slots=True)
 class WaitingPrompt:
-    """A waiting prompt: its first token has not come.
+    """A prompt without a first token.
 
     Attributes:
-        num_tokens: Tokens that this server computes or pulls for it without sharing.
-        min_tokens: Minimum number of tokens that it counts as.
-        is_shareable: False if it is always computed completely.
-        num_shared: Its tokens that other prompts pay for, or that were computed
-            recently.
+        num_tokens: Number of tokens that this server must compute or pull for the
+            prompt if it shares none.
+        min_tokens: Minimum number of tokens that the prompt counts as.
+        is_shareable: False if the engine computes the prompt completely in any case.
+        num_shared: Number of its tokens that other prompts pay for, or that were
+            computed recently.
     """
 
     priority: int
@@ -102,10 +104,10 @@ class SharedPrefixes:
     def __init__(self, on_change: Callable[[WaitingPrompt, int], None]) -> None:
         self.capacity_tokens = 0
         self._on_change = on_change
-        # By key; the prompts are in order of arrival.
+        # The waiting prompts with a span, in order of arrival, by the span's key.
         self._waiting: dict[int, dict[WaitingPrompt, None]] = {}
-        self._payers: dict[int, WaitingPrompt] = {}
-        # Tokens of computed spans by key, the least recently used span first.
+        self._payers: dict[int, WaitingPrompt] = {}  # by the span's key
+        # Length of the computed spans by key, the least recently used span first.
         self._computed = OrderedDict[int, int]()
         self._num_computed = 0  # tokens in `_computed`
 
@@ -114,7 +116,9 @@ class SharedPrefixes:
         return len(self._waiting.keys() | self._computed.keys())
 
     def add(self, prompt: WaitingPrompt) -> None:
-        """Adds a prompt. It takes over the spans that a less urgent prompt pays for."""
+        """Adds a prompt. If a less urgent prompt pays for one of its spans, the added
+        prompt now pays instead.
+        """
         for key, num_tokens in prompt.marks:
             self._waiting.setdefault(key, {})[prompt] = None
             if key in self._computed:
@@ -132,7 +136,8 @@ class SharedPrefixes:
     def remove(self, prompt: WaitingPrompt, *, is_computed: bool) -> None:
         """Removes a prompt that no longer waits.
 
-        If it was not computed, the oldest prompt with the same span now pays for it.
+        For each span that the prompt paid for, the oldest waiting prompt with this span
+        now pays, unless the span was computed.
         """
         self._on_change(prompt, -prompt.num_counted)
         for key, num_tokens in prompt.marks:
@@ -174,6 +179,7 @@ class SharedPrefixes:
             self._share(payer, -num_tokens)
 
     def _share(self, prompt: WaitingPrompt, num_tokens: int) -> None:
+        """Adds `num_tokens`, which may be negative, to the prompt's shared tokens."""
         before = prompt.num_counted
         prompt.num_shared += num_tokens
         self._on_change(prompt, prompt.num_counted - before)

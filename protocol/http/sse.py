@@ -9,8 +9,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: bytes) -> bytes:
-    """Returns an event with `data`, which must not have a newline; JSON never has
-    one.
+    """Returns an event with `data`, which must not have a newline. Encoded JSON has
+    none.
     """
     return b"data: " + data + b"\n\n"
 
@@ -18,11 +18,11 @@ def event(data: bytes) -> bytes:
 def error_event(error: BatonError, number: int | None = None) -> bytes:
     """Returns the event that ends a stream which failed after its first byte.
 
-    No [DONE] follows it. Clients of /v1/responses identify events by their `type` and
-    expect a sequence number in each.
+    No [DONE] follows the event. Clients of /v1/responses identify events by their
+    `type`, and expect a sequence number in each event.
 
     Args:
-        number: The sequence number, for /v1/responses.
+        number: The sequence number for /v1/responses; None for other endpoints.
     """
     members = error.to_openai()
     if number is not None:

@@ -11,8 +11,8 @@ from protocol.settings.server_options import AccessOptions
 logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 60.0
-# By file. All connections that this process opens share these contexts.
-_trusted: dict[str, ssl.SSLContext] = {}
+# Contexts by CA file. All connections that this process opens share these contexts.
+_client_contexts: dict[str, ssl.SSLContext] = {}
 
 
 class Certificate:
@@ -39,27 +39,29 @@ class Certificate:
         ) -> None:
             connection.context = self._newest or first
 
-        # OpenSSL calls it at every handshake, even if the client names no server.
+        # OpenSSL calls this function at every handshake, even if the client sends no
+        # server name. Therefore new connections use the newest certificate.
         first.sni_callback = choose
         return {"ssl_context_factory": lambda *_: first}
 
-    async def keep_new(self, interval_s: float = RENEW_INTERVAL_S) -> None:
-        """Reads the files periodically, including --tls-ca, for new connections.
+    async def keep_reloading(self, interval_s: float = RENEW_INTERVAL_S) -> None:
+        """Reloads the files periodically, including --tls-ca, for new connections.
 
-        Files that cannot be used are ignored.
+        If a file cannot be used, an error is logged and its previous content stays in
+        use. The method returns immediately if there are no files.
         """
         while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
-            await _renewed(trusted, self._ca_file)
+            await _renewed(client_context, self._ca_file)
             self._newest = await _renewed(_load, *self._files) or self._newest
 
 
 async def _renewed(
     load: Callable[..., ssl.SSLContext], *files: str | None
 ) -> ssl.SSLContext | None:
-    """Returns the new context; None if there are no files, or unusable ones.
+    """Returns the context of the current files; None if there are no files.
 
-    An unusable file is logged.
+    If a file cannot be used, an error is logged and the result is None.
     """
     try:
         return await asyncio.to_thread(load, *files) if any(files) else None
@@ -71,7 +73,7 @@ async def _renewed(
 def _load(cert: str, key: str) -> ssl.SSLContext:
     def no_password() -> NoReturn:
         raise ValueError(
-            f"--tls-key {key}: is encrypted; give one that is not (openssl pkey)"
+            f"--tls-key {key}: is encrypted; give an unencrypted key (openssl pkey)"
         )
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -85,11 +87,12 @@ def _load(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
-def trusted(ca_file: str | None) -> ssl.SSLContext:
-    """Returns the context for connections to servers.
+def client_context(ca_file: str | None) -> ssl.SSLContext:
+    """Returns the TLS context for connections that this process opens.
 
-    It trusts the authorities in `ca_file`, in the versions of all calls so far, or
-    those of the system.
+    The context trusts the certificate authorities in `ca_file`, or those of the system
+    if it is None. All calls with the same file return the same context. Authorities
+    that were in an earlier version of the file stay trusted.
 
     Raises:
         ValueError: The file cannot be used.
@@ -97,7 +100,7 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
     try:
         if ca_file is None:
             return ssl.create_default_context()
-        context = _trusted.setdefault(
+        context = _client_contexts.setdefault(
             ca_file, ssl.create_default_context(cafile=ca_file)
         )
         context.load_verify_locations(ca_file)

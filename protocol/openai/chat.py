@@ -276,7 +276,7 @@ class ChatRequest(PromptFields, GenerationRequest):
             "variables": {**given, **self.chat_template_kwargs},
         }
 
-    def without_inputs(self) -> Self:
+    def without_prompt_fields(self) -> Self:
         # How the reasoning of a continued message starts depends on that message.
         messages = self.messages[-1:] if self.continue_final_message else []
         return self.model_copy(

@@ -287,8 +287,8 @@ class ResponsesChat(ChatRequest):
     def drops_oldest_messages(self) -> bool:
         return self.asked.truncation == "auto"
 
-    def without_inputs(self) -> Self:
-        chat = super().without_inputs()
+    def without_prompt_fields(self) -> Self:
+        chat = super().without_prompt_fields()
         original = self.asked.model_copy(update={"input": []})
         return chat.model_copy(update={"asked": original})
 

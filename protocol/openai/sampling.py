@@ -325,7 +325,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
             return "max_tokens"
         return self.usual_limit
 
-    def without_inputs(self) -> Self:
+    def without_prompt_fields(self) -> Self:
         """Returns this request without the fields that only its prompts need.
 
         A response may take minutes, and the prompts' objects take much more memory than

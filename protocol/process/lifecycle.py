@@ -43,7 +43,7 @@ _MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
 # Longest wait of a main thread that handles signals. A signal that arrives just before
 # the wait does not interrupt it; Python calls the handler when the wait ends.
-SIGNAL_LOOK_S = 0.5
+SIGNAL_CHECK_INTERVAL_S = 0.5
 # Exit status of a process that had to be ended because its parent was gone.
 ORPHANED = 86
 
@@ -276,7 +276,7 @@ def _exits(child: Child, deadline: float) -> bool:
     ended.
     """
     while not child.exited.wait(
-        max(0.0, min(SIGNAL_LOOK_S, deadline - time.monotonic()))
+        max(0.0, min(SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic()))
     ):
         if time.monotonic() >= deadline:
             return False

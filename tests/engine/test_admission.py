@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.process import client
 from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
-from protocol.http.admission import MIN_TOKENS, Admission, Place
+from protocol.http.admission import MIN_TOKENS, Admission, QueueEntry
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.server_options import QueueOptions
 from tests.rigs.http_server import Server, connected, events, send_request, serving
@@ -42,21 +42,21 @@ class Queue:
         self.now_s = 100.0
         options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=limit)
         self.admission = Admission(options, lambda: self.now_s)
-        self.places: list[tuple[Place, int]] = []
+        self.entries: list[tuple[QueueEntry, int]] = []
         if token_s:  # one was already served
             self.send_request()
             self.serve(token_s)
 
     def send_request(self, num_tokens: int = 1000, priority: int = 0) -> None:
-        self.places.append(
+        self.entries.append(
             (self.admission.enter([add(num_tokens, priority)]), num_tokens)
         )
 
     def serve(self, token_s: float = 0.001, count: int = 1) -> None:
         for _ in range(count):
-            place, num_tokens = self.places.pop(0)
+            queue_entry, num_tokens = self.entries.pop(0)
             self.now_s += num_tokens * token_s
-            place.served("a", num_tokens)
+            queue_entry.mark_served("a", num_tokens)
 
     def fill(self) -> tuple[int, QueueFull]:
         """Return how many requests are accepted, and the error of the next."""
@@ -75,7 +75,7 @@ def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
     assert error.headers == {"retry-after": "6"}
     queue.serve(count=6)
     assert queue.fill()[0] == 6
-    while queue.places:
+    while queue.entries:
         queue.serve()
     assert queue.admission.num_tokens == 0 and queue.fill()[0] == 11
 
@@ -84,11 +84,11 @@ def test_prompts_computed_elsewhere_do_not_change_the_rate():
     queue = Queue(token_s=0.001)
     for _ in range(20):  # long prompts, each of which takes that server two seconds
         pulled = replace(add(8000), remote=replace(REMOTE, transfer_id="t"))
-        queue.places.append((queue.admission.enter([pulled]), 8000))
+        queue.entries.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
-        if len(queue.places) > 1:  # the next one waits already
-            queue.places.pop(0)[0].served("a")
-    queue.places.pop()[0].leave()
+        if len(queue.entries) > 1:  # the next one waits already
+            queue.entries.pop(0)[0].mark_served("a")
+    queue.entries.pop()[0].drop_all()
     assert queue.fill()[0] == 11
 
 
@@ -101,7 +101,7 @@ def test_rate_follows_a_change_of_speed_within_a_second():
     )  # as 47 or 48 prompts take 2 s each now
     queue.now_s += 1000.0
     assert queue.admission.wait_s() > 10_000.0  # the server is stalled
-    while queue.places:
+    while queue.entries:
         queue.serve(token_s=0.0002)
     queue.send_request()
     queue.serve(token_s=0.0002)
@@ -113,13 +113,13 @@ def test_empty_queue_accepts_any_prompt_and_a_nonempty_one_few_tokens():
     queue.send_request(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
         queue.send_request(64)
-    queue.places.pop()[0].leave()
-    place = queue.admission.enter([add(4000)])
+    queue.entries.pop()[0].drop_all()
+    queue_entry = queue.admission.enter([add(4000)])
     with pytest.raises(QueueFull):
         queue.admission.enter([add(600), add(500, request_id="b")])
     assert queue.admission.num_tokens == 4000
-    place.leave()
-    place.leave()
+    queue_entry.drop_all()
+    queue_entry.drop_all()
     assert queue.admission.num_tokens == 0
 
 
@@ -143,23 +143,23 @@ def test_urgent_requests_wait_only_for_urgent_requests():
 def test_accounting_adds_up_in_any_order_of_events(moves):
     """Events 0 and 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
     queue = Queue(max_queue_s=3.0, limit=20_000)
-    left: dict[Place, int] = {}
+    left: dict[QueueEntry, int] = {}
     for num_tokens, priority, move in moves:
         queue.now_s += num_tokens / 5000
         if move < 2:
             try:
-                place = queue.admission.enter([add(num_tokens, priority)])
-                left[place] = max(num_tokens, MIN_TOKENS)
+                queue_entry = queue.admission.enter([add(num_tokens, priority)])
+                left[queue_entry] = max(num_tokens, MIN_TOKENS)
             except QueueFull as error:
                 assert (
                     left and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
                 )
         elif left and move == 2:
             oldest = next(iter(left))
-            oldest.served("a", num_tokens)
+            oldest.mark_served("a", num_tokens)
             del left[oldest]
         elif left:
-            left.popitem()[0].leave()
+            left.popitem()[0].drop_all()
         assert queue.admission.num_tokens == sum(left.values())
         assert 0 <= queue.admission.wait_s(0) <= queue.admission.wait_s() < math.inf
 

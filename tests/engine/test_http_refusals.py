@@ -12,7 +12,7 @@ from engine.http import limits as http_limits
 from engine.http.limits import guided_decodings
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import InvalidRequest
-from protocol.http.json_bounds import MAX_MEMBERS
+from protocol.http.json_bounds import MAX_NODES
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from tests.proxy.fakes import until
@@ -223,13 +223,13 @@ async def test_body_of_any_depth_is_a_client_error(tokenizer, path, members):
 async def test_bodies_of_too_many_members_are_refused_with_the_number_and_the_limit(
     tokenizer, path
 ):
-    body = b'{"model":"m","metadata":[' + b"{}," * MAX_MEMBERS + b"{}]}"
+    body = b'{"model":"m","metadata":[' + b"{}," * MAX_NODES + b"{}]}"
     async with serving(tokenizer, max_body=len(body)) as server:
         response = await server.http.post(path, content=body)
     assert response.status_code == 413
     message = response.json()["error"]["message"]
-    assert f"{MAX_MEMBERS + 5} JSON members" in message
-    assert f"the limit is {MAX_MEMBERS}" in message
+    assert f"{MAX_NODES + 5} JSON members" in message
+    assert f"the limit is {MAX_NODES}" in message
 
 
 async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):

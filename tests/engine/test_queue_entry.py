@@ -113,11 +113,11 @@ def test_prefix_is_charged_to_another_prompt_after_an_abort():
         queue.enter([request(prompt_ids(number))]) for number in range(3)
     )
     assert queue.num_tokens == 1560 + 2 * 88
-    first.leave()
+    first.drop_all()
     assert queue.num_tokens == 1560 + 88
-    second.served("a")
+    second.mark_served("a")
     assert queue.num_tokens == 88
-    third.leave()
+    third.drop_all()
     assert queue.num_tokens == 0
 
 
@@ -145,9 +145,9 @@ def test_rate_counts_only_computed_tokens():
     )
     queue.set_cache_capacity(10**5)
     for number in range(20):
-        place = queue.enter([request(prompt_ids(number))])
+        queue_entry = queue.enter([request(prompt_ids(number))])
         now_s += 1.56
-        place.served("a", 1560)
+        queue_entry.mark_served("a", 1560)
     queue.enter([request([7] * 5000)])
     assert queue.wait_s() == pytest.approx(5.0)
 

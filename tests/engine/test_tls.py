@@ -187,7 +187,7 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
     def pem(file: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert(Path(file).read_text())
 
-    renewing = asyncio.create_task(certificate.keep_new(0.01))
+    renewing = asyncio.create_task(certificate.keep_reloading(0.01))
     old = pem(cert)
     assert await served() == old
     new_cert, new_key = made(tmp_path, "new")
@@ -217,7 +217,7 @@ def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
         ),
         ((text, key), "give readable PEM files"),
         ((cert, "/no/file"), "No such file"),
-        (locked, "is encrypted; give one that is not"),
+        (locked, "is encrypted; give an unencrypted key"),
     ):
         with pytest.raises(ValueError, match=reported):
             Certificate(AccessOptions(**tls(pair)))

@@ -11,7 +11,7 @@ from protocol.errors import InvalidRequest, PayloadTooLarge
 from protocol.http import json_bounds
 from protocol.http.json_bounds import (
     MAX_DEPTH,
-    MAX_MEMBERS,
+    MAX_NODES,
     MAX_TOP_MEMBERS,
     Structure,
     check_bounds,
@@ -38,9 +38,9 @@ def expected(value: Any, depth: int = 1) -> Structure:
         for one in (value.values() if isinstance(value, dict) else value)
     ]
     num_members = len(value) if isinstance(value, dict) else 0
-    num_values = 1 + num_members + sum(one.num_values for one in inner)
+    num_nodes = 1 + num_members + sum(one.num_nodes for one in inner)
     return Structure(
-        num_values, num_members, max([depth, *(one.depth for one in inner)])
+        num_nodes, num_members, max([depth, *(one.depth for one in inner)])
     )
 
 
@@ -66,14 +66,14 @@ def members(number: int, value: str = "0") -> bytes:
     ("body", "error", "words"),
     [
         (
-            b'{"a":' + members(MAX_MEMBERS) + b"}",
+            b'{"a":' + members(MAX_NODES) + b"}",
             PayloadTooLarge,
-            (MAX_MEMBERS + 3, MAX_MEMBERS),
+            (MAX_NODES + 3, MAX_NODES),
         ),
         (
-            b'{"a":[' + b"{}," * MAX_MEMBERS + b"0]}",
+            b'{"a":[' + b"{}," * MAX_NODES + b"0]}",
             PayloadTooLarge,
-            (MAX_MEMBERS + 3, MAX_MEMBERS),
+            (MAX_NODES + 3, MAX_NODES),
         ),
         (
             members(MAX_TOP_MEMBERS + 1),
@@ -97,7 +97,7 @@ def test_error_names_value_and_limit(body, error, words):
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"a":' + members(MAX_MEMBERS - 3) + b"}",
+        b'{"a":' + members(MAX_NODES - 3) + b"}",
         b'{"prompt":[' + b"0," * 1_000_000 + b"0]}",
         b'{"prompt":"' + b'{}[]:\\",' * 200_000 + b'"}',
         b'{"prompt":"' + b"\\\\" * 200_000 + b'"}',

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protocol.http.connections import bound_clients
+from protocol.http.server import bound_clients
 from protocol.metrics import TABLE
 from protocol.server_stats import STATS_PATH
 from protocol.settings.settings import ProxySettings

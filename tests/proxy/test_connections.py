@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from protocol.http.connections import (
-    MAX_AHEAD,
     MAX_HEAD_BYTES,
+    MAX_PIPELINED,
     MAX_TARGET_BYTES,
     MIN_BODY_BYTES_PER_S,
 )
@@ -132,14 +132,14 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
 
     async with Rig() as rig:
         reader, writer = await connect(rig)
-        writer.write(one * MAX_AHEAD)
-        for _ in range(MAX_AHEAD):
+        writer.write(one * MAX_PIPELINED)
+        for _ in range(MAX_PIPELINED):
             await reader.readuntil(b'{"status":"ok"}')
         writer.close()
         reader, writer = await connect(rig)
         with contextlib.suppress(ConnectionError):
-            writer.write(one * 100 * MAX_AHEAD)
-            assert (await reader.read()).count(b"HTTP/1.1 200") <= 2 * MAX_AHEAD
+            writer.write(one * 100 * MAX_PIPELINED)
+            assert (await reader.read()).count(b"HTTP/1.1 200") <= 2 * MAX_PIPELINED
         writer.close()
         assert (await rig.client.get("/health")).status_code == 200
 

@@ -18,7 +18,7 @@ from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from protocol.http.connections import HttpServer
+from protocol.http.server import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig

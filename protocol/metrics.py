@@ -220,8 +220,8 @@ TABLE = (
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to the server.", ("role", "server")),
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
-         "Requests from which the proxy removed fields that only proxies may send, such "
-         "as kv_transfer_params."),
+         "Requests from which the proxy removed fields that only proxies may send, "
+         "such as kv_transfer_params."),
     Spec("baton_proxy_hints", "counter", "proxy",
          "Legs sent with a hint that another server may hold the KV of the prompt's "
          "beginning.", ("leg",)),

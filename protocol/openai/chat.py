@@ -35,9 +35,10 @@ class TextPart(Strict):
 
 
 class Thought(Strict):
-    """A reasoning block of Anthropic's API, in a message or in its content.
+    """A reasoning block in the format of Anthropic's API.
 
-    The client library litellm sends it back in this form.
+    The client library litellm sends the reasoning of earlier answers in this format, as
+    `thinking_blocks` or among the `content` of a message.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -47,16 +48,22 @@ class Thought(Strict):
 
 
 def join_texts(parts: Any, kind: Any = Strict) -> str:
-    """Returns a text, or the texts of all parts of one kind, joined by newlines."""
+    """Returns a content as one text, with newlines between its parts.
+
+    Args:
+        parts: A string, or a list of parts.
+        kind: Only parts of this class are included.
+    """
     if isinstance(parts, str):
         return parts
     return "\n".join(part.text for part in parts if isinstance(part, kind))
 
 
 def _as_object(arguments: str | dict[str, Any]) -> Any:
-    """Returns the arguments as an object if they are one, else unchanged.
+    """Returns the arguments of a tool call as an object if possible.
 
-    Models also write other texts. An empty text means an object without members.
+    An empty text and `null` become an object without members. A text that is not a JSON
+    object is returned unchanged, because models also write such texts.
     """
     value: Any = arguments
     if isinstance(arguments, str):
@@ -81,7 +88,8 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     """An earlier tool call of the model.
 
-    `arguments` is an object, because templates convert it to JSON themselves.
+    The `arguments` are converted to an object, because chat templates write the JSON
+    themselves.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -98,14 +106,16 @@ _Calls = Annotated[list[ToolCall], Field(fail_fast=True)]
 
 
 class Message(Strict):
-    """One message of a conversation. Its text parts are joined by newlines.
+    """One message of a conversation.
 
-    Chat templates distinguish a null content from an empty and from an absent one. For
-    example, some recognise a message that consists of tool calls by its null content.
+    Chat templates distinguish a null content from an empty content and from an absent
+    content. For example, some templates recognise a message that consists of tool calls
+    by its null content.
 
     Attributes:
+        content_: The content as the client sent it; `content` has it as one text.
         tool_calls: Calls in an assistant's message.
-        tool_call_id: The call that a tool's message answers.
+        tool_call_id: The id of the call that a tool's message answers.
     """
 
     keeps_null: ClassVar[frozenset[str]] = frozenset({"content"})
@@ -125,25 +135,28 @@ class Message(Strict):
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # all prompts use the prefix cache
-    provider_specific_fields: Any = UNREAD  # litellm adds it to messages it sends back
-    parsed: Any = UNREAD  # OpenAI's client adds it: the content as an object
+    provider_specific_fields: Any = UNREAD  # litellm adds it to earlier answers
+    parsed: Any = UNREAD  # OpenAI's client adds the content as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Text = Field(None, exclude=True)
-    reasoning: Text = Field(None, exclude=True)  # the name that some servers use
+    # The name of `reasoning_content` at some other servers.
+    reasoning: Text = Field(None, exclude=True)
     thinking_blocks: Annotated[list[Thought], Field(fail_fast=True)] = Field(
         [], exclude=True, description="a list of blocks of thoughts"
     )
 
     @property
     def content(self) -> str | None:
-        """The text; None if the content is null or absent."""
+        """The text parts of the content, with newlines between them; None if the
+        content is null or absent.
+        """
         return None if self.content_ is None else join_texts(self.content_, TextPart)
 
     @property
     def reasoning_text(self) -> str:
-        """The reasoning in an assistant's message, in any of the forms that clients
-        use.
+        """The reasoning in an assistant's message, from any of the fields that clients
+        use; empty if there is none.
         """
         parts = self.thinking_blocks or self.content_ or ""
         blocks = "" if isinstance(parts, str) else join_texts(parts, Thought)
@@ -151,8 +164,8 @@ class Message(Strict):
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The message for a chat template; `content` is included if the client sent
-        it.
+        """The message for a chat template. It has a `content` if the client sent a
+        content, even null.
         """
         message = self.model_dump(exclude_none=True)
         if "content_" in self.model_fields_set:
@@ -194,12 +207,12 @@ Effort = Annotated[
 
 
 class PromptFields(Strict):
-    """The fields that a conversation's prompt depends on, besides its messages."""
+    """The fields, besides the messages, that determine a conversation's prompt."""
 
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
     chat_template_kwargs: Variables = Field({})
-    # These are also variables of the chat template. Templates may ignore them.
+    # These fields are also variables for the chat template, which may ignore them.
     enable_thinking: bool | None = Field(None, description="true or false")
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
@@ -243,7 +256,8 @@ class ChatRequest(PromptFields, GenerationRequest):
         calls_grammar = self.toolset.guided
         format_grammar = super().guided
         if calls_grammar and format_grammar:
-            # A response format applies to text, but the answer must be calls.
+            # The response format applies only to text, and the answer must consist of
+            # tool calls.
             if format_grammar.field.startswith(self.format_paths):
                 return calls_grammar
         return only_one([calls_grammar, format_grammar])
@@ -254,12 +268,12 @@ class ChatRequest(PromptFields, GenerationRequest):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Keyword arguments of ChatTemplate.render, without the messages."""
+        """Keyword arguments for ChatTemplate.render, except for the messages."""
         thinks = self.enable_thinking
         effort = self.reasoning_effort
         if thinks is None and effort is not None:
             thinks = effort != "none"
-        # How to reason and to write, by the names that templates use.
+        # The options for reasoning and verbosity, by the names that templates use.
         variables = {
             "enable_thinking": thinks,
             "thinking": thinks,
@@ -277,7 +291,8 @@ class ChatRequest(PromptFields, GenerationRequest):
         }
 
     def without_prompt_fields(self) -> Self:
-        # How the reasoning of a continued message starts depends on that message.
+        # A continued message is still needed, because it determines whether the answer
+        # starts inside the reasoning.
         messages = self.messages[-1:] if self.continue_final_message else []
         return self.model_copy(
             update={"messages": messages, "chat_template_kwargs": {}}

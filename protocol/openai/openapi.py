@@ -1,6 +1,6 @@
-"""The OpenAPI document, generated from the classes that validate requests.
+"""Generates the OpenAPI document from the classes that validate requests.
 
-Therefore it cannot promise more than the server accepts.
+Therefore the document lists exactly the fields that the server accepts.
 """
 
 import html
@@ -68,8 +68,12 @@ def document() -> Schema:
 
 
 def _operation(summary: str, body: type[Strict] | None = None) -> Schema:
-    """Returns an operation with its request and response. docs/api.md lists the
-    errors.
+    """Returns the description of one operation, with its request and its response.
+
+    docs/api.md lists the errors.
+
+    Args:
+        body: The class of the request body; None for GET.
     """
     kinds: Schema = {"application/json": {}}
     operation: Schema = {
@@ -91,9 +95,9 @@ def _json(model: str) -> Schema:
 
 
 def page(document: Schema) -> str:
-    """Returns the document as an HTML page without external resources.
+    """Returns the OpenAPI document as an HTML page without external resources.
 
-    It has a table of fields for each operation.
+    The page has a table of fields for each operation with a request body.
     """
     parts = [_HEAD]
     schemas = document["components"]["schemas"]
@@ -127,5 +131,5 @@ def _table(schema: Schema) -> str:
 _HEAD = """<!doctype html><meta charset="utf-8"><title>Baton</title>
 <style>body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
 td{padding:.2em .8em .2em 0;vertical-align:top;border-top:1px solid #ddd}</style>
-<h1>Baton</h1><p>What is accepted, and nothing else. A member that is null counts as not
-given. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>"""
+<h1>Baton</h1><p>The server accepts these fields only. A field that is null counts as
+absent. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>"""

@@ -1,7 +1,7 @@
 """Strict validation of request bodies, with errors that name field, value and fix.
 
-The `description` of a field says what its value must be. It completes the error message
-and appears in the OpenAPI document.
+The `description` of a field states what its value must be. The error message about a
+wrong value ends with the description, which also appears in the OpenAPI document.
 """
 
 import gc
@@ -27,21 +27,23 @@ from protocol.http.json_bounds import INLINE_BODY_BYTES, check_utf8
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
-BODIES: Final[dict[str, type["Strict"]]] = {}  # by endpoint
+BODIES: Final[dict[str, type["Strict"]]] = {}  # classes of request bodies, by endpoint
 
 
 class Strict(BaseModel):
-    """An object without unknown members, type conversions and NaN.
+    """A JSON object that is validated strictly.
 
-    A null member counts as absent, unless it is in `keeps_null`. A subclass may allow
-    other members by its `model_config`.
+    Unknown members and NaN are errors, and no value is converted to another type. A
+    null member counts as absent, unless it is in `keeps_null`. A subclass may allow
+    unknown members by its `model_config`.
 
-    Attributes:
-        endpoint: The path of a whole body.
-        summary: What the endpoint does.
-        must_be: What error messages call an object of this class.
-        reported_whole: Error messages show the whole object, not the wrong member.
-        keeps_null: Members whose null differs from their absence.
+    Class attributes:
+        endpoint: The path at which the object is the request body; empty for an object
+            within a body.
+        summary: A sentence that describes the endpoint.
+        must_be: The requirement in error messages, if a value is not such an object.
+        reported_whole: If a member is wrong, the error message shows the whole object.
+        keeps_null: Names of the members for which null and absence differ.
     """
 
     model_config = ConfigDict(
@@ -59,12 +61,20 @@ class Strict(BaseModel):
             BODIES[cls.endpoint] = cls
 
     def check(self) -> None:
-        """Raises InvalidRequest if members of a whole body contradict each other."""
+        """Raises InvalidRequest if members of a request body contradict each other."""
 
     @model_validator(mode="before")
     @classmethod
     def _clean(cls, given: Any) -> Any:
-        """Removes nulls and neutral members; refuses unknown ones."""
+        """Returns the members to validate.
+
+        Null members, neutral members, and unread members that may have any value are
+        left out.
+
+        Raises:
+            PydanticCustomError: A member is unknown, or a neutral field has a value
+                that would change something.
+        """
         if not isinstance(given, dict):
             return given
         used = used_fields(cls)
@@ -75,7 +85,7 @@ class Strict(BaseModel):
             if value is None and name not in cls.keeps_null:
                 continue
             if name in unread and _fields(cls)[name].annotation is Any:
-                continue  # any value is accepted
+                continue  # any value is valid
             if name in neutrals:
                 _check_neutral(name, value, neutrals[name])
             elif name in used or cls.model_config["extra"] != "forbid":
@@ -87,7 +97,7 @@ class Strict(BaseModel):
 
 
 def _check_neutral(name: str, value: Any, neutral_values: tuple[Any, ...]) -> None:
-    """Raises the error for a value of a neutral field that would change something."""
+    """Raises the error of `fault` if the value of a neutral field is not neutral."""
     for candidate in neutral_values:
         accepted_types = _ACCEPTED_TYPES.get(type(candidate), (type(candidate),))
         if value == candidate and type(value) in accepted_types:
@@ -104,9 +114,12 @@ Model = TypeVar("Model", bound=Strict)
 
 
 class Read:
-    """Converts a field from `kind`, which is its JSON schema, by the function `into`.
+    """Annotates a field that has a different type in requests than in Python.
 
-    Without `into`, the value is checked and stays as the client sent it.
+    Args:
+        kind: The type in requests, from which the JSON schema is made.
+        into: Converts a valid value. If it is None, the value stays as the client sent
+            it.
     """
 
     def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
@@ -127,7 +140,8 @@ def _check_and_keep(given: Any, check: Callable[[Any], Any]) -> Any:
     return given
 
 
-# It may be absent if a server has one model. The server then fills in the name.
+# A field with the name of a model. If a request lacks the field, the server fills in
+# the name of its own model.
 ModelName = Annotated[
     str,
     Field(
@@ -140,9 +154,10 @@ ModelName = Annotated[
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
 _EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
-_ACCEPTED_TYPES: Final = {float: (int, float)}  # but True does not count as 1
+# Types that count as the type of a neutral value. A bool does not count as a number.
+_ACCEPTED_TYPES: Final = {float: (int, float)}
 
-# Fields with the same meaning that have other names at other endpoints.
+# Names that a field has at different endpoints.
 _SYNONYMS: Final = (
     {"prompt", "messages", "input"},
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
@@ -162,17 +177,18 @@ class _Neutral:
 
 
 def neutral(*values: Any) -> Any:
-    """Returns a field that accepts only values which change nothing.
+    """Returns a field of an unsupported feature, for which only `values` are valid.
 
-    Clients send many fields that they do not use. 0 and 0.0 are the same for a float;
-    True is never 1.
+    With one of these values the field changes nothing. Many clients send such fields
+    although they do not use the feature. If a value is a float, an equal integer is
+    also valid; True never counts as 1.
     """
     return Field(None, json_schema_extra=_Neutral(values))
 
 
 @cache
 def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """Returns the accepted values of each `neutral` field of `model`."""
+    """Returns the valid values of each `neutral` field of `model`."""
     extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
     return {
         name: extra.values
@@ -183,7 +199,9 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def used_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the other fields of `model`, by their names in requests."""
+    """Returns the fields of `model` that are not `neutral`, by their names in
+    requests.
+    """
     return frozenset(_fields(model)) - neutral_fields(model).keys()
 
 
@@ -196,8 +214,8 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
     """Returns the fields of `model` that change nothing, by their names in requests.
 
-    These are the fields that its dumps exclude. Their values are not kept, and in a
-    large body they are not decoded.
+    Such a field is declared with exclude=True. Its value is not stored, and it is not
+    decoded if the body is large.
     """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 
@@ -206,15 +224,15 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
     """Returns the JSON object in a request body, without validation.
 
     Args:
-        unread: Members whose value does not matter: objects and lists are empty in the
-            result.
+        unread: Members that no code reads. If the body is large, their objects and
+            lists are not decoded, and are empty in the result.
 
     Raises:
         InvalidRequest: The body is not a JSON object.
     """
-    # Python's garbage collector would traverse millions of new lists repeatedly.
-    # Decoding 10 MB of them would take four times as long, and it blocks the event
-    # loop.
+    # While millions of lists are created, Python's garbage collector would traverse
+    # them repeatedly. Decoding 10 MB of lists, which blocks the event loop, would take
+    # four times as long.
     pauses_gc = len(raw) >= _LARGE_BYTES and gc.isenabled()
     if pauses_gc:
         gc.disable()
@@ -236,6 +254,7 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
 
 
 def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
+    """Decodes a body, except for the objects and lists of its `unread` members."""
     members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | msgspec.Raw)
     if not isinstance(members, dict):
         return exact_json.decode(raw)
@@ -243,7 +262,7 @@ def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
     for name, value in members.items():
         text = bytes(value)
         if name in unread and text[:1] in _EMPTY:
-            check_utf8(text)  # the text is not decoded
+            check_utf8(text)  # nothing else checks a text that is not decoded
             body[name] = _EMPTY[text[:1]]()
         else:
             body[name] = exact_json.decode(text)
@@ -251,7 +270,9 @@ def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
 
 
 def _other_endpoint_hint(model: type[Strict], name: str) -> str | None:
-    """Returns a hint for a field that other endpoints have, but not that of `model`."""
+    """Returns a hint about an unknown field if an endpoint other than that of `model`
+    has a field with this name.
+    """
     path = model.endpoint
     synonyms = {name}.union(*(names for names in _SYNONYMS if name in names)) - {name}
     names_here = sorted(synonyms & used_fields(model))
@@ -262,21 +283,22 @@ def _other_endpoint_hint(model: type[Strict], name: str) -> str | None:
     )
     if not path or not endpoints:
         return None
-    owners = " and ".join(endpoints)
-    return f"is not a parameter of {path} but of {owners}; leave it out"
+    other_paths = " and ".join(endpoints)
+    return f"is not a parameter of {path} but of {other_paths}; leave it out"
 
 
 def validate(model: type[Model], body: Any) -> Model:
     """Returns an instance of `model`.
 
     Raises:
-        InvalidRequest: The message has the field, its value and what it must be.
+        InvalidRequest: A field is wrong. The message has its name, its value and the
+            requirement.
     """
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
-        # A value may fail for each of several types. The deepest error is most
-        # specific.
+        # If a field has several types, there is an error for each type. The error with
+        # the longest path is the most specific one.
         deepest = max(
             error.errors(include_url=False), key=lambda item: len(item["loc"])
         )
@@ -286,11 +308,11 @@ def validate(model: type[Model], body: Any) -> Model:
 
 
 def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidRequest:
-    """Converts the error of pydantic for one member to an InvalidRequest."""
+    """Converts pydantic's error about one member to an InvalidRequest."""
     path = ""
     value = body
     must_be = model.must_be
-    shapes = [model]  # classes that the value may have
+    shapes = [model]  # classes that are allowed for the value
     for part in item["loc"]:
         if isinstance(part, int):
             path = f"{path}[{part}]"
@@ -302,7 +324,7 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
                 None,
             )
             if field is None:
-                continue  # pydantic's name of one of several types
+                continue  # not a field: pydantic's name for one of several types
             path = f"{path}.{part}".lstrip(".")
             value = value.get(part)
             must_be = field.description or "left out"
@@ -321,7 +343,11 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
 
 
 def _shapes(kind: Any) -> Iterator[type[Strict]]:
-    """Yields the classes of the objects in a value of this type."""
+    """Yields the classes that are allowed for the objects in a value.
+
+    Args:
+        kind: The field or the type of the value.
+    """
     match kind:
         case FieldInfo():
             inner: tuple[Any, ...] = (kind.annotation, *kind.metadata)
@@ -337,17 +363,23 @@ def _shapes(kind: Any) -> Iterator[type[Strict]]:
 
 
 def fault(name: str, problem: str) -> PydanticCustomError:
-    """Returns the error that a validator of a class raises for the member `name`.
+    """Returns the error that a validator of a Strict class raises about a member.
+
+    `validate` converts the error to an InvalidRequest.
 
     Args:
-        problem: It continues the message after the name.
+        problem: The rest of the message, after the name of the member.
     """
     return PydanticCustomError(_FAULT, "{problem}", {"name": name, "problem": problem})
 
 
 def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
-    """Returns the error for a value of `field`, a name or path such as
-    tools[0].type.
+    """Returns the error about a wrong value.
+
+    Args:
+        field: Path of the member, such as tools[0].type.
+        value: The wrong value; None if the member is missing.
+        must_be: The requirement, which continues the message after "it must be".
     """
     is_missing = value is None and not field.endswith("]")
     given = "missing" if is_missing else short_repr(value)
@@ -355,5 +387,9 @@ def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
 
 
 def refuse(field: str, problem: str) -> NoReturn:
-    """Raises InvalidRequest. `problem` continues the message after the field's name."""
+    """Raises InvalidRequest about a field.
+
+    Args:
+        problem: The rest of the message, after the name of the field.
+    """
     raise InvalidRequest(f"`{field}` {problem}.", param=field)

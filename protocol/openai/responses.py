@@ -1,6 +1,6 @@
-"""The JSON of responses, streamed and complete.
+"""Writes the JSON of responses, streamed and complete.
 
-This path does not use pydantic.
+For speed, responses are encoded by msgspec and not validated by pydantic.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,9 @@ class TokenText(msgspec.Struct, frozen=True):
     """The text of a token in a response.
 
     Attributes:
-        text: It identifies one token, so that objects can be keyed by it.
-        raw: The bytes of the token, which may be a part of a character.
+        text: The text that represents the token. Different tokens have different texts,
+            so a text can be the key of a JSON object.
+        raw: The bytes of the token, which may be only a part of a character.
     """
 
     text: str
@@ -33,10 +34,10 @@ class TokenReport(msgspec.Struct, frozen=True):
     """One token of an answer, or of an echoed prompt, with its log-probabilities.
 
     Attributes:
-        logprob: None for the first token of a prompt, which nothing predicts.
-        top: The most likely tokens, in descending order.
-        offset: Characters of the answer before the token.
-        is_of_text: False for a token of the reasoning or of its tags.
+        logprob: None for the first token of a prompt, because no token precedes it.
+        top: The most likely tokens with their log-probabilities, in descending order.
+        offset: Number of characters of the answer before the token.
+        is_of_text: False for a token of the reasoning or of the tags around it.
     """
 
     token: TokenText
@@ -50,13 +51,17 @@ class ChoicePiece(msgspec.Struct):
     """The part of one choice that one or more new tokens add.
 
     Attributes:
-        finish_reason: "stop", "length" or "abort", on the last piece.
-        stop_reason: The stop string, or the stop token of the client, that ended it.
-        first: Whether it is the first piece of the choice.
-        prompt_token_ids: On the first piece, if the request asks for them.
-        prompt_logprobs: On the first piece, if the request asks for them.
-        reasoning: Precedes `text`, which does not contain it.
-        tool_calls: Parts of calls; `text` does not contain their text.
+        index: Index of the choice in the response.
+        logprobs: One per token, if the request needs logprobs.
+        finish_reason: Why the choice ended ("stop", "length", "tool_calls" or "abort");
+            only set on the last piece.
+        stop_reason: The client's stop string or stop token that ended the choice.
+        first: Whether this is the first piece of the choice.
+        prompt_token_ids: Only set on the first piece, if the request needs the ids.
+        prompt_logprobs: Only set on the first piece, if the request needs them.
+        reasoning: Reasoning that precedes `text`; `text` does not include the
+            reasoning.
+        tool_calls: Parts of tool calls; `text` does not include these parts.
     """
 
     index: int
@@ -76,7 +81,7 @@ class ChoicePiece(msgspec.Struct):
         return bool(self.text or self.reasoning or self.tool_calls)
 
     def extend(self, other: "ChoicePiece") -> None:
-        """Appends the piece that follows this one."""
+        """Appends the next piece of the choice to this piece."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.token_ids += other.token_ids
@@ -88,7 +93,7 @@ class ChoicePiece(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a whole request, summed over its prompts."""
+    """Token counts of a request, summed over its prompts and choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -98,7 +103,12 @@ class Usage(msgspec.Struct):
     def to_openai(
         self, input_name: str = "prompt", output_name: str = "completion"
     ) -> dict[str, Any]:
-        """Returns the usage object, with an endpoint's names of input and output."""
+        """Returns the usage object of a response.
+
+        Args:
+            input_name: The word for the prompt in the endpoint's member names.
+            output_name: The word for the answer in the endpoint's member names.
+        """
         return {
             f"{input_name}_tokens": self.prompt_tokens,
             f"{output_name}_tokens": self.completion_tokens,
@@ -110,17 +120,17 @@ class Usage(msgspec.Struct):
         }
 
     def baton_kv(self, leg: str = "") -> dict[str, int]:
-        """Returns the prompt tokens by the source of their KV.
+        """Returns the number of prompt tokens by the source of their KV.
 
         Args:
-            leg: "prefill_" for the prefill leg.
+            leg: Empty for this server, "prefill_" for the prefill leg.
         """
         names = ("transferred", "recomputed", "skipped")
         return {name: getattr(self.kv, leg + name) for name in names}
 
 
 def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
-    """Returns the sum over several prompts."""
+    """Returns the sum of the usages of several prompts."""
     names = KVUsage.__struct_fields__
     return KVUsage(
         **{name: sum(getattr(usage, name) for usage in usages) for name in names}
@@ -129,7 +139,7 @@ def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
 
 def kv_header(usage: Usage, leg: str = "") -> str:
     """Returns the value of the response header `x-baton-kv`, or of
-    `x-baton-kv-prefill`.
+    `x-baton-kv-prefill` if `leg` is "prefill_".
     """
     return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv(leg).items())
 
@@ -138,18 +148,24 @@ class ResponseWriter:
     """Writes the response to one request. Subclasses implement the endpoints' formats.
 
     Args:
-        response_id: A unique id. The `id` of the response is made from it, unless the
-            request sets one.
-        created: Seconds since 1970.
-        fingerprint: Hash of the model and this version; the results of a seed depend on
-            it.
+        response_id: A unique id. The `id` of the response is `id_prefix` and this id,
+            unless the request sets a `request_id`.
+        created: Time at which the response began, in seconds since 1970.
+        fingerprint: See system_fingerprint in protocol/version.py.
+
+    Class attributes:
+        id_prefix: Prefix of the `id` of responses.
+        has_prompt_ids_in_choices: Whether each choice has the `prompt_token_ids`.
+        full_object: The member `object` of a complete response.
+        chunk_object: The member `object` of an event.
+        end: The bytes that end a stream.
     """
 
     id_prefix: ClassVar[str]
     has_prompt_ids_in_choices: ClassVar[bool] = True
     full_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    end: ClassVar[bytes] = sse.DONE  # the end of a stream
+    end: ClassVar[bytes] = sse.DONE
 
     def __init__(
         self,
@@ -178,18 +194,19 @@ class ResponseWriter:
         raise NotImplementedError
 
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
-        """Splits a piece into those that are sent as separate events."""
+        """Splits a piece into the pieces that are sent as separate events."""
         return [piece]
 
     def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
-        """Returns the members about the prompt that an event has besides `choices`."""
+        """Returns the members about the prompt that an event has next to `choices`."""
         return {}
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """Returns the events for one piece of one choice.
 
         Args:
-            usage: The usage so far, if the client wants it in every chunk.
+            usage: The usage so far; None unless the client requested a usage in every
+                chunk.
         """
         tail = (
             {"usage": usage and usage.to_openai()}
@@ -201,9 +218,10 @@ class ResponseWriter:
     def last_chunk(
         self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the events for the piece that finishes the last choice.
+        """Returns the events for the last piece of the last choice.
 
-        The last event has `baton_kv`.
+        Args:
+            extra: Additional members of the last event, which also has `baton_kv`.
         """
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._request.include_usage:
@@ -218,15 +236,19 @@ class ResponseWriter:
         return sse.error_event(error)
 
     def take(self, piece: ChoicePiece) -> None:
-        """Processes the next piece of a response that is not streamed."""
+        """Receives the next piece of a response that is not streamed.
+
+        Subclasses override this method if `full` needs the single pieces.
+        """
 
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the complete response body; `take` has processed the pieces.
+        """Returns the complete response body. `take` has received all pieces before.
 
         Args:
-            pieces: One per choice; the pieces of a choice have been joined.
+            pieces: One per choice: all pieces of the choice, joined.
+            extra: Additional members of the body.
         """
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
@@ -254,7 +276,10 @@ class ResponseWriter:
     def _with_extras(
         self, choice: dict[str, Any], piece: ChoicePiece
     ) -> dict[str, Any]:
-        """Adds members that OpenAI's API lacks, if they apply or were requested."""
+        """Adds `stop_reason` and token ids, which OpenAI's API lacks, to a choice.
+
+        Token ids are added only if the client requested them.
+        """
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         if self._request.return_token_ids:
@@ -285,7 +310,8 @@ class ChatWriter(ResponseWriter):
     id_prefix = "chatcmpl-"
     full_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    has_prompt_ids_in_choices = False  # all choices share one prompt
+    # All choices share one prompt, so `prompt_token_ids` stands next to `choices`.
+    has_prompt_ids_in_choices = False
     _is_prompt_written = False
 
     def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
@@ -310,8 +336,8 @@ class ChatWriter(ResponseWriter):
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
         """Splits a piece into reasoning, text, each tool call, and the end.
 
-        OpenAI sends them separately, and some clients expect only one of them in a
-        chunk.
+        OpenAI sends these parts in separate events, and some clients expect only one of
+        the parts in an event.
         """
         has_reasoning_and_text = bool(piece.reasoning and piece.text)
         if not (piece.tool_calls or piece.finish_reason or has_reasoning_and_text):
@@ -357,9 +383,7 @@ class ChatWriter(ResponseWriter):
 
 
 def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
-    """Returns the `logprobs` of a completion: parallel lists with one entry per
-    token.
-    """
+    """Returns the `logprobs` of a completion: four lists with one entry per token."""
     return {
         "tokens": [report.token.text for report in reports],
         "token_logprobs": [report.logprob for report in reports],
@@ -369,8 +393,9 @@ def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
 
 
 def _by_text(report: TokenReport) -> dict[str, float] | None:
-    """Returns the top logprobs by text. OpenAI's API always includes the token
-    itself.
+    """Returns the top logprobs by the texts of the tokens.
+
+    Like in OpenAI's API, the sampled token is always included.
     """
     if report.logprob is None:
         return None
@@ -399,8 +424,9 @@ def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, 
     """Returns an entry of /v1/models.
 
     Args:
-        max_model_len: Length of the context in tokens; None until the engine reports
-            it.
+        created: Seconds since 1970.
+        max_model_len: Length of the context in tokens; None until the engine has
+            reported this length.
     """
     about = {"object": "model", "created": created, "owned_by": "baton"}
     origin = {"root": name, "parent": None}  # there are no adapters

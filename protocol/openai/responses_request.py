@@ -1,7 +1,7 @@
-"""The request body of /v1/responses: text and tools. It is served as a chat.
+"""The request body of /v1/responses. The request is converted to a chat request.
 
-Responses are not stored, so an earlier response cannot be continued. The client sends
-the whole conversation.
+The server does not store responses, so `previous_response_id` is not supported. The
+client must send the whole conversation with each request.
 """
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -31,7 +31,7 @@ from protocol.openai.structured import (
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
 LOGPROBS = "message.output_text.logprobs"  # a value of `include`
-# The fields with the same meaning in a chat.
+# The fields that a chat request takes over unchanged.
 _CHAT_FIELDS = {
     "chat_template_kwargs",
     "parallel_tool_calls",
@@ -82,7 +82,7 @@ class InputItem(Strict):
     arguments: Text = None
     output: Parts = Field("", description="a string or a list of text parts")
     summary_: Parts = Field("", alias="summary", description="a list of text parts")
-    # Members of an earlier response that clients send back. They are ignored.
+    # Members of earlier responses that clients send back. They are ignored.
     id: Any = None
     status: Any = None
     phase: Any = None
@@ -98,7 +98,9 @@ class InputItem(Strict):
 
 
 class TextFormat(SchemaMembers):
-    """The `response_format` of chats, with the schema's members in the same object."""
+    """The `response_format` of chats, with the members of `json_schema` in the same
+    object.
+    """
 
     type: FormatType
     name: Text = None
@@ -112,7 +114,7 @@ class TextFormat(SchemaMembers):
         if self.type == "json_object":
             allowed.add("schema_")
         if not has_schema and not self.model_fields_set <= allowed:
-            raise ValueError("members of a schema")
+            raise ValueError("members of a schema need the type json_schema")
         return self
 
 
@@ -128,8 +130,8 @@ class TextOptions(Strict):
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
     """Converts the input to messages of a chat.
 
-    Consecutive reasoning, text and calls of the assistant become one message. The
-    content of a message without text is null, as in the chat API.
+    Consecutive reasoning, text and tool calls of the assistant become one message. If
+    this message has no text, its content is null, as in the chat API.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -156,7 +158,7 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             )
         elif item.type == "reasoning":
             thought = item.content or item.summary_
-            if thought:  # else the reasoning is encrypted
+            if thought:  # an item without text has only encrypted reasoning
                 messages.append(
                     {"role": "assistant", "content": None, "reasoning_content": thought}
                 )
@@ -165,13 +167,14 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             and turn
             and ("tool_calls" in turn or not turn["content"])
         ):
-            # Some clients send the calls before the text. No message may stand between
-            # a call and its output.
+            # Some clients send the tool calls of a turn before its text. The text joins
+            # the message with the calls, because no message may stand between a call
+            # and its output.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
     if not messages:
-        raise ValueError("reasoning without a text is no conversation")
+        raise ValueError("the input has no message, only reasoning without a text")
     return messages
 
 
@@ -181,7 +184,7 @@ class NamedFunction(Strict):
 
 
 class FunctionTool(Function, NamedFunction):
-    """A tool of chats, with the function's members in the same object."""
+    """A tool of chats, with the members of `function` in the same object."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -193,11 +196,12 @@ class ReasoningOptions(Strict):
 
 
 class ResponsesStreamOptions(Strict):
-    include_obfuscation: Switch = False  # no answer has any
+    include_obfuscation: Switch = False  # accepted, but responses are not obfuscated
     include_usage: Any = neutral(True, False)  # the last event always has the usage
 
 
-# Reasoning is plain text here, so "reasoning.encrypted_content" changes nothing.
+# Responses contain the reasoning as plain text, so "reasoning.encrypted_content"
+# changes nothing.
 Included = Annotated[
     Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
     Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
@@ -241,10 +245,10 @@ class ResponsesRequest(ShapingFields, CommonFields):
     )
     metadata: _Metadata = Field(
         default_factory=dict,
-        description="an object of at most 16 strings of at most 512 characters, whose "
-        "names have at most 64; it comes back with the response",
+        description="an object of at most 16 strings of at most 512 characters, with "
+        "names of at most 64 characters; the response repeats it",
     )
-    client_metadata: Any = UNREAD  # of Codex
+    client_metadata: Any = UNREAD  # sent by Codex
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
         [], description=f'a list of "{LOGPROBS}" and "reasoning.encrypted_content"'
     )
@@ -271,7 +275,11 @@ class ResponsesRequest(ShapingFields, CommonFields):
 
 
 class ResponsesChat(ChatRequest):
-    """The chat as which a request to /v1/responses is served."""
+    """The chat request to which a request to /v1/responses is converted.
+
+    Attributes:
+        original: The request to /v1/responses.
+    """
 
     endpoint = "/v1/responses"
     prompt_field = "input"
@@ -281,20 +289,20 @@ class ResponsesChat(ChatRequest):
     function_path = ""
     format_paths = ("text.format", "text.format")
 
-    asked: ResponsesRequest
+    original: ResponsesRequest
 
     @property
     def drops_oldest_messages(self) -> bool:
-        return self.asked.truncation == "auto"
+        return self.original.truncation == "auto"
 
     def without_prompt_fields(self) -> Self:
         chat = super().without_prompt_fields()
-        original = self.asked.model_copy(update={"input": []})
-        return chat.model_copy(update={"asked": original})
+        original = self.original.model_copy(update={"input": []})
+        return chat.model_copy(update={"original": original})
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the form in chats, in which all members but `type` are within `name`."""
+    """Moves all members except `type` into a member `name`, as chats have them."""
     return {"type": flat["type"], name: {k: v for k, v in flat.items() if k != "type"}}
 
 
@@ -302,7 +310,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses and converts it to a chat.
 
     Raises:
-        InvalidRequest: The message names the field.
+        InvalidRequest: A field is wrong. The message has its name.
     """
     request = validate(ResponsesRequest, body)
     system_messages = []
@@ -313,7 +321,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     if form and form["type"] == "json_schema":
         form = _nested(form, "json_schema")
     chat = {
-        "asked": request,
+        "original": request,
         "messages": [*system_messages, *request.input],
         "max_completion_tokens": request.max_output_tokens,
         "reasoning_effort": request.reasoning.effort,

@@ -1,12 +1,13 @@
-"""The response to /v1/responses: an object, or the events of a stream.
+"""Writes the response to /v1/responses: an object, or the events of a stream.
 
 The events of a stream are: created, in_progress, the events of each item, and completed
-or incomplete. A failed stream ends in error and failed.
+or incomplete. A failed stream ends with the events error and failed.
 
 An item is the model's reasoning, a message or a tool call. The events of a message are
 output_item.added, content_part.added, output_text.delta (several), output_text.done,
-content_part.done and output_item.done. Reasoning has reasoning_text instead of
-output_text. A call has function_call_arguments, and no content parts.
+content_part.done and output_item.done. The events of reasoning are the same, with
+reasoning_text instead of output_text. A tool call has function_call_arguments instead
+of output_text, and no content_part events.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from protocol.openai.tools import ToolCallPiece
 
 _encode = msgspec.json.Encoder().encode
 
-# The prefix of the id and the name of the text, for each kind of item.
+# For each kind of item, the prefix of its id and the name of its text in events.
 _MESSAGE = "message"
 _REASONING = "reasoning"
 _CALL = "function_call"
@@ -41,20 +42,27 @@ _KINDS: Final = {
 
 
 class _Item:
-    """An item that is being written."""
+    """An item that is being written.
+
+    Args:
+        kind: A key of _KINDS.
+        index: Index of the item in the `output` of the response.
+        call: The first piece of a tool call; None for other kinds.
+    """
 
     def __init__(
-        self, kind: str, response_id: str, at: int, call: ToolCallPiece | None
+        self, kind: str, response_id: str, index: int, call: ToolCallPiece | None
     ) -> None:
         prefix, self.text_kind = _KINDS[kind]
         self.kind = kind
         self.call = call
         self.text = ""
-        self.id = f"{prefix}{response_id}" + (f"_{at}" if at else "")
-        self.place: dict[str, Any] = {"item_id": self.id, "output_index": at}
+        self.id = f"{prefix}{response_id}" + (f"_{index}" if index else "")
+        # The members by which an event refers to the item.
+        self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if kind != _CALL:
-            self.place["content_index"] = 0
-        # One encoded entry per token. The entries of events lack the bytes of tokens.
+            self.position["content_index"] = 0
+        # One encoded entry per token. Entries in events lack the bytes of the token.
         self._logprobs: list[bytes] = []
         self._event_logprobs: list[bytes] = []
 
@@ -65,8 +73,9 @@ class _Item:
             self._event_logprobs.append(_encode(_without_bytes(entry)))
 
     def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
-        """Returns the logprobs for an event of a message, beginning at token
-        `begin`.
+        """Returns the member `logprobs` of a message's event, from token `begin` on.
+
+        An item that is not a message has no such member.
         """
         if self.kind != _MESSAGE:
             return {}
@@ -115,7 +124,7 @@ class ResponsesWriter(ResponseWriter):
     """Writes the response to one request to /v1/responses."""
 
     id_prefix = "resp_"
-    end: ClassVar[bytes] = b""  # the last event marks the end
+    end: ClassVar[bytes] = b""  # nothing follows the last event
 
     def __init__(
         self,
@@ -126,11 +135,12 @@ class ResponsesWriter(ResponseWriter):
     ) -> None:
         super().__init__(response_id, created, request)
         self._id = response_id
-        self._original_request = request.asked
+        self._original_request = request.original
         self._item: _Item | None = None  # the item that is being written
         self._output: list[dict[str, Any]] = []  # the completed items
         self._num_events = 0
-        # Tokens whose text has not arrived. It may belong to a message or to a call.
+        # Logprobs of tokens with a text that is still held back. The text may turn out
+        # to be message text or a tool call.
         self._pending: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
@@ -147,18 +157,20 @@ class ResponsesWriter(ResponseWriter):
     def last_chunk(
         self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the events of the last piece. The last event has the whole
+        """Returns the events of the last piece. The last event has the complete
         response.
         """
-        before = self.chunk(piece)
+        events = self.chunk(piece)
         status = _status(piece)
-        before += b"".join(self._end(piece))
-        whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
-        return before + self._event(status, response=whole)
+        events += b"".join(self._end(piece))
+        response = self._response(status, usage)
+        response = {**response, "baton_kv": usage.baton_kv(), **extra}
+        return events + self._event(status, response=response)
 
     def error(self, error: BatonError) -> bytes:
-        """Returns an `error` event and a `failed` event; clients expect either of
-        them.
+        """Returns an `error` event and a `failed` event.
+
+        Some clients handle only one of the two events.
         """
         event = sse.error_event(error, self._num_events)
         self._num_events += 1
@@ -167,7 +179,8 @@ class ResponsesWriter(ResponseWriter):
         return event + self._event("failed", response=failed)
 
     def take(self, piece: ChoicePiece) -> None:
-        # Joined pieces lose the order of their parts, so each is processed here.
+        # The joined pieces that `full` receives have lost the order of their parts.
+        # Therefore each piece is written here; its events are dropped.
         _ = [*self._write(piece)]
 
     def full(
@@ -178,8 +191,9 @@ class ResponsesWriter(ResponseWriter):
         return _encode({**self._response(status, usage), **extra})
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
+        """Adds a piece to the items, and yields its events."""
         if piece.reasoning:
-            self._pending.clear()  # they spell blanks before the reasoning
+            self._pending.clear()  # these tokens are blanks before the reasoning
             yield from self._add(_REASONING, piece.reasoning)
         self._pending += (
             report for report in piece.logprobs or () if report.is_of_text
@@ -193,6 +207,10 @@ class ResponsesWriter(ResponseWriter):
     def _add(
         self, kind: str, text: str, call: ToolCallPiece | None = None
     ) -> Iterator[bytes]:
+        """Adds text to the current item, or to a new item if the kind differs.
+
+        Yields the events of the change.
+        """
         begins_call = call is not None and call.name is not None
         if self._item is None or self._item.kind != kind or begins_call:
             yield from self._close("completed")
@@ -204,7 +222,8 @@ class ResponsesWriter(ResponseWriter):
                 item=item.to_json("in_progress"),
             )
             if kind != _CALL:
-                yield self._event("content_part.added", **item.place, part=item.part())
+                part = item.part()
+                yield self._event("content_part.added", **item.position, part=part)
         item = self._item
         item.text += text
         begin = item.num_logprobs
@@ -213,16 +232,16 @@ class ResponsesWriter(ResponseWriter):
         if text:
             yield self._event(
                 f"{item.text_kind}.delta",
-                **item.place,
+                **item.position,
                 delta=text,
                 **item.event_logprobs(begin),
             )
 
     def _forget_before(self, text: str) -> None:
-        """Drops the pending tokens before those that spell `text`, the item's
-        beginning.
+        """Drops the pending tokens before the tokens of `text`.
 
-        They spell blanks, or the end of a call.
+        `text` is the beginning of a new item. The dropped tokens are blanks, or the end
+        of a tool call.
         """
         pending_bytes = b"".join(report.token.raw for report in self._pending)
         begin = pending_bytes.rfind(text.encode())
@@ -231,19 +250,22 @@ class ResponsesWriter(ResponseWriter):
         self._pending = [report for report, end in pairs if end > begin]
 
     def _take_pending(self, item: _Item) -> None:
+        """Moves the pending logprobs to the item."""
         item.add_logprobs(self._pending)
         self._pending.clear()
 
     def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
-        """Closes the last item. A response has at least one item.
+        """Closes the last item, and yields the events of that.
 
-        A call that lacks a part of its arguments is incomplete, for whatever reason the
-        response ended.
+        If there is no item, an empty message is added first, because a response has at
+        least one item. A tool call without its complete arguments gets the status
+        "incomplete", even if the response is complete.
         """
         if self._item is None:
             yield from self._add(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
-            self._take_pending(self._item)  # such as the end-of-sequence token
+            # The pending tokens have no text, such as the end-of-sequence token.
+            self._take_pending(self._item)
         is_cut = (
             self._item is not None
             and self._item.kind == _CALL
@@ -252,27 +274,31 @@ class ResponsesWriter(ResponseWriter):
         yield from self._close("incomplete" if is_cut else _status(piece))
 
     def _close(self, status: str) -> Iterator[bytes]:
+        """Moves the current item, if any, to the output, and yields its last events."""
         item = self._item
         self._item = None
         if item is None:
             return
         text_name = "arguments" if item.kind == _CALL else "text"
         members: dict[str, Any] = {text_name: item.text, **item.event_logprobs()}
-        yield self._event(f"{item.text_kind}.done", **item.place, **members)
+        yield self._event(f"{item.text_kind}.done", **item.position, **members)
         if item.kind != _CALL:
-            yield self._event("content_part.done", **item.place, part=item.part())
-        shown = item.to_json(status)
-        at = len(self._output)
-        yield self._event("output_item.done", output_index=at, item=shown)
-        self._output.append(shown)
+            part = item.part()
+            yield self._event("content_part.done", **item.position, part=part)
+        item_json = item.to_json(status)
+        index = len(self._output)
+        yield self._event("output_item.done", output_index=index, item=item_json)
+        self._output.append(item_json)
 
     def _event(self, kind: str, **members: Any) -> bytes:
+        """Returns an event, and counts it for the sequence numbers."""
         name = f"response.{kind}"
         event = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+        """Returns the response object with the items that are completed so far."""
         original = self._original_request
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice = original.tool_choice

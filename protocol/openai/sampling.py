@@ -1,9 +1,9 @@
 """The fields that /v1/completions and /v1/chat/completions share.
 
-They set limits, sampling, stop conditions and streaming. The smaller one of
-`max_tokens` and `max_completion_tokens` counts. Every 64-bit seed, positive or
-negative, identifies a reproducible sequence of samples. Without a seed the server
-chooses one at random.
+The fields set limits, sampling, stop conditions and streaming. If a request has both
+`max_tokens` and `max_completion_tokens`, the smaller value counts. Every 64-bit seed,
+positive or negative, identifies a reproducible sequence of samples. If a request has no
+seed, the server chooses a random seed.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -25,22 +25,22 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-GREEDY_BELOW = 1e-5  # a lower temperature would overflow float32, and is greedy anyway
+# Sampling is greedy if the temperature is below this value. Logits divided by such a
+# temperature could overflow float32, and the samples would be greedy anyway.
+GREEDY_BELOW = 1e-5
 MAX_INT31 = 2**31 - 1
-MIN_TOP_P = (
-    1e-9  # takes the place of a `top_p` of 0: only the most likely token remains
-)
+MIN_TOP_P = 1e-9  # replaces a `top_p` of 0, so that only the most likely token remains
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
-    """Returns a field for an integer within these bounds."""
+    """Returns a field for an integer from `low` to `high`."""
     return Field(
         default, ge=low, le=high, description=f"an integer from {low} to {high}"
     )
 
 
 def _listed(item: Any, min_length: int, max_length: int) -> Read:
-    """Returns a field for a list, which is kept as a tuple."""
+    """Returns the annotation of a field with a list, which is stored as a tuple."""
     size = Field(fail_fast=True, min_length=min_length, max_length=max_length)
     return Read(Annotated[list[item], size], tuple)
 
@@ -48,7 +48,7 @@ def _listed(item: Any, min_length: int, max_length: int) -> Read:
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
-# JSON has no keys other than strings.
+# A token id as the key of a JSON object, which must be a string.
 _TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _ListedBiases = Field(
@@ -63,7 +63,7 @@ AnswerId = Annotated[
     str | None,
     Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
 ]
-# Fields that OpenAI's servers use. Here no response depends on them.
+# Fields that only OpenAI's servers use. No response of Baton depends on these fields.
 UnreadText = Annotated[
     str | None, Field(description="a string; it changes nothing here")
 ]
@@ -125,10 +125,10 @@ Biases = Annotated[
 class StreamOptions(Strict):
     include_usage: Switch = False
     continuous_usage_stats: Switch = False
-    include_obfuscation: Switch = False  # responses never have it
+    include_obfuscation: Switch = False  # accepted, but responses are not obfuscated
 
     @model_validator(mode="after")
-    def _shows_usage_where_it_is_included(self) -> Self:
+    def _includes_usage_if_continuous(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
             raise fault(
                 "continuous_usage_stats", "is true; it needs `include_usage`: true."
@@ -137,7 +137,9 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """The fields whose default may come from the model's generation_config.json."""
+    """The fields with defaults that may come from the model's
+    generation_config.json.
+    """
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -154,7 +156,7 @@ class SamplingFields(Strict):
 
 
 class ShapingFields(SamplingFields):
-    """The fields of all generating endpoints that affect the tokens of an answer."""
+    """The fields of all generating endpoints that affect the content of an answer."""
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -169,15 +171,16 @@ class ShapingFields(SamplingFields):
 
 
 class GenerationConfig(SamplingFields):
-    """The values of generation_config.json; `model_fields_set` has those in the
-    file.
+    """The values of generation_config.json.
+
+    `model_fields_set` has the names of the values that the file contains.
     """
 
     max_new_tokens: int | None = integer(None, 1, MAX_INT31)
 
 
 class CommonFields(Strict):
-    """The fields that all generating endpoints share."""
+    """The fields that all generating endpoints share, except for ShapingFields."""
 
     model: ModelName = ""
     request_id: AnswerId = None
@@ -208,8 +211,10 @@ class CommonFields(Strict):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether this is a prefill leg, in which the client's own limits are
-        unknown.
+        """Whether this is a prefill leg.
+
+        A proxy changes fields of a prefill leg, such as the limit of tokens. Therefore
+        fields that contradict each other are valid in a prefill leg.
         """
         params = self.kv_transfer_params
         return isinstance(params, dict) and params.get("do_remote_decode") is True
@@ -223,11 +228,12 @@ class CommonFields(Strict):
 class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     """The fields that completions and chats share."""
 
-    # For error messages: the fields with the prompt, the limit and the logprobs.
+    # Names of the fields with the prompt, the limit of tokens and the logprobs, for
+    # error messages.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
-    # Whether the end of a stream does not repeat the logprobs.
+    # False if events at the end of a stream repeat the logprobs of earlier events.
     streams_logprobs_once: ClassVar[bool] = True
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -264,7 +270,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk of a stream must have the usage so far."""
         return self.include_usage and self.stream_options.continuous_usage_stats
 
     @property
@@ -273,17 +279,17 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response includes the logprobs of its tokens."""
+        """Whether the client requested the logprobs of the answer's tokens."""
         return self.num_logprobs is not None
 
     @property
     def wants_echo(self) -> bool:
-        """Whether the text of the response begins with the prompt."""
+        """Whether the text of the response must begin with the prompt."""
         return bool(self.echo) and not self.is_prefill
 
     @property
     def num_candidates(self) -> int:
-        """Number of continuations to generate per prompt; the best `n` are returned."""
+        """Number of choices to generate per prompt; the best `n` are returned."""
         return self.best_of or self.n
 
     @property
@@ -299,7 +305,10 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def drops_oldest_messages(self) -> bool:
-        """Whether a too long prompt loses its oldest messages instead of tokens."""
+        """Whether a prompt that is too long loses its oldest messages.
+
+        Otherwise it loses its first tokens.
+        """
         return False
 
     def max_prompt_tokens(self, max_model_len: int) -> int | None:
@@ -320,16 +329,17 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def limit_field(self) -> str:
-        """The field that contains `token_limit`, for error messages."""
+        """Name of the field with the `token_limit`, for error messages."""
         if self.max_tokens is not None and self.max_tokens == self.token_limit:
             return "max_tokens"
         return self.usual_limit
 
     def without_prompt_fields(self) -> Self:
-        """Returns this request without the fields that only its prompts need.
+        """Returns this request without the fields that are only needed to build its
+        prompts.
 
-        A response may take minutes, and the prompts' objects take much more memory than
-        their text.
+        This frees memory while the response is generated, which may take minutes.
+        Parsed prompts take much more memory than their text.
         """
         return self
 
@@ -342,7 +352,10 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         )
 
     def check(self) -> None:
-        """Checks the body. A subclass calls this method first."""
+        """Raises InvalidRequest if fields contradict each other.
+
+        A subclass calls this method before its own checks.
+        """
         super().check()
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
@@ -361,7 +374,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         """Returns the engine's sampling parameters.
 
         Args:
-            seed: The client's seed, or the one that the server has chosen.
+            seed: The seed of the client, or a random seed that the server has chosen.
         """
         shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
         is_greedy = self.temperature < GREEDY_BELOW

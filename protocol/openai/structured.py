@@ -1,10 +1,10 @@
-"""Structured output: the fields that set what the output must match.
+"""Structured output: the request fields that determine what the output must match.
 
-These are `response_format` of OpenAI's API, and `structured_outputs` (formerly
-`guided_json` and so on) of other servers of open models.
+The fields are `response_format` of OpenAI's API, `structured_outputs` (formerly
+`guided_json` and so on) of vLLM, and the corresponding fields of SGLang and llama.cpp.
 
-Only the shape is checked here. llguidance decides whether a schema or regex is usable
-(engine/text/grammar_compile.py).
+This file checks only the types of these fields. llguidance decides whether a schema or
+regex is usable (engine/text/grammar_compile.py).
 """
 
 import json
@@ -28,8 +28,12 @@ class GuidedDecoding(NamedTuple):
     field: str
 
 
-def _of_schema(schema: dict[str, Any] | str) -> Grammar:
-    """Returns the grammar of a schema. Raises ValueError if it is not an object."""
+def _schema_grammar(schema: dict[str, Any] | str) -> Grammar:
+    """Returns the grammar for a JSON schema.
+
+    Raises:
+        ValueError: The schema is not a JSON object.
+    """
     value = exact_json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("not an object")
@@ -42,7 +46,7 @@ _Choices = Annotated[
 ]
 JsonSchema = Annotated[
     Grammar | None,
-    Read(dict[str, Any] | str, _of_schema),
+    Read(dict[str, Any] | str, _schema_grammar),
     Field(description="a JSON schema, an object or its text"),
 ]
 Regex = Annotated[
@@ -52,7 +56,10 @@ Regex = Annotated[
 ]
 Choice = Annotated[
     Grammar | None,
-    Read(_Choices, lambda of: Grammar("choice", json.dumps(of, ensure_ascii=False))),
+    Read(
+        _Choices,
+        lambda texts: Grammar("choice", json.dumps(texts, ensure_ascii=False)),
+    ),
     Field(description=f"a list of 1 to {MAX_CHOICES} strings"),
 ]
 LarkGrammar = Annotated[
@@ -72,11 +79,11 @@ FormatType = Annotated[
 
 
 class SchemaMembers(Strict):
-    """A schema in OpenAI's form. It is always enforced, even if not `strict`."""
+    """A schema in OpenAI's form. The schema is enforced even if `strict` is false."""
 
     description: str | None = Field(None, description="a string")
     strict: bool | None = Field(None, description="true or false")
-    schema_: Annotated[Grammar | None, Read(dict[str, Any], _of_schema)] = Field(
+    schema_: Annotated[Grammar | None, Read(dict[str, Any], _schema_grammar)] = Field(
         None, alias="schema", description="a JSON schema, an object"
     )
 
@@ -86,16 +93,19 @@ class NamedSchema(SchemaMembers):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's form, and llama.cpp's: a schema next to `"type": "json_object"`."""
+    """The field `response_format`, in OpenAI's form or in llama.cpp's.
+
+    In llama.cpp's form, a `schema` stands next to `"type": "json_object"`.
+    """
 
     type: FormatType
     json_schema: NamedSchema | None = Field(
         None, description="an object with `name` and `schema`"
     )
-    schema_: Annotated[Grammar | None, Read(dict[str, Any], _of_schema)] = Field(
+    schema_: Annotated[Grammar | None, Read(dict[str, Any], _schema_grammar)] = Field(
         None,
         alias="schema",
-        description='a JSON schema, an object, beside "type": "json_object"',
+        description='a JSON schema, an object; it needs "type": "json_object"',
     )
 
     @model_validator(mode="after")
@@ -106,17 +116,17 @@ class ResponseFormat(Strict):
                 "is missing; it must be an object with `name` and `schema`.",
             )
         if self.type != "json_schema" and self.json_schema is not None:
-            raise fault("type", "must be json_schema beside `json_schema`.")
+            raise fault("type", "must be json_schema if there is a `json_schema`.")
         if self.type != "json_object" and self.schema_ is not None:
-            raise fault("type", "must be json_object beside `schema`.")
+            raise fault("type", "must be json_object if there is a `schema`.")
         return self
 
     def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
-        """Returns the grammar of this format.
+        """Returns the grammar of this format; None if the format is text.
 
         Args:
-            where: The field of this object, for error messages.
-            inside: The field of its `json_schema`.
+            where: Path of this object in the request, for error messages.
+            inside: Path of its `json_schema`.
         """
         if self.type == "text":
             return None
@@ -130,7 +140,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """Exactly one grammar, of any kind."""
+    """The field `structured_outputs`: exactly one grammar, of any kind."""
 
     json_: JsonSchema = Field(None, alias="json")
     regex: Regex = None
@@ -146,22 +156,23 @@ class StructuredOutputs(Strict):
 
 
 def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
-    """Returns the members that are grammars, with their fields."""
-    named = (
-        (info.alias or name, name) for name, info in type(model).model_fields.items()
-    )
-    found = ((where + alias, getattr(model, name)) for alias, name in named)
-    return [
-        GuidedDecoding(value, field)
-        for field, value in found
-        if isinstance(value, Grammar)
-    ]
+    """Returns each grammar that a field of `model` holds, with that field's path.
+
+    Args:
+        where: The prefix of the paths.
+    """
+    grammars: list[GuidedDecoding] = []
+    for name, info in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, Grammar):
+            grammars.append(GuidedDecoding(value, where + (info.alias or name)))
+    return grammars
 
 
 class StructuredFields(Strict):
-    """The fields of completions and chats that set what the output must match."""
+    """The fields of completions and chats that determine what the output must match."""
 
-    # For error messages: the fields of the format and of its schema.
+    # Paths of the format and of its schema, for error messages.
     format_paths: ClassVar = ("response_format", "response_format.json_schema")
     response_format: ResponseFormat | None = Field(
         None,
@@ -177,7 +188,7 @@ class StructuredFields(Strict):
     guided_regex: Regex = None
     guided_choice: Choice = None
     guided_grammar: LarkGrammar = None
-    # The names of SGLang and llama.cpp for the same fields.
+    # The same fields by the names that SGLang and llama.cpp use.
     json_schema: JsonSchema = None
     regex: Regex = None
     ebnf: LarkGrammar = None
@@ -185,10 +196,10 @@ class StructuredFields(Strict):
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
-        """What the output must match, if anything.
+        """The grammar that the output must match, or None.
 
         Raises:
-            InvalidRequest: Several fields set it.
+            InvalidRequest: Several fields set a grammar.
         """
         grammars: list[GuidedDecoding | None] = []
         if self.response_format:
@@ -199,12 +210,16 @@ class StructuredFields(Strict):
 
 
 def only_one(grammars: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None:
-    """Returns the only grammar. Raises InvalidRequest if there are several."""
+    """Returns the grammar that is not None, or None if there is no grammar.
+
+    Raises:
+        InvalidRequest: There are several grammars.
+    """
     present = [guided for guided in grammars if guided is not None]
     if len(present) > 1:
         refuse(
             present[1].field,
-            f"and `{present[0].field}` both say what the output must match; send one "
-            "of them",
+            f"and `{present[0].field}` both set what the output must match; send only "
+            "one of them",
         )
     return present[0] if present else None

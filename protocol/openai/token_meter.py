@@ -1,8 +1,8 @@
 """Counts the tokens of a response that the proxy passes on, for keys with token limits.
 
-The `usage` in the response counts if there is one. A stream without usage is counted by
-its frames (protocol/resume.py), which list every token. A stream without frames is
-counted by its events, which have at least one token each.
+If the response has a `usage`, its numbers are used. Otherwise the tokens in the frames
+of the stream are counted (protocol/resume.py). If the stream has no frames either, each
+event counts as one token. This is a lower bound, because an event may have more tokens.
 """
 
 import msgspec
@@ -11,7 +11,9 @@ from protocol.resume import num_tokens_of
 
 
 class _Usage(msgspec.Struct):
-    """The usage of completions and chats, or of responses."""
+    """The usage of completions and chats (the first two members), or of
+    /v1/responses.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -24,7 +26,12 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The members of a response, an event, or a response of /tokenize that are read."""
+    """The members of a response or of an event that are read.
+
+    Attributes:
+        response: The complete response in the last event of /v1/responses.
+        count: Number of tokens in a response of /tokenize.
+    """
 
     usage: _Usage | None = None
     response: _Response | None = None
@@ -40,8 +47,8 @@ class TokenMeter:
     """The token counts of one response so far.
 
     Attributes:
-        num_prompt_tokens: The number that the server has reported, or None.
-        has_begun: Whether enough of the response has arrived to know that it uses
+        num_prompt_tokens: The number that the server has reported; None before that.
+        has_begun: Whether a part of the response has shown that the request uses
             tokens.
     """
 
@@ -55,19 +62,18 @@ class TokenMeter:
         return self._num_framed or self._num_events
 
     def restart(self) -> None:
-        """Resets the counts, as another server starts the response from the
-        beginning.
+        """Resets the counts, because a different server now starts the response from
+        the beginning.
         """
         self.num_prompt_tokens: int | None = None
         self.has_begun = False
-        self._num_reported: int | None = (
-            None  # generated tokens that the server reported
-        )
-        self._num_framed = 0
+        # Number of generated tokens that the server has reported in a usage.
+        self._num_reported: int | None = None
+        self._num_framed = 0  # generated tokens in frames
         self._num_events = 0
 
     def on_whole(self, body: bytes) -> None:
-        """Reads a response that is not a stream."""
+        """Reads the usage of a response that is not a stream."""
         self._read(body)
 
     def on_frame(self, text: bytes) -> None:
@@ -76,7 +82,7 @@ class TokenMeter:
         self._num_framed += num_tokens_of(text)
 
     def on_events(self, events: bytes) -> None:
-        """Counts complete events, and reads the usage of those that have one."""
+        """Counts complete events, and reads the usage of each event with a usage."""
         self.has_begun = True
         for line in events.splitlines():
             if line.startswith(_DATA):
@@ -88,7 +94,7 @@ class TokenMeter:
         try:
             answer = _decode_answer(text)
         except (msgspec.MsgspecError, RecursionError):
-            return  # an unknown kind of response, or `[DONE]`
+            return  # `[DONE]`, or a response of an unknown kind
         self.has_begun |= answer.count is not None or bool(answer.usage)
         usage = answer.usage or (answer.response and answer.response.usage)
         if answer.count is not None:

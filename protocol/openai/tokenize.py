@@ -1,5 +1,5 @@
-"""The request bodies of /tokenize and /detokenize, which vLLM defined; OpenAI has
-neither.
+"""The request bodies of /tokenize and /detokenize. These endpoints are vLLM's; OpenAI's
+API does not have them.
 """
 
 from typing import Annotated, Any
@@ -25,8 +25,8 @@ class TokenizeRequest(PromptFields):
     messages: Messages | None = Field(
         None, description=ChatRequest.model_fields["messages"].description
     )
-    # The default is true for a text, and false for messages: their template writes
-    # them.
+    # The default is true for a `prompt`, and false for `messages`, because the chat
+    # template adds special tokens itself.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False
 
@@ -45,10 +45,11 @@ class TokenizeRequest(PromptFields):
             )
 
     def as_generation(self) -> GenerationRequest:
-        """Returns the request whose prompt must be tokenized, without its `model`."""
+        """Returns a generation request with the same prompt."""
         if self.messages is None:
             adds = self.add_special_tokens is not False
-            # Without validation, because an empty text is valid here.
+            # The request is not validated, because an empty text is valid for
+            # /tokenize, but not as a prompt.
             return CompletionRequest.model_construct(
                 prompt=self.prompt or "", add_special_tokens=adds
             )
@@ -61,10 +62,11 @@ class DetokenizeRequest(Strict):
     summary = "The text of token ids."
 
     model: ModelName = ""
-    # pydantic takes half a second for millions of ids, and blocks all streams.
+    # msgspec validates the ids. For millions of ids pydantic would take half a second,
+    # and block all streams.
     tokens: Annotated[
         Any,
-        # msgspec.ValidationError is a ValueError.
+        # pydantic expects a ValueError, and msgspec.ValidationError is a subclass.
         BeforeValidator(lambda ids: msgspec.convert(ids, list[int])),
         Field(description="a list of token ids"),
         WithJsonSchema({"type": "array", "items": {"type": "integer"}}),

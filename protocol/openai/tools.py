@@ -1,8 +1,8 @@
-"""Tools of a chat request: which ones the model may or must call, and the calls.
+"""The tools that the model may or must call, and the tool calls of an answer.
 
-A grammar over the whole answer enforces a required call (`tool_choice` "required" or a
-named tool). Under "auto" the model decides, and calls are recognised in the format of
-the chat template (engine/text/tool_parser.py).
+If a call is required (`tool_choice` is "required" or names a tool), a grammar for the
+whole answer enforces the call. With "auto" the model decides, and calls are recognised
+in the format of the chat template (engine/text/tool_parser.py).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ FunctionName = Annotated[
 
 
 class Function(Strict):
-    """The `function` of a tool. Further members are for the chat template."""
+    """The `function` of a tool. Unknown members are passed on to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,12 +75,14 @@ Mode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request in the form of chat templates, and how to use them.
+    """The tools of a request, and how the model may use them.
 
     Attributes:
-        name: The tool that must be called, in mode "named".
+        offered: The tools as the chat template receives them.
+        name: In mode "named", the name of the tool that must be called.
         parallel: Whether an answer may have several calls.
-        path: Path to the members of a function in the request, for error messages.
+        path: Path, within a tool, of the members of its function, for error messages:
+            "function." in chats, empty in /v1/responses.
     """
 
     offered: tuple[dict[str, Any], ...] = ()
@@ -100,7 +102,7 @@ class Tools:
 
     @property
     def guided(self) -> GuidedDecoding | None:
-        """What the answer must match; None unless a call is required."""
+        """The grammar that the answer must match; None unless a call is required."""
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
             grammar = Grammar("json_schema", schema_text(self.offered[at]))
@@ -115,17 +117,24 @@ class Tools:
         return None
 
     def field(self, at: int) -> str:
-        """Returns the request's field with the schema of the tool at index `at`."""
+        """Returns the path of the schema of the tool at index `at` in the request."""
         return f"tools[{at}].{self.path}parameters"
 
 
 def read_tools(
     tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str
 ) -> Tools:
-    """Validates the tools of a request; None means that a field was not sent.
+    """Returns the validated tools of a request.
+
+    Args:
+        tools: The field `tools`; None if the client has not sent it.
+        choice: The field `tool_choice`; None if the client has not sent it.
+        parallel: See Tools.
+        path: See Tools.
 
     Raises:
-        InvalidRequest: A name occurs twice, or the choice does not fit the tools.
+        InvalidRequest: Two tools have the same name, or the choice requires a tool that
+            is not offered.
     """
     functions = [
         {key: value for key, value in tool["function"].items() if value is not None}
@@ -144,7 +153,7 @@ def read_tools(
     named = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
         problem = (
-            f"is {short_repr(named or choice)}, but no `tools` are given; send some"
+            f"is {short_repr(named or choice)}, but no `tools` are given; send `tools`"
         )
         refuse("tool_choice", problem)
     if named is None:
@@ -156,7 +165,10 @@ def read_tools(
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments. A tool without one takes none."""
+    """Returns the schema of a tool's arguments.
+
+    A tool without a schema takes no arguments.
+    """
     parameters: dict[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
     return parameters
 
@@ -167,8 +179,13 @@ def schema_text(tool: dict[str, Any]) -> str:
 
 
 class ToolCallPiece(msgspec.Struct):
-    """The part of one call that some tokens add. The first piece has the id and
-    name.
+    """The part of a tool call that some tokens add.
+
+    Attributes:
+        index: Index of the call in the answer.
+        arguments: The next part of the JSON text of the arguments.
+        id: Only set on the first piece of the call.
+        name: Only set on the first piece of the call.
     """
 
     index: int
@@ -177,7 +194,7 @@ class ToolCallPiece(msgspec.Struct):
     name: str | None = None
 
     def delta(self) -> dict[str, Any]:
-        """Returns the entry of a streamed `tool_calls`."""
+        """Returns the piece as an entry of `tool_calls` in a stream."""
         function: dict[str, Any] = {"arguments": self.arguments}
         if self.name is None:
             return {"index": self.index, "function": function}
@@ -191,7 +208,7 @@ class ToolCallPiece(msgspec.Struct):
 
 
 def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
-    """Joins the pieces of each call. They must be consecutive."""
+    """Joins the pieces of each call, which must be consecutive in `pieces`."""
     joined_calls = []
     for _, group in groupby(pieces, lambda piece: piece.index):
         call_pieces = list(group)
@@ -209,11 +226,15 @@ def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
 
 
 def call_id(answer_id: str, at: int, is_short: bool = False) -> str:
-    """Returns the id of a call. It stays the same when the stream moves.
+    """Returns the id of a call.
+
+    The id is derived from the id of the answer. Therefore it stays the same if the
+    stream moves to another server.
 
     Args:
         at: Index of the call in the answer.
-        is_short: Return nine letters and digits.
+        is_short: Return an id of nine letters and digits, as some chat templates
+            require.
     """
     name = hashlib.sha256(f"{answer_id} {at}".encode()).hexdigest()
     return name[:9] if is_short else "call_" + name[:24]

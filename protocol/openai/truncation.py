@@ -1,11 +1,14 @@
-"""The length to which prompts are truncated: the same at a proxy and at its servers."""
+"""The length to which prompts are truncated. Proxies and servers compute the same one.
 
-USUAL_ANSWER_TOKENS = 1024  # maximum reserve for an answer of unknown length
+If the length of the answer is unknown, a reserve is kept for the answer.
+"""
+
+USUAL_ANSWER_TOKENS = 1024  # maximum reserve
 _ANSWER_SHARE = 4  # the reserve is at most the context divided by this number
 
 
 def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
-    """Returns the maximum number of prompt tokens, at least 1.
+    """Returns the maximum number of prompt tokens, which is at least 1.
 
     Args:
         max_model_len: Length of the context in tokens.

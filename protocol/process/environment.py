@@ -13,18 +13,18 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment for another Python process of Baton.
+    """Returns the environment for a child process that runs Baton.
 
-    It has no BATON_* settings. The process imports the same Baton as this one, even if
-    its working directory has a model.py, an engine/ or a json.py. The processes that it
-    starts inherit that.
+    The environment has no BATON_* settings. The child imports the same Baton as this
+    process, even if its working directory has a model.py, an engine/ or a json.py.
+    Processes that the child starts inherit these properties.
     """
     environ = clean_environment(os.environ)
     environ[SAFE_PATH] = "1"
     root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
-    # `python -m` in a checkout puts the checkout on sys.path, so the child needs it on
-    # PYTHONPATH. A folder of installed packages must not be there: it would precede
-    # Python's own library.
+    # In a checkout, `python -m` puts the checkout on sys.path. The child then needs the
+    # checkout on PYTHONPATH. A folder of installed packages must not be on PYTHONPATH,
+    # because it would precede Python's standard library.
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
     if (
@@ -38,8 +38,8 @@ def child_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Keeps processes that multiprocessing starts from importing the working
-    directory.
+    """Prevents processes that multiprocessing starts within the `with` from importing
+    modules of their working directory.
     """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"

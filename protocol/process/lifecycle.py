@@ -1,14 +1,17 @@
 """Starts, watches and ends child processes.
 
-Every child runs in a session of its own, so Ctrl-C in a terminal reaches only the
-launcher. The child holds one end of a socket pair; only its parent has the other end:
+Every child runs in its own session, so Ctrl-C in a terminal reaches only the launcher.
+The child and its parent are connected by a socket pair and a pipe:
 
-    parent --(no data)---------> child    EOF: the parent has ended, for whatever reason
-    child  --(JSON lines)------> parent   progress, ready, failed; EOF: the child ended
-    child  --(stdout + stderr)-> parent   a pipe; the parent prefixes the lines by the
-                                          child's name and keeps the last ones
+    parent --(no data)---------> child    socket; EOF: the parent has ended
+    child  --(JSON lines)------> parent   socket; progress, ready, failed;
+                                          EOF: the child has ended
+    child  --(stdout + stderr)-> parent   pipe; the parent prints each line after the
+                                          child's name, and keeps the last lines
 
-Nothing here polls. Threads block on sockets and in waitpid, and deliver events.
+No other process has the parent's end of the socket pair. Therefore the child detects
+the end of its parent in every case, even after SIGKILL. Nothing here polls: threads
+block on sockets and in waitpid, and deliver events.
 """
 
 import contextlib
@@ -33,18 +36,19 @@ from protocol.process.output import flush_output
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
-TAIL_LINES = 40
+TAIL_LINES = 40  # number of a child's last lines that are kept
 _REPEAT_ALARM_S = 0.01
-# Ends a process of `end_on_alarm`. Only its parent sends this signal.
+# The signal by which a parent ends a child that has called `end_on_alarm`.
 ALARM = signal.SIGALRM
-# Maximum time of reporting the end of a thread. The reader of our output may be
-# stopped.
+# Maximum time for reporting the end of a VitalThread. Writing the report blocks if the
+# process that reads our output is stopped.
 _MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
-# Longest wait of a main thread that handles signals. A signal that arrives just before
-# the wait does not interrupt it; Python calls the handler when the wait ends.
+# Maximum duration of a single wait in a main thread that handles signals. If a signal
+# arrives just before a wait, it does not interrupt the wait, and Python calls the
+# handler only when the wait ends.
 SIGNAL_CHECK_INTERVAL_S = 0.5
-# Exit status of a process that had to be ended because its parent was gone.
+# Exit status of a process that outlived its parent for longer than `grace_s` seconds.
 ORPHANED = 86
 
 
@@ -65,7 +69,13 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Child:
-    """A running child process. It ends by `terminate`, or when this process ends."""
+    """A child process, which ends no later than this process; see `spawn`.
+
+    Attributes:
+        tail: The last lines that the child and its ranks have written.
+        failure: The reason that the child has reported before its end, or None.
+        exited: Set when the child has ended and is reaped.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
@@ -82,17 +92,20 @@ class Child:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process and all other processes of its group."""
+        """Sends SIGKILL to all processes of the child's process group.
+
+        It does nothing if the child was reaped.
+        """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reason(self) -> str:
-        """Returns why the process ended.
+        """Returns why the process ended, for an error message.
 
-        This is the reason that it reported, else its last line, else its exit status. A
-        last line means nothing if the process ended in order, and little if it was
-        killed.
+        The result is the reason that the process reported, else its last line with its
+        exit status. The last line is left out if the exit status is 0, because it says
+        nothing about the reason then.
         """
         if self.failure is not None:
             return self.failure
@@ -109,14 +122,15 @@ class Child:
         return f"{last_line} ({status})"
 
     def _last_line(self, *, is_killed: bool) -> str | None:
-        """Returns the last line that the process wrote itself.
+        """Returns the last line that the process itself wrote, or None.
 
-        Its engine ranks write to the same pipe. They still do so after the death of the
-        process, when they report that they end because of it.
+        The engine ranks of the process write to the same pipe. They can still write
+        after the process has died. Lines of ranks are skipped: lines with a rank in
+        their header, and lines without a header that follow them.
 
         Args:
-            is_killed: The process had no chance to write a traceback. Lines without a
-                header therefore belong to the process that wrote the last header.
+            is_killed: The process was killed by a signal, so it wrote no traceback. If
+                False, lines without a header belong to the traceback of the process.
         """
         last = None
         is_of_rank = False
@@ -151,18 +165,18 @@ def spawn(
     on_event: Callable[[Event], None] | None = None,
     files: Sequence[int] = (),
 ) -> Child:
-    """Starts a process in a session of its own. It ends when this process ends.
+    """Starts a child process in its own session.
 
-    The child calls `watch_parent` for that.
+    The child must call `watch_parent`, so that it ends when this process ends.
 
     Args:
-        env: Additions to this process's environment, whose BATON_* settings are left
-            out.
-        stdin: What the child reads from its standard input; at most a pipe's buffer (64
-            KiB).
+        name: Name of the child in its Events and in front of its lines.
+        env: Variables that the child receives in addition to `child_environment`.
+        stdin: The bytes that the child reads from its standard input. They must fit
+            into the buffer of a pipe (64 KiB).
         capture: True: print the child's lines with `name` as prefix, and keep the last
-            ones. False: the child writes to this process's stdout.
-        on_event: Called from a thread that belongs to the child.
+            lines. False: the child writes to this process's stdout and stderr.
+        on_event: Called with each Event of the child, in a thread for this child.
         files: Descriptors that the child inherits under the same numbers.
 
     Raises:
@@ -209,7 +223,8 @@ def _print_lines(child: Child) -> None:
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
-            # Our own stdout may be closed. A single write keeps the line in one piece.
+            # This process's stdout may be closed. A single write keeps the line in one
+            # piece.
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write(f"{child.name} | {line}\n")
                 sys.stdout.flush()
@@ -221,27 +236,26 @@ def _watch_child(
     printer: threading.Thread,
     on_event: Callable[[Event], None],
 ) -> None:
-    with (
-        parent_socket,
-        parent_socket.makefile("rb") as reports,
-    ):  # closed when the child is reaped
+    """Delivers the child's reports as events until it ends, then reaps the child."""
+    # The socket stays open until the child is reaped.
+    with parent_socket, parent_socket.makefile("rb") as reports:
         for line in reports:
-            # A killed child may leave an incomplete line.
+            # The last line is incomplete if the child was killed while it wrote.
             with contextlib.suppress(ValueError):
                 kind, value = json.loads(line)
                 if kind == "failed":
                     child.failure = value
                 _deliver(on_event, Event(child, kind, value))
         returncode = child.process.wait()
-        # A grandchild may hold the pipe for a moment longer.
+        # A process that the child has started may keep the pipe open a little longer.
         printer.join(timeout=1)
     child.exited.set()
     _deliver(on_event, Event(child, "exited", returncode))
 
 
 def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
-    """Delivers an event. An exception of the callback must not end the watching
-    thread.
+    """Calls `on_event`. If the callback raises an exception, the exception is printed,
+    and the calling thread continues.
     """
     try:
         on_event(event)
@@ -252,18 +266,21 @@ def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
 def terminate(
     children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM
 ) -> bool:
-    """Sends a signal to all children, and SIGKILL to those still alive after `grace_s`.
+    """Ends all children: sends a signal, and after `grace_s` seconds SIGKILL.
 
-    All children are reaped on return.
+    When the function returns, all children have ended and are reaped.
+
+    Args:
+        number: The signal to send first.
 
     Returns:
-        Whether all ended without SIGKILL.
+        Whether all children ended without SIGKILL.
     """
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
         child.signal(number)
     deadline = time.monotonic() + grace_s
-    remaining = [child for child in running if not _exits(child, deadline)]
+    remaining = [child for child in running if not _wait_for_exit(child, deadline)]
     for child in remaining:
         child.kill()
     for child in remaining:
@@ -271,25 +288,28 @@ def terminate(
     return not remaining
 
 
-def _exits(child: Child, deadline: float) -> bool:
-    """Waits until `deadline`, a time.monotonic(). Returns whether the child has
-    ended.
+def _wait_for_exit(child: Child, deadline_s: float) -> bool:
+    """Waits for the end of a child. Returns False if it still runs at the deadline.
+
+    Args:
+        deadline_s: A time of time.monotonic.
     """
     while not child.exited.wait(
-        max(0.0, min(SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic()))
+        max(0.0, min(SIGNAL_CHECK_INTERVAL_S, deadline_s - time.monotonic()))
     ):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline_s:
             return False
     return True
 
 
 @contextlib.contextmanager
 def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
-    """Calls on_stop(signal number, count of signals so far) for SIGINT, SIGTERM,
-    SIGHUP.
+    """Calls `on_stop` for each SIGINT, SIGTERM or SIGHUP within the `with`.
 
-    The call interrupts the main thread between two bytecodes. It must not take a lock
-    that the main thread may hold.
+    Args:
+        on_stop: Called with the number of the signal, and the number of signals so far.
+            The call interrupts the main thread at any point. Therefore `on_stop` must
+            not take a lock that the main thread may hold.
     """
     count = 0
 
@@ -299,47 +319,55 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
         on_stop(number, count)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
+    old_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
-    """Ends this process when its parent ends, for whatever reason.
+    """Starts a thread that ends this process when its parent ends, for any reason.
 
-    The process sends itself the signal `number`, and after `grace_s` seconds it exits
-    unconditionally. A spawned process calls this function first.
+    The thread sends the signal `number` to this process, and after `grace_s` seconds it
+    exits the process unconditionally. A process that `spawn` may have started calls
+    this function first.
 
     Returns:
-        False if there is no parent that watches this process: a user started it.
+        False, without a thread, if `spawn` has not started this process.
 
     Raises:
         SystemExit: BATON_PARENT_FD is not a socket of a parent.
     """
-    fd = _parent()
+    fd = _parent_fd()
     if fd is None:
         return False
 
-    def wait() -> None:
+    def end_with_parent() -> None:
         try:
-            # A reset means that the parent ended with unread reports of ours.
+            # The connection is reset if the parent ends before it has read all reports
+            # of this process.
             with contextlib.suppress(ConnectionResetError):
-                # The parent sends nothing, so this blocks until it ends.
+                # The parent sends no data, so this call blocks until the parent ends.
                 os.read(fd, 1)
             os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:
             exit_now(ORPHANED)
 
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     return True
 
 
-def _parent() -> int | None:
-    """Returns the socket to the parent, and makes it private to this process."""
+def _parent_fd() -> int | None:
+    """Returns the socket to the parent, and keeps child processes from inheriting it.
+
+    The result is None if `spawn` has not started this process.
+
+    Raises:
+        SystemExit: BATON_PARENT_FD is not a socket.
+    """
     value = os.environ.get(PARENT_FD)
     if not value:
         return None
@@ -348,11 +376,12 @@ def _parent() -> int | None:
         is_socket = fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode)
     except (ValueError, OverflowError, OSError):
         is_socket = False
-    if not is_socket:  # another file may have this number, and must not be written to
+    if not is_socket:
+        # The number may belong to a different file, which must not be written to.
         print(
             f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an "
-            "open socket: Baton sets it for processes that it starts itself; unset "
-            f"{PARENT_FD}",
+            "open socket. Only Baton sets this variable, for its child processes; "
+            f"unset {PARENT_FD}",
             file=sys.stderr,
             flush=True,
         )
@@ -362,33 +391,40 @@ def _parent() -> int | None:
 
 
 def report_progress(text: str) -> None:
-    """Reports the current step of the start to the parent, if there is one."""
+    """Reports the current step of the start to the parent process, if any."""
     _report("progress", text)
 
 
 def report_ready(info: Mapping[str, Any]) -> None:
-    """Reports to the parent, once, that this process serves, and at which port."""
+    """Reports to the parent process, if any, that this process serves.
+
+    A process calls this function once.
+
+    Args:
+        info: Addresses of the process, such as {"port": 8000}.
+    """
     _report("ready", dict(info))
 
 
 def report_failure(reason: str) -> None:
-    """Reports to stderr and to the parent why this process is about to end."""
-    # The parent may end this process on receiving the report, so stderr comes first.
+    """Reports to stderr and to the parent process, if any, why this process ends."""
+    # The parent may end this process when it receives the report. Therefore the reason
+    # is written to stderr first.
     print(f"error: {reason}", file=sys.stderr, flush=True)
     _report("failed", reason)
 
 
 def _report(kind: str, value: Any) -> None:
-    fd = _parent()
+    fd = _parent_fd()
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends this process without Python's own shutdown, which waits for threads.
+    """Ends this process without Python's shutdown, which would wait for threads.
 
-    Output is written before, unless nothing reads it for FLUSH_TIMEOUT_S.
+    The output is flushed first, for at most FLUSH_TIMEOUT_S per stream.
     """
     try:
         flush_output()
@@ -399,19 +435,20 @@ def exit_now(status: int) -> NoReturn:
 def end_on_alarm() -> None:
     """Makes ALARM raise SystemExit and SIGTERM do nothing. Call it in the main thread.
 
-    A service manager sends SIGTERM to all processes of a service at once, but our
-    parent may need this process until the parent itself ends.
+    A service manager sends SIGTERM to all processes of a service at once. The parent of
+    this process may still need this process then, and ends it by ALARM later.
     """
-    # The handler is a function, because child processes would inherit SIG_IGN.
+    # SIGTERM gets a function that does nothing, because child processes would inherit
+    # SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(ALARM, _raise_exit)
     sys.unraisablehook = _on_unraisable
 
 
 def ignore_alarm() -> None:
-    """Ignores ALARM from now on, so that it cannot interrupt the shutdown.
+    """Ignores ALARM from now on, so that the signal cannot interrupt the shutdown.
 
-    Other processes send it as soon as they learn that this process ends.
+    The parent sends ALARM as soon as it detects that this process ends.
     """
     signal.signal(ALARM, signal.SIG_IGN)
 
@@ -421,10 +458,10 @@ def _raise_exit(_number: int, _frame: object) -> NoReturn:
 
 
 def _on_unraisable(unraisable: Any) -> None:
-    """Repeats an ALARM that arrived during a callback of a weak reference or a
-    finalizer.
+    """Sends ALARM again if it arrived during a finalizer or a weak reference's
+    callback.
 
-    Python drops the exceptions of such callbacks.
+    Python drops the SystemExit that ALARM raises in such a function.
     """
     if unraisable.exc_type is SystemExit:
         signal.setitimer(signal.ITIMER_REAL, _REPEAT_ALARM_S)
@@ -433,7 +470,7 @@ def _on_unraisable(unraisable: Any) -> None:
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread that the process cannot work without."""
+    """A daemon thread that the process needs; see `end_with_vital_threads`."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
@@ -442,19 +479,20 @@ class VitalThread(threading.Thread):
 def end_with_vital_threads() -> None:
     """Makes an exception in a VitalThread end this process with status 1.
 
-    The reason is reported to the parent. Without this call only the thread ends, which
-    is what tests need.
+    The reason is reported to the parent process. In tests, which do not call this
+    function, such an exception ends only the thread.
     """
-    usual = threading.excepthook
+    default_hook = threading.excepthook
 
-    def end(args: threading.ExceptHookArgs) -> None:
+    def end_process(args: threading.ExceptHookArgs) -> None:
         if not isinstance(args.thread, VitalThread):
-            usual(args)
+            default_hook(args)
             return
         reason = args.exc_type.__name__
         if str(args.exc_value):
             reason += f": {args.exc_value}"
-        # Reporting blocks if the reader of our output is stopped.
+        # If the process that reads our output is stopped, reporting blocks. The timer
+        # then ends this process.
         watchdog = threading.Timer(_MAX_REPORT_S, os._exit, (1,))
         watchdog.daemon = True
         watchdog.start()
@@ -462,6 +500,7 @@ def end_with_vital_threads() -> None:
             report_failure(f"thread {args.thread.name} ended: {reason}")
             _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
-            exit_now(1)  # other threads may be in any state, so none is notified
+            # Other threads may be in any state, so they are not notified.
+            exit_now(1)
 
-    threading.excepthook = end
+    threading.excepthook = end_process

@@ -1,6 +1,7 @@
-"""Log format: one line per event with time, level, role and rank, request id and text.
+"""Log lines: one line per event, with time, level, role and rank, request id, logger
+and text.
 
-2026-01-31T12:00:00.123Z INFO  decode/0 [req-1] baton.engine.core: admitted, 3 blocks
+2026-01-31T12:00:00.123Z INFO    decode/0 [req-1] baton.engine.core: admitted, 3 blocks
 
 The request id comes from a context variable, which asyncio tasks inherit.
 """
@@ -19,31 +20,32 @@ from protocol.process.output import queue_standard_streams
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-_MAX_ID_CHARS = 128  # of an id that a client chose
+_MAX_ID_CHARS = 128  # limit on a request id, which the client may have chosen
 
-# Root of Baton's loggers. Other loggers are shown from the level `warning` on.
+# Parent of all loggers of Baton. For loggers of other packages, only warnings and
+# errors are shown.
 _ROOT_LOGGER = "baton"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns the logger of a file; call it as get_logger(__name__)."""
+    """Returns the logger of a module. The caller passes its `__name__`."""
     return logging.getLogger(f"baton.{name}")
 
 
 def current_request_id() -> str | None:
-    """Returns the id of the request that the running task serves."""
+    """Returns the id of the request that the current task serves, or None."""
     return _request_id.get()
 
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Adds `request_id` to every log line of the running task, within the `with`.
+    """Adds `request_id` to every log line of the current task within the `with`.
 
-    Do not use it around a `yield` of an asynchronous generator that another task may
-    resume.
+    The `with` must not contain a `yield` of an asynchronous generator, because a
+    different task may resume the generator.
 
     Args:
-        request_id: Any string; its first characters are logged.
+        request_id: Any string. Its first 128 characters are logged.
     """
     token = _request_id.set(request_id[:_MAX_ID_CHARS])
     try:
@@ -53,7 +55,9 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 def escape(text: str) -> str:
-    """Escapes control characters and line separators, so that `text` is one line."""
+    """Returns `text` as one line, with escaped control characters and line
+    separators.
+    """
     if text.isprintable():
         return text
     return "".join(
@@ -63,7 +67,9 @@ def escape(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as one line, see above.
+    """Formats a record as one line, as the beginning of this file shows.
+
+    If the record has an exception, its traceback follows on further lines.
 
     Args:
         sender: Role and rank of this process, such as "decode/0".
@@ -93,15 +99,15 @@ _HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
 def sender_of(line: str) -> str | None:
     """Returns role and rank of the process that logged this line, such as "decode/0".
 
-    None means that the line has no header: it continues a longer record, or another
-    program wrote it.
+    None means that the line has no header. It may be part of a traceback, or not come
+    from Baton's loggers.
     """
     header = _HEADER.match(line)
     return header[1] if header else None
 
 
 def is_rank(sender: str) -> bool:
-    """Returns whether this sender is a rank of an engine."""
+    """Returns whether a result of `sender_of` is a rank of an engine."""
     return "/" in sender
 
 
@@ -112,15 +118,17 @@ def setup_logging(
     rank: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Sends this process's log lines to stderr. The main function calls it first.
+    """Sends this process's log lines to stderr. A main function calls this first.
 
-    The lines pass through a queue that never blocks; see protocol/process/output.py.
+    `sys.stdout` and `sys.stderr` are replaced by streams with a queue, which never
+    block; see protocol/process/output.py.
 
     Args:
         role: "prefill", "decode", "proxy" or "up".
         level: Lowest level of Baton's lines that is shown: debug, info, warning or
             error.
-        stream: A stream to use without a queue, instead of stderr.
+        rank: Rank of this process in its engine; None for a process without a rank.
+        stream: Send the lines to this stream instead, without a queue.
     """
     formatter = LineFormatter(role if rank is None else f"{role}/{rank}")
     if stream is None:
@@ -139,7 +147,7 @@ def setup_logging(
 
 
 def dropped_record(num_lines: int) -> logging.LogRecord:
-    """Returns the warning about `num_lines` dropped lines."""
+    """Returns the log record of the warning that `num_lines` lines were dropped."""
     record = logging.makeLogRecord(
         {
             "name": f"{_ROOT_LOGGER}.output",
@@ -155,16 +163,17 @@ def dropped_record(num_lines: int) -> logging.LogRecord:
 
 
 def open_standard_streams() -> None:
-    """Opens the standard streams that are closed, as /dev/null.
+    """Opens /dev/null as each standard stream that is closed.
 
-    Otherwise a pipe could get one of their numbers, and a child that inherits the pipe
-    would use it as its own standard stream. Also, `sys.stdout` would be None.
+    Otherwise a new pipe could get the number of a standard stream, and a child that
+    inherits the pipe would use it as its standard stream. Also, `sys.stdout` or
+    `sys.stderr` would be None.
     """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is `fd`.
+            # The new file gets the number `fd`, because that is the lowest free number.
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)

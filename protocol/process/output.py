@@ -2,10 +2,11 @@
 
     print, log lines --> bounded queue --> one thread per file --> stdout, stderr
 
-A pipe or terminal that is not read blocks its writers once the kernel's buffer is full
-(64 KiB for a pipe). Here only the thread blocks. A full queue drops lines, counts them
-and keeps the newest ones. When writing works again, the number of dropped lines and the
-newest ones follow.
+If nothing reads a pipe or a terminal, its writers block as soon as the kernel's buffer
+is full (64 KiB for a pipe). Here only the writing thread blocks. If the queue is full,
+new lines are dropped and counted, but the newest of them are kept. As soon as the file
+accepts data again, a line with the number of dropped lines is written, followed by the
+kept lines.
 
 Output that C libraries write to the file descriptors does not pass through the queue.
 """
@@ -22,22 +23,29 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 MAX_QUEUED_BYTES: Final = 1 << 20
-MAX_LAST_TEXTS: Final = 40  # newest dropped texts that are kept
+MAX_LAST_TEXTS: Final = 40  # number of the newest texts that a full queue keeps
 FLUSH_TIMEOUT_S: Final = 1.0
 _BATCH_BYTES: Final = 4096  # PIPE_BUF: writes up to this size are atomic on a pipe
 
-Describe = Callable[[int], str]  # returns the line that reports dropped lines
+# Returns the line that reports a number of dropped lines.
+Describe = Callable[[int], str]
 
 
 class OutputQueue:
-    """A queue of bytes for one file descriptor. Threads and signal handlers may
-    write.
+    """A queue of output for one file descriptor, with a thread that writes it.
+
+    Any thread and any signal handler may call `put`.
+
+    Args:
+        describe: Returns the line that reports a number of dropped lines.
+        max_queued_bytes: Limit on the queue. A single longer text is accepted if the
+            queue is empty.
     """
 
     def __init__(
         self, fd: int, describe: Describe, *, max_queued_bytes: int = MAX_QUEUED_BYTES
     ) -> None:
-        # Lines since the start, including those that a failed write lost.
+        # Number of lines dropped since the start, including lines in failed writes.
         self.num_dropped = 0
         self._fd = fd
         self._describe = describe
@@ -45,14 +53,17 @@ class OutputQueue:
         # Reentrant, because a signal handler may write while its thread is in `put`.
         self._changed = threading.Condition(threading.RLock())
         self._texts: deque[bytes] = deque()
-        self._num_bytes = 0  # in `_texts` and in the batch that is being written
+        self._num_bytes = 0  # bytes in `_texts` and in the batch that is being written
+        # Set when a text does not fit. New texts are then not queued until the queue is
+        # half empty.
         self._is_full = False
-        self._num_unreported = 0
+        self._num_unreported = 0  # dropped lines that no line has reported yet
+        # The newest texts that did not fit into the queue.
         self._last_texts: deque[bytes] = deque(maxlen=MAX_LAST_TEXTS)
         threading.Thread(target=self._run, name=f"output-{fd}", daemon=True).start()
 
     def put(self, text: bytes) -> None:
-        """Queues complete lines. It never waits for the file."""
+        """Queues or drops a text of complete lines. It never waits for the file."""
         with self._changed:
             is_too_much = self._num_bytes + len(text) > self._max_queued_bytes
             if self._is_full or (self._num_bytes and is_too_much):
@@ -62,10 +73,10 @@ class OutputQueue:
                 self._append(text)
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Waits until everything is written, including the newest dropped lines.
+        """Waits until the queue is written, including the kept lines of a full queue.
 
         Returns:
-            False if it was not after `timeout_s` seconds.
+            False if not everything was written within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -83,6 +94,7 @@ class OutputQueue:
         self._changed.notify_all()
 
     def _drop(self, text: bytes) -> None:
+        """Keeps a text as the newest one that did not fit, and drops the oldest one."""
         if len(self._last_texts) == MAX_LAST_TEXTS:
             self._count_dropped(self._last_texts[0])
         self._last_texts.append(text[-_BATCH_BYTES:])
@@ -93,7 +105,7 @@ class OutputQueue:
         self._num_unreported += num_lines
 
     def _report_dropped(self) -> None:
-        """Queues the number of dropped lines and the newest of them."""
+        """Queues a line with the number of dropped lines, and the kept lines."""
         self._is_full = False
         if self._num_unreported:
             num_lines = self._num_unreported
@@ -103,6 +115,7 @@ class OutputQueue:
             self._append(self._last_texts.popleft())
 
     def _run(self) -> None:
+        """Writes the queue, in the queue's own thread."""
         while True:
             with self._changed:
                 while not self._texts:
@@ -120,7 +133,7 @@ class OutputQueue:
                 self._changed.notify_all()
 
     def _next_batch(self) -> bytes:
-        """Removes as many texts as one write takes in one piece, at least one."""
+        """Removes and joins texts, up to _BATCH_BYTES, but at least one text."""
         parts = [self._texts.popleft()]
         num_bytes = len(parts[0])
         while self._texts and num_bytes + len(self._texts[0]) <= _BATCH_BYTES:
@@ -129,16 +142,18 @@ class OutputQueue:
         return b"".join(parts)
 
     def _write(self, text: bytes) -> int:
-        """Returns the number of bytes written: all, unless the file failed.
+        """Writes `text`, and returns the number of bytes written.
 
-        A full disk or a closed pipe makes it fail.
+        The number is smaller than the length of `text` if the file fails, for example
+        because the disk is full or the pipe is closed.
         """
         written = 0
         while written < len(text):
             try:
                 written += os.write(self._fd, text[written:])
             except BlockingIOError:
-                # Another process has made the file, which we share, non-blocking.
+                # This process shares the file with a process that has made the file
+                # non-blocking.
                 select.select([], [self._fd], [])
             except OSError:
                 break
@@ -146,10 +161,10 @@ class OutputQueue:
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream whose lines go to an OutputQueue.
+    """A text stream that writes its lines to an OutputQueue.
 
-    An incomplete line stays with the thread that writes it until its end or `flush`.
-    Therefore the lines of several threads do not mix.
+    An incomplete line is stored per thread, until the thread completes the line or
+    calls `flush`. Therefore the lines of several threads do not mix.
     """
 
     def __init__(self, stream: TextIO, queue: OutputQueue) -> None:
@@ -180,7 +195,7 @@ class QueuedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Queues the incomplete line of this thread. It does not wait."""
+        """Queues the incomplete line of this thread. It does not wait for the file."""
         unfinished: str = getattr(self._unfinished, "text", "")
         self._unfinished.text = ""
         if unfinished:
@@ -190,20 +205,21 @@ class QueuedStream(io.TextIOBase):
         self._queue.put(text.encode(errors="backslashreplace"))
 
 
-_queues: list[OutputQueue] = []  # of this process
+_queues: list[OutputQueue] = []  # the queues of this process's standard streams
 
 
 def queue_standard_streams(describe: Describe) -> None:
-    """Makes `sys.stdout` and `sys.stderr` non-blocking. Idempotent.
+    """Replaces `sys.stdout` and `sys.stderr` by a QueuedStream each. Idempotent.
 
-    Streams that are not Python's own, such as those of a test, stay as they are.
+    A stream that was already replaced, for example by a test, stays as it is.
 
     Args:
         describe: Returns the line that reports a number of dropped lines.
     """
     if _queues:
         return
-    # stdout and stderr share a queue if they are one file, which keeps their order.
+    # If stdout and stderr are the same file, they share a queue. This keeps the order
+    # of their lines.
     by_file: dict[tuple[int, int], OutputQueue] = {}
     for name in ("stdout", "stderr"):
         stream: TextIO = getattr(sys, name)
@@ -220,9 +236,9 @@ def queue_standard_streams(describe: Describe) -> None:
 
 
 def flush_output(timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-    """Waits up to `timeout_s` seconds per standard stream until everything is written.
+    """Waits until all output is written, up to `timeout_s` seconds per standard stream.
 
-    A process that ends without Python's own shutdown calls it first.
+    A process that ends without Python's shutdown must call this function first.
     """
     for queue in _queues:
         queue.flush(timeout_s)

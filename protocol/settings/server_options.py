@@ -15,27 +15,28 @@ class AccessOptions(Options):
 
     api_key: sources.Listed[ApiKey] = ()
     """API key of clients (repeatable; none: every client may call). Prefer the variable
-    BATON_API_KEY, which other users cannot read
+    BATON_API_KEY, because other users can read command lines
     """
     admin_key: sources.Listed[ApiKey] = ()
     """API key that may also read /metrics and all of /ready (repeatable). Prefer the
     variable BATON_ADMIN_KEY
     """
     cache_salt_by_key: bool = False
-    """share cached KV only among requests of one API key. Else a key could find out by
-    cached_tokens or by response times what another key has sent
+    """share cached KV only among requests with the same API key. Otherwise a client
+    could find out, by cached_tokens or response times, which prompts clients with a
+    different key have sent
     """
     insecure: bool = False
     """serve other machines without API keys and without a warning"""
     tls_cert: str | None = Field(None, min_length=1)
-    """PEM file with the certificate chain for HTTPS; it is read again when it changes
+    """PEM file with the certificate chain for HTTPS; the file is reloaded every minute
     (None: plain HTTP)
     """
     tls_key: str | None = Field(None, min_length=1)
     """PEM file with the unencrypted private key of --tls-cert"""
     tls_ca: str | None = Field(None, min_length=1)
     """PEM file with the certificate authorities of https:// servers that this process
-    calls (None: those of the system)
+    calls (None: the authorities of the system)
     """
 
     @property
@@ -74,20 +75,19 @@ class ListenOptions(AccessOptions):
     max_body_bytes: int = Field(10_000_000, ge=1)
     """maximum size of a request body (bytes)"""
     max_unfinished_bytes: int = Field(2**28, ge=1)
-    """maximum sum of all request bodies that are still arriving (bytes). Beyond it the
-    body that began first is refused
+    """maximum sum of all request bodies that are still arriving (bytes). Beyond this
+    sum, the body that began first is refused
     """
     max_held_bytes: int = Field(2**30, ge=1)
-    """maximum sum of the bodies of all requests in progress (bytes). Beyond it new
-    requests are refused with 429
+    """maximum sum of the bodies of all requests in progress (bytes). Beyond this sum,
+    new requests are refused with 429
     """
     client_timeout_s: Seconds = 60.0
     """timeout of a client that neither sends the rest of its request nor reads its
     response (s)
     """
     request_timeout_s: Seconds | None = None
-    """timeout of a request that does not set one by the header x-request-timeout-s (s;
-    None: no limit)
+    """timeout of a request without the header x-request-timeout-s (s; None: no limit)
     """
     shutdown_grace_s: Seconds = 5.0
     """timeout of the shutdown, after which processes are killed (s)"""
@@ -102,25 +102,25 @@ class ListenOptions(AccessOptions):
         one = info.data.get("max_body_bytes", 0)
         if num_bytes < one:
             raise ValueError(
-                f"{num_bytes} is less than the maximum of one body, --max-body-bytes "
-                f"{one}"
+                f"{num_bytes} is less than --max-body-bytes {one}, the maximum of one "
+                "body; give at least that number"
             )
         return num_bytes
 
 
 class WaitOptions(Options):
-    """Limits of the waiting queue. Beyond them new requests are refused with 429."""
+    """Limits on the time in the waiting queue."""
 
     max_queue_s: Seconds = 30.0
-    """maximum predicted time until a new request is served (s). Beyond it new requests
-    are refused with 429
+    """maximum predicted time until a new request is served (s). Beyond this time, new
+    requests are refused with 429
     """
 
 
 class QueueOptions(WaitOptions):
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
-    """maximum number of prompt tokens in the waiting queue; a prompt counts as 64
-    tokens or more (tokens)
+    """maximum number of prompt tokens in the waiting queue. A prompt counts as at least
+    64 tokens (tokens)
     """
 
 
@@ -134,8 +134,8 @@ class ServerOptions(QueueOptions, ListenOptions):
     threads: Threads | None = None
     """CPU threads of one rank (threads; None: the number of cores divided by --tp)"""
     hang_timeout_s: Seconds = 300.0
-    """timeout of an engine that has work and reports no progress, after which the
-    server ends (s)
+    """how long an engine that has work may report no progress (s). After this time the
+    server exits
     """
 
     @field_validator("cluster_secret")
@@ -153,14 +153,15 @@ class RegisterOptions(ServerOptions):
 
     advertise_url: sources.Url | None = None
     """URL at which proxies reach this server (None: derived from --host and --port)"""
-    # Pydantic models have a method `register`.
+    # The field is not called `register`, because pydantic models have a method of this
+    # name.
     register_with: sources.Listed[sources.Url] = Field((), alias="register")
-    """URL of a proxy to register with; a name with several addresses means a proxy at
-    each of them (repeatable)
+    """URL of a proxy to register with. If its host name has several addresses, the
+    server registers with a proxy at each address (repeatable)
     """
     register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
     """how long a proxy keeps this server without a new registration (s). The server
-    registers again three times as often
+    registers again after a third of this time
     """
 
     @field_validator("register_with")
@@ -184,8 +185,8 @@ class RegisterOptions(ServerOptions):
 
 class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
-    """file of API keys with one JSON object per line (docs/deployment.md); it is read
-    again when it changes
+    """file of API keys with one JSON object per line (docs/deployment.md). The file is
+    read again when it changes
     """
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
     """how the proxy chooses servers. auto: by cached prefixes and load; least_loaded:
@@ -197,19 +198,19 @@ class RoutingOptions(WaitOptions):
     """
     itl_target_s: Seconds = 0.025
     """target time between the tokens of a stream while its decode server computes
-    prompts, for servers that do not report their own (s)
+    prompts, for servers that do not report a target (s)
     """
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """number of prompt prefixes that the proxy remembers, in blocks of 512 bytes of
     text; each takes about 200 bytes of memory
     """
     max_resumes: int = Field(3, ge=0, le=100)
-    """how often one stream may continue on another decode server after its server was
-    lost (0: the stream ends)
+    """how often a stream that has lost its decode server may continue on another decode
+    server (0: the stream ends)
     """
     ui: bool = True
     """serve a web page with the state of the cluster at / of the proxy"""
     max_in_flight: int = Field(4096, ge=1, le=2**20)
-    """maximum number of requests that the proxy has in flight. Beyond it new requests
-    are refused with 429
+    """maximum number of requests that the proxy has in flight. Beyond this number, new
+    requests are refused with 429
     """

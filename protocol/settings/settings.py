@@ -1,9 +1,9 @@
-"""One settings class per Baton process: its options, and how they are read.
+"""One settings class per Baton program, and the functions that read its options.
 
 A value comes from the command line, else from a BATON_* variable, else from the file of
-`--config`, else it is the default. An unknown key in any of the three is an error that
-names similar keys. The classes are frozen. Facts that are known later (number of
-blocks, bound ports) have no place here.
+`--config`; otherwise the default is used. An unknown key in one of these sources is an
+error that names similar keys. The classes are frozen. Values that are known only after
+the start, such as the number of blocks or the bound ports, are not settings.
 """
 
 import json
@@ -55,7 +55,7 @@ from protocol.settings.sources import ConfigError
 
 
 class BatonSettings(Options, BaseSettings):
-    """Reads the command line, the environment and a file; see `load`."""
+    """Base class of the settings of a program; `load` creates the instances."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -78,13 +78,13 @@ class BatonSettings(Options, BaseSettings):
     def settings_customise_sources(  # type: ignore[override]
         cls, settings_cls: type[BaseSettings], **default_sources: Any
     ) -> tuple[Any, ...]:
-        # `load` passes the values of the file as arguments, and the command line as an
-        # additional source, which takes precedence.
+        # `load` passes the values of the file as arguments (init_settings). It passes
+        # the command line as an additional source, which precedes these two sources.
         return default_sources["env_settings"], default_sources["init_settings"]
 
 
 class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
-    """The options that prefill and decode servers share. Their defaults may differ."""
+    """The options that prefill and decode servers share. The defaults may differ."""
 
     port: Port = 8100
     side_channel_host: str | None = None
@@ -104,7 +104,7 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
         if host in WILDCARDS and (name or info.data.get("role") != "decode"):
             raise ValueError(
                 f"decode servers cannot connect to {host}, which means every address "
-                "of this machine; give a name or an address that they can reach"
+                "of this machine; give a name or an address that decode servers reach"
             )
         if name and info.data.get("cluster_secret", ...) is None:
             check_is_local(name, name)
@@ -143,23 +143,24 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     address of that name
     """
     servers_file: str | None = Field(None, min_length=1)
-    """YAML file of further servers, {prefill: [URL, ..], decode: [URL, ..]}; it is read
-    again when it changes
+    """YAML file with additional servers, {prefill: [URL, ..], decode: [URL, ..]}. The
+    file is read again when it changes
     """
     discovery_interval_s: Seconds = 5.0
     """interval of reading --servers-file and resolving names (s)"""
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
     """cluster secret of the servers. The proxy needs it for stream failover, KV pulls
     between servers and registrations. Prefer the variable BATON_CLUSTER_SECRET (None:
-    the file that servers of this machine use; servers cannot register then)"""
+    the file that servers on this machine use; without a configured secret, servers
+    cannot register)"""
     health_interval_s: Seconds = 1.0
     """interval of the health checks (s)"""
     health_timeout_s: Seconds = 2.0
     """timeout of a health check (s)"""
     prefill_wait_s: float | None = Field(None, ge=0, le=1_000_000, allow_inf_nan=False)
-    """how long after its start the proxy reports at GET /ready that it waits for a
-    prefill server of each model (s; 0: it does not wait; None: 600 for models with a
-    prefill server that is configured or registered)"""
+    """how long after its start the proxy waits for a prefill server of each model
+    before GET /ready reports that the proxy is ready (s; 0: it does not wait; None: 600
+    for models with a prefill server that is configured or registered)"""
     connect_timeout_s: Seconds = 2.0
     """timeout of connecting to a server (s)"""
     read_timeout_s: Seconds = 600.0
@@ -167,19 +168,19 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     upstream_api_key: Annotated[
         ApiKey | None, BeforeValidator(lambda key: key or None)
     ] = None
-    """API key of the servers, which must be one of their admin keys. The proxy sends it
-    instead of the client's key. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass
-    on the client's key)"""
+    """API key that the proxy sends to the servers instead of the client's key. It must
+    be an admin key of the servers. Prefer the variable BATON_UPSTREAM_API_KEY (None:
+    pass on the client's key)"""
     log_level: LogLevel = "info"
 
     @property
     def passes_keys_on(self) -> bool:
-        """True if the proxy forwards the clients' API keys to the servers."""
+        """Whether the proxy forwards the API keys of clients to the servers."""
         return not (self.has_keys or self.upstream_api_key)
 
 
 class _Group(Options):
-    """The options of `baton up` for one kind of server, in addition to the server's."""
+    """Options of `baton up` for one kind of server, besides the server's own options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -284,7 +285,9 @@ def load(
 def parse(
     cls: type[SettingsT], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> SettingsT:
-    """Like `load`, for a main function: prints a ConfigError and exits with status
+    """Returns the settings, for a main function; see `load`.
+
+    If a setting is invalid, the function prints the ConfigError and exits with status
     2.
     """
     try:
@@ -295,21 +298,25 @@ def parse(
 
 
 def describe(settings: BatonSettings) -> str:
-    """Returns the JSON line that every process prints at its start, with masked
-    secrets.
+    """Returns the settings as the JSON line that every process prints at its start.
 
-    It contains the values that differ from the defaults; with --log-level debug, all
-    values.
+    The line has the values that differ from the defaults, or all values with
+    --log-level debug. Secrets are masked.
     """
-    brief = getattr(settings, "log_level", None) != "debug"
-    shown = settings.model_dump(mode="json", by_alias=True, exclude_defaults=brief)
-    return json.dumps(shown)
+    only_changed = getattr(settings, "log_level", None) != "debug"
+    values = settings.model_dump(
+        mode="json", by_alias=True, exclude_defaults=only_changed
+    )
+    return json.dumps(values)
 
 
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
-    """Returns the command line that sets `options`, or only some of them.
+    """Returns command-line arguments that set `options`.
 
-    It leaves out None, secrets and groups.
+    None, secrets and groups are left out.
+
+    Args:
+        only: Names of the fields to include; None: all fields.
     """
     argv: list[str] = []
     fields = type(options).model_fields

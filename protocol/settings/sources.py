@@ -1,6 +1,6 @@
-"""Sources of settings: reads the file, checks names and words errors.
+"""Reads the --config file, checks the names of settings, and writes error messages.
 
-protocol/settings/settings.py defines the options; this file knows no option by name.
+protocol/settings/settings.py combines the options. This file contains no option names.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from protocol.near_names import did_you_mean, near_names, suggestion
 from protocol.short_repr import short_repr
 
 ENV_PREFIX = "BATON_"
-# Set by Baton itself from one process to the next.
+# Variables that a process of Baton sets for its child processes.
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
-# Facts about this machine, which every process inherits. They are not options.
+# Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"
-DNS_SCHEME = "dns+"  # precedes a URL whose host name stands for several servers
+DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host name
 _URL_FIX = "write http://host:port"
 # Placeholders of values in --help, by the name of the type in pydantic.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
@@ -34,7 +34,9 @@ _LISTS = {f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats --help without a usage line, Python types and empty defaults."""
+    """Formats --help with a short usage line, and without Python types and empty
+    defaults.
+    """
 
     def add_usage(self, usage: str | None, *args: Any, **options: Any) -> None:
         super().add_usage("%(prog)s [options]", *args, **options)
@@ -87,9 +89,13 @@ def variable_name(path: Sequence[str]) -> str:
 
 
 def split_list(value: Any) -> Any:
-    """Splits a list that is written as JSON or with commas.
+    """Returns the items of a list that is written as JSON or with commas.
 
-    On the command line, an option may also be repeated.
+    A value that is not a string is returned unchanged, such as the values of a repeated
+    option.
+
+    Raises:
+        ValueError: The string begins with [ but is not JSON.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -99,7 +105,7 @@ def split_list(value: Any) -> Any:
             return json.loads(text)
         except ValueError:
             raise ValueError(
-                f"{short_repr(text)} is not a list; write a,b or repeat it"
+                f"{short_repr(text)} is not a list; write a,b or repeat the option"
             ) from None
     return value
 
@@ -112,7 +118,7 @@ def base_url(url: str) -> str:
     """Returns `url` without a trailing slash.
 
     Raises:
-        ValueError: It is not of the form http://host:port.
+        ValueError: The URL does not have the form http://host:port.
     """
     try:
         parts = urlsplit(url)
@@ -126,7 +132,7 @@ def base_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host:
         problem = "is not a URL"
     elif port == 0 or re.search(r"[\s@]", parts.netloc):
-        problem = "names no server"
+        problem = "does not name a server"
     elif parts.path.rstrip("/") or parts.query or parts.fragment:
         problem = "has a path"
     if problem:
@@ -137,7 +143,11 @@ def base_url(url: str) -> str:
 
 
 def server_url(url: str) -> str:
-    """Returns `url` like `base_url`; DNS_SCHEME may precede it. Raises ValueError."""
+    """Returns the URL of a server without a trailing slash. DNS_SCHEME may precede it.
+
+    Raises:
+        ValueError: The URL is invalid; see `base_url`.
+    """
     plain = url.removeprefix(DNS_SCHEME)
     if plain == url:
         return base_url(url)
@@ -161,48 +171,49 @@ def check_environment(
 ) -> None:
     """Raises ConfigError for a BATON_* variable that no Baton program reads.
 
-    One environment may serve several programs.
+    A variable of a different program is not an error, because several programs may run
+    in the same environment.
     """
-    known_names = {
+    valid_names = {
         variable_name(path)
         for program in (cls, *programs)
         for path in field_paths(program)
     }
-    for name in _other_variables(known_names):
-        near = suggestion(name, known_names | MACHINE_VARIABLES)
-        raise ConfigError(f"unknown environment variable {name}{near}")
+    for name in _other_variables(valid_names):
+        hint = suggestion(name, valid_names | MACHINE_VARIABLES)
+        raise ConfigError(f"unknown environment variable {name}{hint}")
 
 
 def unread_variables(cls: type[BaseModel]) -> list[str]:
-    """Returns the BATON_* variables that only other programs read.
+    """Returns the BATON_* variables in the environment that `cls` does not read.
 
-    Each is followed by the similar variables of `cls`.
+    A hint follows the name of a variable if `cls` reads similar variables.
     """
-    known_names = [variable_name(path) for path in field_paths(cls)]
+    read_names = [variable_name(path) for path in field_paths(cls)]
     variables = []
-    for name in _other_variables(known_names):
-        # The variable may name an option of a group without the group.
+    for name in _other_variables(read_names):
+        # The name may lack the group, such as BATON_TP for BATON_PREFILL__TP.
         member = name.upper().removeprefix(ENV_PREFIX)
-        near = [
-            variable for variable in known_names if variable.endswith(f"__{member}")
+        similar = [
+            variable for variable in read_names if variable.endswith(f"__{member}")
         ]
-        variables.append(name + did_you_mean(near))
+        variables.append(name + did_you_mean(similar))
     return variables
 
 
-def _other_variables(known_names: Collection[str]) -> list[str]:
-    known_variables = {*known_names, *INTERNAL_VARIABLES}
+def _other_variables(names: Collection[str]) -> list[str]:
+    """Returns the BATON_* settings in the environment that are not in `names`."""
+    excluded = {*names, *INTERNAL_VARIABLES}
     return [
         name
         for name in sorted(os.environ)
-        if _is_setting(name) and name.upper() not in known_variables
+        if _is_setting(name) and name.upper() not in excluded
     ]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environ` without the BATON_* settings.
-
-    The settings of a launcher must not reach its children.
+    """Returns `environ` without BATON_* settings, which child processes must not
+    inherit.
     """
     return {name: value for name, value in environ.items() if not _is_setting(name)}
 
@@ -229,7 +240,11 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
-    """Returns the values of the file, with keys in snake_case.
+    """Returns the values of the --config file, with keys in snake_case.
+
+    Args:
+        cls: The settings class that will receive the values.
+        name: Path of the file; None: no file.
 
     Raises:
         ConfigError: The file cannot be read, or has an unknown key.
@@ -237,10 +252,10 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if not name:
-        raise ConfigError("--config: names no file")
+        raise ConfigError("--config: is empty; give the name of a file")
     try:
-        # PyYAML quotes the content of a string in its errors, but not that of a file.
-        # The content may be secret.
+        # PyYAML gets the open file, not its content as a string. In the errors about a
+        # string it quotes the content, which may be secret.
         with open(name, encoding="utf-8") as file:
             content = yaml.load(file, UniqueKeys)
     except OSError as error:
@@ -251,29 +266,39 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {name}: not a mapping of options to values")
-    return _checked(cls, content, f"--config {name}:", "")
+    return _normalize(cls, content, f"--config {name}:", "")
 
 
-def _checked(
+def _normalize(
     cls: type[BaseModel], content: Mapping[Any, Any], file: str, group: str
 ) -> dict[str, Any]:
+    """Returns the content of a mapping, with keys in snake_case.
+
+    Args:
+        file: The beginning of error messages.
+        group: The group of the keys, such as "prefill."; empty for the whole file.
+
+    Raises:
+        ConfigError: A key is unknown, or true or false is given for an option that
+            needs a different type.
+    """
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         info = fields_by_name(cls).get(name)
         if info is None or name == "config":
             paths = [".".join(path) for path in field_paths(cls)]
-            near = _near_options(name, paths)
+            hint = _near_options(name, paths)
             if name in paths:
-                near = " (write it as a key under its group, such as prefill: {tp: 1})"
-            raise ConfigError(f"{file} unknown key {group}{key}{near}")
+                hint = " (write it as a key under its group, such as prefill: {tp: 1})"
+            raise ConfigError(f"{file} unknown key {group}{key}{hint}")
         nested = _nested_model(info)
-        # Pydantic would convert true to 1.
+        # Pydantic would convert true to the number 1.
         if isinstance(value, bool) and info.annotation is not bool:
             problem = f"{group}{name} is {short_repr(value)}"
             raise ConfigError(f"{file} {problem}; only on/off options accept that")
         if nested and isinstance(value, dict):
-            value = _checked(nested, value, file, f"{group}{name}.")
+            value = _normalize(nested, value, file, f"{group}{name}.")
         values[name] = value
     return values
 
@@ -284,20 +309,29 @@ def explain_validation(
     argv: Sequence[str],
     file: Mapping[str, Any],
 ) -> str:
-    """Returns one line per wrong value: its key as given, the reason and the value."""
+    """Returns one line per wrong value, with its setting, the reason and the value.
+
+    Args:
+        file: The values of the --config file.
+    """
     options = {word.partition("=")[0] for word in argv}
     lines = []
     for item in error.errors(include_url=False):
         path = [part for part in item["loc"] if isinstance(part, str)]
-        lines.append(f"{_given_as(path, options, file)}: {_reason(item, path)}")
+        lines.append(f"{_setting_name(path, options, file)}: {_reason(item, path)}")
     return "\n".join(lines)
 
 
-def _given_as(
+def _setting_name(
     path: Sequence[str], options: Collection[str], file: Mapping[str, Any]
 ) -> str:
-    """Returns how the user gave the value: an option, a variable or a key of the
+    """Returns the setting as the user wrote it: an option, a variable or a key of the
     file.
+
+    Args:
+        path: Path of the field, such as ("prefill", "tp").
+        options: The options on the command line.
+        file: The values of the --config file.
     """
     option = option_name(path)
     if option in options or option.replace("--", "--no-", 1) in options:
@@ -306,23 +340,23 @@ def _given_as(
     if variable := variables.get(variable_name(path)):
         return variable
     group = variables.get(variable_name(path[:1]))
-    if group and _has(path[1:], json.loads(os.environ[group])):
+    if group and _contains(json.loads(os.environ[group]), path[1:]):
         return f"{option} (in {group})"  # the variable has the group as JSON
-    return f"{option} (in the --config file)" if _has(path, file) else option
+    return f"{option} (in the --config file)" if _contains(file, path) else option
 
 
-def _has(path: Sequence[str], values: Any) -> bool:
+def _contains(values: Any, path: Sequence[str]) -> bool:
     if not path:
         return True
     return (
         isinstance(values, Mapping)
         and path[0] in values
-        and _has(path[1:], values[path[0]])
+        and _contains(values[path[0]], path[1:])
     )
 
 
 def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
-    """Returns why a value is invalid, in the words of the command line."""
+    """Returns why a value is invalid, with the value unless it is secret."""
     reason = item["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String|Value) should ", "must ", reason)
     if item["type"] == "literal_error":
@@ -330,9 +364,9 @@ def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
     if item["type"] == "model_type":
         reason = f"must be a group of options, such as {option_name((*path, 'tp'))}"
     if item["type"] == "extra_forbidden":
-        reason = "is no option"
+        reason = "is not an option"
     if item["type"].endswith("_parsing"):
-        # The rest of the message is Python's reason.
+        # After the comma follows a reason in terms of Python.
         reason = reason.partition(",")[0]
     # Pydantic counts the characters of a secret as items.
     if path and path[-1].endswith(("secret", "api_key", "admin_key")):
@@ -340,7 +374,7 @@ def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
         return reason.replace(short_repr(item["input"]), "it")
     if item["type"] in ("value_error", "extra_forbidden"):
         return reason
-    # A value of the command line is shown as it is, a value of a file as JSON.
+    # A simple word is shown as it is, and all other values as JSON.
     value = item["input"]
     is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,80}", value)
     return f"{reason}, not {value if is_word else short_repr(value)}"
@@ -349,65 +383,72 @@ def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
 def explain_cli(
     cls: type[BaseModel], error: Exception, programs: Mapping[str, type[BaseModel]]
 ) -> str:
-    """Returns the error of the command line, with hints for unknown options."""
+    """Returns the message for an error in the command line, with hints for unknown
+    options.
+
+    Args:
+        programs: The settings classes of all programs, by the name of the program.
+    """
     message = str(error).removeprefix("error parsing CLI: ")
     if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
         name = variable_name((group[1],))
         return (
             f"{name}: not JSON; set the options one by one, for example by {name}__TP"
         )
-    known_names = [option_name(path) for path in field_paths(cls)]
+    valid_names = [option_name(path) for path in field_paths(cls)]
     unknown: list[str] = []
     if "unrecognized arguments" in message:
         unknown = re.findall(r"--[\w.-]+", message)
     candidates = programs if len(unknown) == 1 else {}
-    hints = "".join(_near_options(word, known_names, candidates) for word in unknown)
+    hints = "".join(_near_options(word, valid_names, candidates) for word in unknown)
     return f"{message}{hints}; see --help"
 
 
 def _near_options(
-    word: str, known_names: Sequence[str], programs: Mapping[str, type[BaseModel]] = {}
+    word: str, valid_names: Sequence[str], programs: Mapping[str, type[BaseModel]] = {}
 ) -> str:
-    """Returns a hint for an unknown option.
+    """Returns a hint for an unknown option, or an empty string.
 
-    Options with this name in a group come first, then options of other programs, then
-    options with a similar name.
+    The hint names the programs that have the option. If the option exists in a group,
+    the hint names the option with its group instead. Otherwise the hint names options
+    with similar names.
     """
-    is_no = word.startswith("--no-")
+    is_negated = word.startswith("--no-")
     name = word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
-    same = [option for option in known_names if re.split(r"--|\.", option)[-1] == last]
-    owners = [
+    same = [option for option in valid_names if re.split(r"--|\.", option)[-1] == last]
+    programs_with_option = [
         program
         for program, cls in programs.items()
         if name in map(option_name, field_paths(cls))
     ]
-    if owners and not same:
-        return f" (an option of {' and '.join(owners)})"
-    hint = _near_member(name, known_names, programs)
+    if programs_with_option and not same:
+        return f" (an option of {' and '.join(programs_with_option)})"
+    hint = _near_member(name, valid_names, programs)
     if not hint:
-        hint = did_you_mean(same[:3]) if same else suggestion(name, known_names)
-    return hint.replace("--", "--no-") if is_no else hint
+        hint = did_you_mean(same[:3]) if same else suggestion(name, valid_names)
+    return hint.replace("--", "--no-") if is_negated else hint
 
 
 def _near_member(
-    name: str, known_names: Sequence[str], programs: Mapping[str, type[BaseModel]]
+    name: str, valid_names: Sequence[str], programs: Mapping[str, type[BaseModel]]
 ) -> str:
-    """Returns a hint for an option of a group, such as --prefil.tp.
+    """Returns a hint for an unknown option with a group, such as --prefil.tp.
 
-    The name of the group is matched first, then the member. The hint is empty if no
-    group is near, or if the member belongs to another group.
+    The name of the group is corrected first, then the member of the group. If no group
+    or no member is similar, but the member is an option of the whole cluster or of the
+    group's program, the hint names that option. Otherwise the hint is empty.
     """
     group, _, member = name.partition(".")
     members: dict[str, list[str]] = {}
-    for option in known_names:
-        owner, _, owned = option.partition(".")
-        if owned:
-            members.setdefault(owner, []).append(owned)
-    near = near_names(group, members)
-    if not member or not near:
+    for option in valid_names:
+        option_group, _, option_member = option.partition(".")
+        if option_member:
+            members.setdefault(option_group, []).append(option_member)
+    near_groups = near_names(group, members)
+    if not member or not near_groups:
         return ""
-    group = near[0]
+    group = near_groups[0]
     near_members = near_names(member, members[group])
     if near_members:
         return did_you_mean([f"{group}.{near_member}" for near_member in near_members])
@@ -416,7 +457,7 @@ def _near_member(
     cluster_option = f"{dashes}{member}"
     program = f"baton {group.removeprefix('--')}"
     server_class = programs.get(program)
-    if cluster_option in known_names:
+    if cluster_option in valid_names:
         fact = f"no such option here, but {cluster_option} for the whole cluster"
     elif server_class and cluster_option in map(option_name, field_paths(server_class)):
         fact = f"no such option here, but {cluster_option} of {program}"

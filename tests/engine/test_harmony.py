@@ -435,7 +435,7 @@ def test_harmony_comes_from_the_options_or_the_template(
 def test_options_that_contradict_each_other_are_refused(reasoning, calls):
     options = {"reasoning_parser": reasoning, "tool_call_parser": calls}
     with pytest.raises(
-        ValidationError, match=f"{reasoning} cannot go with --tool-call-parser"
+        ValidationError, match=f"{reasoning} cannot be combined with --tool-call-parser"
     ):
         DecodeSettings(_cli_parse_args=[], **options)
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from protocol.http.tls import Certificate, trusted
+from protocol.http.tls import Certificate, client_context
 from protocol.settings.server_options import AccessOptions
 from tests.proxy.fakes import Rig, until
 from tests.rigs.http_server import Running, serving
@@ -170,7 +170,7 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
     ca = str(shutil.copy(cert, tmp_path / "ca"))
     certificate, verified = (
         Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca)),
-        trusted(ca),
+        client_context(ca),
     )
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
     server = await asyncio.start_server(
@@ -226,4 +226,4 @@ def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
         ("/no/file", "No such file"),
     ):
         with pytest.raises(ValueError, match=reported):
-            trusted(file)
+            client_context(file)

@@ -55,7 +55,7 @@ def test_the_first_use_makes_this_machines_secret(tmp_path):
     assert len(first) == 64 and cluster_secret(None, file) == first
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
-    machine._make(file)  # one who came second
+    machine._create_secret(file)  # as a second process would
     assert cluster_secret(None, file) == first
     assert cluster_secret(SecretStr("mine"), file) == b"mine"
 

@@ -94,7 +94,7 @@ def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fi
     for name, values in fields.items():
         for value in values:
             request = parse(**{name: value})
-            body = getattr(request, "asked", request)
+            body = getattr(request, "original", request)
             assert name in body.model_fields_set, (name, value)
 
 

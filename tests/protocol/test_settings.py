@@ -93,7 +93,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (
             P,
             "--hf-overrides [1]",
-            r"--hf-overrides: .*\[1\].* is no JSON object; write for example",
+            r"--hf-overrides: .*\[1\].* is not a JSON object; write for example",
         ),
         (P, "--kv-scales 0.5", "--kv-scales: .*--kv-cache-dtype float8_e4m3fn"),
         (P, "--port 65536", "--port: must be less than or equal to 65535"),
@@ -262,8 +262,9 @@ def test_refusal_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
     assert sorted(str(caught.value).splitlines()) == [
         "--decode.block-size (in BATON_DECODE): must be a valid integer, not yes",
         "--decode.dcp (in the --config file): 3 does not divide --decode.tp 2: use a divisor of it",
-        "--decode.kv-scales: 2 scales nothing: give --decode.kv-cache-dtype float8_e4m3fn too",
-        "--decode.tpp (in BATON_DECODE): is no option",
+        "--decode.kv-scales: 2 scales nothing: give --decode.kv-cache-dtype "
+        "float8_e4m3fn too, or leave the scales out",
+        "--decode.tpp (in BATON_DECODE): is not an option",
         "--host (in the --config file): must be a valid string, not null",
         "--prefill.block-size (in the --config file): must be a valid integer, not [1]",
         "--prefill.device: must be auto, cpu or cuda, not gpu",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from protocol.errors import PayloadTooLarge, RequestError
-from protocol.http.json_bounds import MAX_MEMBERS, MAX_TOP_MEMBERS
+from protocol.http.json_bounds import MAX_NODES, MAX_TOP_MEMBERS
 from protocol.kv_params import REMOTE_DECODE
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
 from tests.proxy.fakes import Rig
@@ -48,7 +48,7 @@ def test_what_is_not_a_json_object_is_refused(data):
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"a":[' + b"{}," * MAX_MEMBERS + b"0]}",
+        b'{"a":[' + b"{}," * MAX_NODES + b"0]}",
         b"{" + b",".join(b'"%d":0' % at for at in range(MAX_TOP_MEMBERS + 1)) + b"}",
     ],
 )

@@ -14,8 +14,7 @@ class BatonError(Exception):
     """The base class of all errors that a client or a peer can receive.
 
     A subclass sets class variables by class arguments, such as
-    `class Overloaded(ServiceError, code="overloaded")`, and inherits those that it does
-    not set.
+    `class Overloaded(ServiceError, code="overloaded")`, and inherits all others.
 
     Class attributes:
         status: The HTTP status.

@@ -486,7 +486,7 @@ def _bits_of(entry: TokenLogprobs | None) -> LogprobBits | None:
 def _logprobs_of(entry: LogprobBits | None) -> TokenLogprobs | None:
     if entry is None:
         return None
-    bits = (entry.logprob, *entry.top_logprobs)
+    bits = [entry.logprob, *entry.top_logprobs]
     data = struct.pack(f"<{len(bits)}I", *bits)
     logprob, *top_logprobs = struct.unpack(f"<{len(bits)}f", data)
     return TokenLogprobs(logprob, entry.top_ids, top_logprobs, entry.rank)

@@ -181,7 +181,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         stop_token_ids: The client's stop tokens, and the end-of-sequence tokens unless
             `ignore_eos` is set.
         num_choices: Number of choices to sample for the prompt. Each choice has its own
-            deltas, the last of which ends the choice.
+            deltas, and ends with its last delta.
         num_prompt_logprobs: k: return logprobs of the prompt's tokens and of the k most
             likely tokens at each position. None: return no prompt logprobs.
         grammar_bytes: Memory that the compiled grammar takes, in bytes.

@@ -2,8 +2,8 @@
 
 The record is signed with the cluster secret and is valid for `MAX_AGE_S`. A proxy
 accepts a record only if it is newer than the last record of the same server. Therefore
-nobody can replay a copied record to the same proxy. To a different proxy, the copy can
-be replayed only until it is too old.
+a copied record cannot be replayed to the same proxy. It can be replayed to a different
+proxy, but only until it is too old.
 """
 
 import hashlib

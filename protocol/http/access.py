@@ -196,7 +196,7 @@ def share_of(scope: Mapping[str, Any]) -> str:
 def check_operator(scope: Mapping[str, Any]) -> None:
     """Raises Forbidden unless the client may operate this process.
 
-    With API keys, every client may whose key `Access.admit` has accepted for this path.
+    With API keys, `Access.admit` has already checked the client's key for this path.
     Without API keys, the client must be on this machine, and no proxy may have added
     headers to the request. The request must not come from a browser page of another
     site, even if the name of that site resolves to this machine.

@@ -24,7 +24,7 @@ from protocol.settings.server_options import QueueOptions
 # cached prompt takes memory and time.
 MIN_TOKENS = 64
 _WINDOW_S = 0.5  # minimum waiting time that one sample of the rate covers
-_SHORT_WINDOW_S = 0.1  # the minimum for a window at the end of which the queue is empty
+_SHORT_WINDOW_S = 0.1  # the minimum if the queue becomes empty at the window's end
 _SAMPLE_WEIGHT = 0.5  # weight of a new sample in the moving average
 
 

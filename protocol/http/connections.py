@@ -88,7 +88,9 @@ class _BoundedHttp(HttpToolsProtocol):
     extra_body_bytes: int
     bodies: Bodies
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(  # type: ignore[override]
+        self, transport: asyncio.Transport
+    ) -> None:
         super().connection_made(transport)
         self._in_body = False
         self._is_given_up = False  # the rest of the arriving body will be dropped

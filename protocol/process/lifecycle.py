@@ -254,9 +254,7 @@ def _watch_child(
 
 
 def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
-    """Calls `on_event`. If the callback raises an exception, the exception is printed,
-    and the calling thread continues.
-    """
+    """Calls `on_event`, and prints an exception of it so that the thread continues."""
     try:
         on_event(event)
     except Exception:
@@ -266,12 +264,9 @@ def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
 def terminate(
     children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM
 ) -> bool:
-    """Ends all children: sends a signal, and after `grace_s` seconds SIGKILL.
+    """Ends all children: sends the signal `number`, and after `grace_s` SIGKILL.
 
     When the function returns, all children have ended and are reaped.
-
-    Args:
-        number: The signal to send first.
 
     Returns:
         Whether all children ended without SIGKILL.
@@ -396,12 +391,9 @@ def report_progress(text: str) -> None:
 
 
 def report_ready(info: Mapping[str, Any]) -> None:
-    """Reports to the parent process, if any, that this process serves.
+    """Reports to the parent process, once, that this process serves.
 
-    A process calls this function once.
-
-    Args:
-        info: Addresses of the process, such as {"port": 8000}.
+    `info` has the addresses of this process, such as {"port": 8000}.
     """
     _report("ready", dict(info))
 

@@ -94,7 +94,9 @@ class OutputQueue:
         self._changed.notify_all()
 
     def _drop(self, text: bytes) -> None:
-        """Keeps a text as the newest one that did not fit, and drops the oldest one."""
+        """Keeps a text that did not fit into the queue, and drops the oldest kept text
+        if there are MAX_LAST_TEXTS.
+        """
         if len(self._last_texts) == MAX_LAST_TEXTS:
             self._count_dropped(self._last_texts[0])
         self._last_texts.append(text[-_BATCH_BYTES:])

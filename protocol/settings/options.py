@@ -1,4 +1,4 @@
-"""Options of engines and models, by topic; settings.py combines them for each program."""
+"""Options of models and engines, by topic; settings.py combines them per program."""
 
 import json
 from typing import Annotated, ClassVar, Literal

@@ -180,7 +180,7 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
 
 
 class _Group(Options):
-    """Options of `baton up` for one kind of server, besides the server's own options."""
+    """Options of `baton up` for one kind of server, besides those of the server."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 

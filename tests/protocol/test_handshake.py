@@ -41,12 +41,12 @@ SECRET = b"cluster secret"
 
 
 COMPAT = CompatRecord(
-    model_fingerprint="m", kv_dtype="bfloat16", num_layers=3, total_kv_heads=5, num_components=2,
-    head_dim=64, rope='{"theta":10000.0}',
+    model_fingerprint="m", kv_dtype="bfloat16", num_layers=3, total_kv_heads=5,
+    num_components=2, head_dim=64, rope='{"theta":10000.0}',
 )  # fmt: skip
 LAYOUT = LayoutRecord(
-    order="BHLCND", num_blocks=10, num_heads=5, num_layers=3, num_components=2, block_size=16,
-    head_dim=64, dtype="bfloat16",
+    order="BHLCND", num_blocks=10, num_heads=5, num_layers=3, num_components=2,
+    block_size=16, head_dim=64, dtype="bfloat16",
 )  # fmt: skip
 
 
@@ -88,15 +88,16 @@ def engine(**changes: Any) -> EngineMetadata:
     return EngineMetadata(**{**values, **changes})
 
 
-OTHERS = {
+# For each field of COMPAT, a different value.
+DIFFERENT_VALUES = {
     "model_fingerprint": "x",
     "kv_dtype": "float32",
     "num_layers": 4,
     "total_kv_heads": 4,
+    "num_components": 1,
+    "head_dim": 128,
+    "rope": "{}",
 }
-OTHERS |= {"num_components": 1, "head_dim": 128, "rope": "{}"}
-
-
 LONGROPES = [
     compat(
         model_fingerprint=name,
@@ -104,27 +105,29 @@ LONGROPES = [
     )
     for name in ("short", "long")
 ]
-SCALED, OTHER_SCALED = (
+SCALED, DIFFERENTLY_SCALED = (
     fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2))
 )
+# Local and remote record, and the words of the error: first the field.
 DIFFERENCES = [
     *((COMPAT, compat(**{field: value}), (field, json.dumps(getattr(COMPAT, field)),
-       json.dumps(value))) for field, value in OTHERS.items()),
-    (SCALED, OTHER_SCALED,
+       json.dumps(value))) for field, value in DIFFERENT_VALUES.items()),
+    (SCALED, DIFFERENTLY_SCALED,
      ("kv_scales", "differs at index 3", "0.25 here", "0.125 on the", "--kv-convert")),
-    (*LONGROPES, ("model_fingerprint", "the same --max-model-len, which selects longrope")),
+    (*LONGROPES,
+     ("model_fingerprint", "the same --max-model-len, which selects longrope")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ours", "theirs", "words"), DIFFERENCES)
-def test_a_difference_names_the_field_both_values_and_the_fix(ours, theirs, words):
+@pytest.mark.parametrize(("local", "remote", "words"), DIFFERENCES)
+def test_difference_is_reported_with_field_both_values_and_fix(local, remote, words):
     with pytest.raises(PeerIncompatible) as caught:
-        check_compatible(ours, theirs)
+        check_compatible(local, remote)
     assert caught.value.param == words[0]
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
-def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():
+def test_only_dtype_and_scales_may_differ_if_the_reader_converts():
     check_compatible(COMPAT, COMPAT)
     check_compatible(COMPAT, compat(kv_dtype="float32"), allow_convert=True)
     check_compatible(COMPAT, fp8(), allow_convert=True)
@@ -133,30 +136,31 @@ def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():
         check_compatible(COMPAT, compat(rope="{}"), allow_convert=True)
 
 
-@pytest.mark.parametrize("field", OTHERS)
+@pytest.mark.parametrize("field", DIFFERENT_VALUES)
 @pytest.mark.parametrize("converts", [False, True])
 def test_kv_digests_pair_exactly_the_compatible_engines(field, converts):
     for prefill, decode in (
         (COMPAT, COMPAT),
         (fp8(), COMPAT),
-        (compat(**{field: OTHERS[field]}), COMPAT),
+        (compat(**{field: DIFFERENT_VALUES[field]}), COMPAT),
     ):
         try:
             check_compatible(decode, prefill, allow_convert=converts)
         except PeerIncompatible:
-            fits = False
+            is_compatible = False
         else:
-            fits = True
-        error_text = kv_digest(prefill), kv_digest(decode, converts)
-        assert may_pair(*error_text) is fits
-        assert same_model(*error_text) is (
+            is_compatible = True
+        prefill_digest = kv_digest(prefill)
+        decode_digest = kv_digest(decode, converts)
+        assert may_pair(prefill_digest, decode_digest) is is_compatible
+        assert same_model(prefill_digest, decode_digest) is (
             prefill.model_fingerprint == decode.model_fingerprint
         )
-        assert same_model("vllm", error_text[1]) and same_model("", error_text[1])
+        assert same_model("vllm", decode_digest) and same_model("", decode_digest)
         assert (
-            may_pair("", error_text[1])
-            and may_pair(error_text[0], "")
-            and not may_pair("vllm", error_text[1])
+            may_pair("", decode_digest)
+            and may_pair(prefill_digest, "")
+            and not may_pair("vllm", decode_digest)
         )
         assert (
             may_pair("vllm", "vllm")
@@ -216,7 +220,7 @@ INCONSISTENT = [
 @pytest.mark.parametrize(
     ("metadata", "field"), INCONSISTENT, ids=[f for _, f in INCONSISTENT]
 )
-def test_metadata_that_contradicts_itself_names_the_field(metadata, field):
+def test_error_about_contradictory_metadata_names_the_field(metadata, field):
     with pytest.raises(PeerIncompatible) as caught:
         check_consistent(metadata)
     assert str(caught.value.param).startswith(field)
@@ -243,7 +247,7 @@ def test_messages_survive_the_wire():
         assert open_reply(seal_reply(reply, SECRET), SECRET) == reply
 
 
-def test_unknown_fields_are_ignored_and_optional_ones_have_defaults():
+def test_unknown_fields_are_ignored_and_optional_fields_have_defaults():
     newer = msgspec.msgpack.decode(msgspec.msgpack.encode(engine()))
     newer["new_field"] = newer["ranks"][0]["layout"]["new_field"] = 1
     del newer["dcp_size"], newer["ranks"][0]["extra"]
@@ -258,7 +262,7 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults():
 
 
 @given(st.data())
-def test_property_no_changed_bit_is_accepted(data):
+def test_property_message_with_a_changed_bit_is_refused(data):
     changed = bytearray(seal_request(REQUESTS[2], SECRET))
     bit = data.draw(st.integers(0, len(changed) * 8 - 1))
     changed[bit // 8] ^= 1 << bit % 8
@@ -267,10 +271,10 @@ def test_property_no_changed_bit_is_accepted(data):
 
 
 @given(st.binary(max_size=200))
-def test_property_garbage_is_a_frame_error(message):
-    for opened in (open_request, open_reply):
+def test_property_random_bytes_are_a_frame_error(message):
+    for open_message in (open_request, open_reply):
         with pytest.raises(FrameError):
-            opened(message, SECRET)
+            open_message(message, SECRET)
 
 
 def test_mac_of_a_request_is_not_valid_for_a_reply():
@@ -290,7 +294,7 @@ def test_only_a_refusal_is_accepted_without_a_valid_mac():
 
 
 @pytest.mark.parametrize("text", ["", "x" * 129])
-def test_ids_are_bounded(text):
+def test_length_of_ids_is_limited(text):
     sealed = seal_request(Renew(nonce="n", incarnation="i", lease_id=text), SECRET)
     with pytest.raises(FrameError, match="lease_id"):
         open_request(sealed, SECRET)

@@ -1,5 +1,7 @@
-"""Server-sent events, limits on silence, and bodies that are refused half-way.
-tests/proxy/test_connections.py has the rest."""
+"""Server-sent events, countdowns, and memory of refused bodies.
+
+tests/proxy/test_connections.py tests the connections.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,7 @@ from protocol.http.deadlines import Countdown
 from tests.rigs.client import sse_events
 
 
-def test_an_error_event_has_its_name_and_openai_s_shape():
+def test_error_event_has_the_type_error_and_openais_error_object():
     ((name, data),) = sse_events(sse.error_event(TransferFailed("cut off")).decode())
     payload = json.loads(data)
     assert (name, payload["type"], payload["error"]["code"]) == (
@@ -26,7 +28,7 @@ def test_an_error_event_has_its_name_and_openai_s_shape():
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """One whose clock the test sets."""
+    """An event loop with a clock that the test sets."""
 
     now_s = 0.0
 
@@ -35,7 +37,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def halves(*spans: tuple[float, float]) -> list[float]:
-    """All half seconds of these spans."""
+    """Returns all times in these spans that are multiples of 0.5 s."""
     return [
         half / 2
         for start, stop in spans
@@ -44,47 +46,49 @@ def halves(*spans: tuple[float, float]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("looks", "cancelled_at", "end"),
+    ("turn_times", "cancelled_at", "end"),
     [
         (halves((0, 10)), 5.0, 4.0),
         (halves((0, 6)), 3.0, None),
-        # Where it stood still for long it looks again before it gives up:
+        # After a suspension, the countdown waits for its remaining parts:
         (halves((0, 0.5), (100, 110)), None, 103.0),
         (halves((0, 2.5), (100, 110)), None, 101.0),
         (halves((0, 3.5), (100, 110)), None, 101.0),
-        ([100.0 * turn for turn in range(10)], None, 500.0),  # always late
+        # Every turn of the loop is late:
+        ([100.0 * turn for turn in range(10)], None, 500.0),
     ],
 )
-def test_countdown_ends(looks, cancelled_at, end):
+def test_countdown_of_4_s_ends_or_is_cancelled(turn_times, cancelled_at, end):
     end_times: list[float] = []
 
-    async def look() -> None:
+    async def run_turns() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
         countdown = Countdown(loop, 4.0, lambda: end_times.append(loop.now_s))
-        for loop.now_s in looks:
+        for loop.now_s in turn_times:
             if loop.now_s == cancelled_at:
                 countdown.cancel()
             for _ in range(3):
                 await asyncio.sleep(0)
 
     with asyncio.Runner(loop_factory=_Loop) as runner:
-        runner.run(look())
+        runner.run(run_turns())
     assert end_times == ([] if end is None else [end])
 
 
 async def test_error_of_a_connection_does_not_keep_the_body_alive():
-    prompt: dict[str, Any] = {"refusal": None}
+    connection_state: dict[str, Any] = {"refusal": None}
     error = Overloaded("too many")
 
     async def receive() -> dict[str, Any]:
-        prompt["refusal"] = error
+        connection_state["refusal"] = error
         return {"type": "http.request", "body": b"x" * 1000, "more_body": False}
 
+    scope = {"extensions": {"baton.connection": connection_state}}
     with pytest.raises(Overloaded):
-        await read_body({"extensions": {"baton.connection": prompt}}, receive, 10_000)
+        await read_body(scope, receive, 10_000)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    texts = next(
+    parts = next(
         frame.f_locals["parts"] for frame in frames if "parts" in frame.f_locals
     )
-    assert texts == []
+    assert parts == []

@@ -1,4 +1,4 @@
-"""What a JSON text consists of is counted on its bytes as a decoder would find it."""
+"""The structure of a JSON text is counted correctly without decoding the text."""
 
 import json
 from typing import Any
@@ -29,37 +29,37 @@ VALUES = st.recursive(
 )
 
 
-def expected(value: Any, depth: int = 1) -> Structure:
-    """The same by walking through the decoded value."""
+def expected_structure(value: Any, depth: int = 1) -> Structure:
+    """Returns the structure of a decoded value.
+
+    Args:
+        depth: Number of levels down to the value, including its own level.
+    """
     if not isinstance(value, dict | list):
         return Structure(0, 0, depth - 1)
     inner = [
-        expected(one, depth + 1)
-        for one in (value.values() if isinstance(value, dict) else value)
+        expected_structure(item, depth + 1)
+        for item in (value.values() if isinstance(value, dict) else value)
     ]
     num_members = len(value) if isinstance(value, dict) else 0
-    num_nodes = 1 + num_members + sum(one.num_nodes for one in inner)
-    return Structure(
-        num_nodes, num_members, max([depth, *(one.depth for one in inner)])
-    )
+    num_nodes = 1 + num_members + sum(structure.num_nodes for structure in inner)
+    deepest = max([depth, *(structure.depth for structure in inner)])
+    return Structure(num_nodes, num_members, deepest)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 1 << 16])
 @given(value=st.dictionaries(TEXT, VALUES, max_size=5), ascii_only=st.booleans())
-def test_structure_is_that_of_the_decoded_value(piece_bytes, value, ascii_only):
+def test_structure_equals_that_of_the_decoded_value(piece_bytes, value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_bounds, "_PIECE_BYTES", piece_bytes)
-        assert structure_of(text) == expected(value)
+        assert structure_of(text) == expected_structure(value)
         check_utf8(text)
 
 
-def members(number: int, value: str = "0") -> bytes:
-    return (
-        b"{"
-        + b",".join(b'"%x":%b' % (at, value.encode()) for at in range(number))
-        + b"}"
-    )
+def members(number: int) -> bytes:
+    """Returns the JSON text of an object with `number` members."""
+    return b"{" + b",".join(b'"%x":0' % index for index in range(number)) + b"}"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def members(number: int, value: str = "0") -> bytes:
     ],
     ids=["members", "objects", "members of the body", "depth"],
 )
-def test_error_names_value_and_limit(body, error, words):
+def test_error_has_the_number_and_the_limit(body, error, words):
     with pytest.raises(error) as raised:
         check_bounds(body)
     assert all(f" {word}" in raised.value.message for word in words)
@@ -105,5 +105,5 @@ def test_error_names_value_and_limit(body, error, words):
     ],
     ids=["members", "numbers", "marks in a string", "backslashes", "depth"],
 )
-def test_values_within_the_bounds_are_accepted(body):
+def test_body_within_the_bounds_is_accepted(body):
     check_bounds(body)

@@ -29,7 +29,7 @@ def offer(**changes: Any) -> dict[str, Any]:
 
 
 def through_floats(value: Any) -> Any:
-    """A relay whose only number is the double, written with a fraction."""
+    """Returns a JSON value as a relay sends it that writes all numbers as floats."""
     if isinstance(value, dict):
         return {key: through_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -49,7 +49,7 @@ def test_signature_survives_relays_that_write_json_differently():
     )
     without = {k: v for k, v in offer().items() if k != "do_remote_decode"}
     parse(without).verify(SECRET)
-    assert "." not in text.replace("127.0.0.1", ""), "no fraction for others to print"
+    assert "." not in text.replace("127.0.0.1", ""), "a number has a fraction"
 
 
 ROWS = [None, TokenLogprobs(-0.25, [3], [-0.125], 9), TokenLogprobs(-math.inf)]
@@ -66,8 +66,8 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
         FirstToken(5, TokenLogprobs(logprob, [5, 7], [logprob, -3.25])),
         FirstToken(2),
     ]
-    error_text = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
-    obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **error_text)
+    members = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
+    obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **members)
     params = parse(through_floats(json.loads(json.dumps(obj))))
     params.verify(SECRET)
     assert params.seed == str(seed)
@@ -78,19 +78,30 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
         [3, 4, 5],
     )
     assert remote.first_tokens == tokens
-    assert remote.prompt_logprobs == [*ROWS[:2], TokenLogprobs(-9999.0)], (
-        "without an infinity"
-    )
+    # -9999.0 replaces the -inf.
+    assert remote.prompt_logprobs == [*ROWS[:2], TokenLogprobs(-9999.0)]
     assert remote.lease_s == pytest.approx(lease_s, abs=1e-3)
 
 
+# For each field, a valid value that differs from the offer's.
 ALTERED = {
-    "remote_engine_id": "prefill-2", "remote_request_id": "other", "remote_block_ids": [3, 5, 4],
-    "remote_host": "169.254.169.254", "remote_port": 80, "tp_size": 2, "lease_id": "f" * 32,
-    "lease_ms": 31_000, "incarnation": "beef", "remote_num_tokens": 41, "remote_block_size": 15,
-    "remote_cached_tokens": 4, "prompt_digest": "0" * 64, "sampling_digest": "0" * 64, "seed": "1",
+    "remote_engine_id": "prefill-2",
+    "remote_request_id": "other",
+    "remote_block_ids": [3, 5, 4],
+    "remote_host": "169.254.169.254",
+    "remote_port": 80,
+    "tp_size": 2,
+    "lease_id": "f" * 32,
+    "lease_ms": 31_000,
+    "incarnation": "beef",
+    "remote_num_tokens": 41,
+    "remote_block_size": 15,
+    "remote_cached_tokens": 4,
+    "prompt_digest": "0" * 64,
+    "sampling_digest": "0" * 64,
+    "seed": "1",
     "signature": "0" * 64,
-}  # fmt: skip
+}
 ALTERED_LISTS = [
     ("first_tokens", [{"id": 43, "logprobs": None}]),
     ("first_tokens", [{"id": 42, "logprobs": [3187671040, [42, 8], [3187671040], 0]}]),
@@ -113,13 +124,13 @@ def test_every_altered_field_breaks_the_signature(field, value):
 @pytest.mark.parametrize(
     "field", ["remote_engine_id", "remote_request_id", "remote_host", "incarnation"]
 )
-def test_text_that_cannot_be_encoded_has_no_signature(field):
+def test_text_with_an_unpaired_surrogate_has_no_valid_signature(field):
     obj = json.loads(json.dumps({**offer(), field: "\ud800"}))
     with pytest.raises(KVParamsRejected, match="signature"):
         parse(obj).verify(SECRET)
 
 
-def test_wrong_secret_is_reported_and_without_checksums_no_field_is_named():
+def test_error_reports_a_wrong_secret_or_missing_checksums():
     with pytest.raises(KVParamsRejected, match=r"signature .* checksums changed"):
         parse({**offer(), "tp_size": 2, "checksums": None}).verify(SECRET)
     with pytest.raises(KVParamsRejected, match=r"signature .* BATON_CLUSTER_SECRET"):
@@ -181,7 +192,7 @@ WRONG = [
     ],
     ids=lambda v: str(v)[:12],
 )
-def test_a_wrong_type_or_range_names_the_field(field, value):
+def test_error_about_a_wrong_type_or_range_names_the_field(field, value):
     with pytest.raises(KVParamsRejected) as caught:
         parse({**offer(), field: value})
     assert str(caught.value.param).startswith(f"kv_transfer_params.{field}")
@@ -190,6 +201,7 @@ def test_a_wrong_type_or_range_names_the_field(field, value):
 
 
 def test_large_object_is_not_converted_for_a_value_that_is_not_an_integer(monkeypatch):
+    # The patched function fails for the whole object, a dict.
     monkeypatch.setattr("protocol.kv_params._with_integers", lambda value: value * 1)
     with pytest.raises(KVParamsRejected, match="remote_port"):
         parse({**offer(), "remote_port": 1.5})
@@ -201,28 +213,28 @@ def test_object_that_is_not_a_reference_is_rejected(obj):
         parse(obj)
 
 
-def test_one_object_for_each_prompt():
+def test_number_of_objects_must_equal_the_number_of_prompts():
     assert len(parse_list(offer(), 1)) == 1
     assert len(parse_list([offer(), offer()], 2)) == 2
-    for obj, prompts in [
+    for obj, num_prompts in [
         (offer(), 2),
         ([offer()], 2),
         ([], 1),
         ([offer(), offer()], 1),
     ]:
         with pytest.raises(KVParamsRejected, match="prompts"):
-            parse_list(obj, prompts)
+            parse_list(obj, num_prompts)
 
 
-def test_prefill_request_may_have_null_members():
-    usual = {
+def test_null_and_false_members_count_as_absent():
+    flags = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
     }
-    assert is_prefill_request({**usual, "remote_block_ids": None, "unknown": 1})
-    for silent in (None, {}, {"do_remote_decode": False, "remote_host": None}):
-        assert is_absent(silent) and not is_prefill_request(silent)
+    assert is_prefill_request({**flags, "remote_block_ids": None, "unknown": 1})
+    for absent in (None, {}, {"do_remote_decode": False, "remote_host": None}):
+        assert is_absent(absent) and not is_prefill_request(absent)
     assert not is_prefill_request(offer()) and not is_absent(offer())
 
 

@@ -1,4 +1,4 @@
-"""Children that report, die, hang, and outlive nobody."""
+"""Child processes report, are watched, and end no later than their parent."""
 
 import os
 import queue
@@ -51,8 +51,15 @@ def events() -> Events:
     return Events()
 
 
-def ends(fd: int) -> bool:
-    """Whether every process that holds the other end of this pipe is gone."""
+def closes(fd: int) -> bool:
+    """Waits until all processes with the write end of a pipe have ended.
+
+    Args:
+        fd: The read end of the pipe.
+
+    Returns:
+        False if a process still runs after DEADLINE_S.
+    """
     readable, _, _ = select.select([fd], [], [], DEADLINE_S)
     return bool(readable) and os.read(fd, 1) == b""
 
@@ -62,15 +69,16 @@ def test_reports_arrive_in_order_and_exit_is_last(events):
     result = [events.next() for _ in range(3)]
     assert result == [("progress", "loading"), ("ready", {"port": 12}), ("exited", 0)]
     assert child.process.returncode == 0
-    assert lifecycle.terminate([child], grace_s=0.0)  # one that has ended is left alone
+    # A child that has ended receives no signal.
+    assert lifecycle.terminate([child], grace_s=0.0)
 
 
 def test_child_is_watched_and_reaped_even_if_the_callback_raises(capfd):
-    def broken(event: lifecycle.Event) -> None:
+    def failing_callback(event: lifecycle.Event) -> None:
         assert event.kind == "exited", f"cannot take {event.kind}"
 
     child = lifecycle.spawn(
-        python("report_progress('loading')"), name="child", on_event=broken
+        python("report_progress('loading')"), name="child", on_event=failing_callback
     )
     assert child.exited.wait(DEADLINE_S)
     assert lifecycle.terminate([child], 0.0)
@@ -85,11 +93,11 @@ def test_child_is_watched_and_reaped_even_if_the_callback_raises(capfd):
         ("print('at work', flush=True); os.kill(os.getpid(), 9)", -9,
          "killed by SIGKILL, its last line: at work"),
         ("print('at work')", 0, "another process ended it (exit status 0)"),
-        ("end_with_vital_threads(); VitalThread(fail, 'pull-0').start(); time.sleep(600)", 1,
-         "thread pull-0 ended: RuntimeError: the device is gone"),
+        ("end_with_vital_threads(); VitalThread(fail, 'pull-0').start(); "
+         "time.sleep(600)", 1, "thread pull-0 ended: RuntimeError: the device is gone"),
     ],
 )  # fmt: skip
-def test_reason_of_an_end_is_reported(body, code, reason, events, capfd):
+def test_reason_why_a_child_ended_is_reported(body, code, reason, events, capfd):
     child = events.spawn(body)
     if "report" in body or "Vital" in body:
         assert events.next() == ("failed", reason)
@@ -100,7 +108,8 @@ def test_reason_of_an_end_is_reported(body, code, reason, events, capfd):
 
 
 HEADER = "2026-01-31T12:00:00.123Z INFO    {} baton.x: "
-SURVIVED = """
+# A child process with a rank that writes a line after the child has died.
+CHILD_WITH_RANK = """
 def log(sender, text):
     print({header!r}.format(sender) + text, flush=True)
 
@@ -110,7 +119,7 @@ parent = os.getpid()
 if os.fork() == 0:  # a rank, which detects the death and writes to the same pipe
     while os.getppid() == parent:
         time.sleep(0.001)
-    log("prefill/0", "rank 0 is told to end")
+    log("prefill/0", "rank 0 ends")
     {more}
     os._exit(0)
 {death}
@@ -132,7 +141,7 @@ if os.fork() == 0:  # a rank, which detects the death and writes to the same pip
 def test_last_line_ignores_lines_that_ranks_wrote_after_a_death(
     death, more, reason, events
 ):
-    child = events.spawn(SURVIVED.format(header=HEADER, more=more, death=death))
+    child = events.spawn(CHILD_WITH_RANK.format(header=HEADER, more=more, death=death))
     assert events.next()[0] == "exited"
     assert child.reason() == reason
 
@@ -159,14 +168,17 @@ def test_stdin_and_environment_reach_the_child(events, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "is_named", [False, True], ids=["by its directory", "by PYTHONPATH"]
+    "has_variable", [False, True], ids=["by its directory", "by PYTHONPATH"]
 )
-def test_child_imports_its_parents_baton_and_nothing_of_its_own_directory(
-    is_named, tmp_path, monkeypatch
+def test_child_imports_its_parents_baton_and_not_its_working_directory(
+    has_variable, tmp_path, monkeypatch
 ):
-    """The parent found this checkout in its working directory alone, or by a variable."""
+    """The parent imports this checkout by its working directory, or by PYTHONPATH.
+
+    The working directory of the child has modules named `protocol` and `json`.
+    """
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    if is_named:
+    if has_variable:
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("protocol", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
@@ -184,7 +196,7 @@ subprocess.run(child, cwd=sys.argv[1], env=environment.child_environment(), chec
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_child_in_its_own_session_is_terminated_then_killed_and_reaped(events, ignores):
+def test_child_has_a_session_and_is_terminated_then_killed_and_reaped(events, ignores):
     body = "report_ready({}); time.sleep(600)"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
     child = events.spawn(ignore + body)
@@ -199,6 +211,8 @@ def test_child_in_its_own_session_is_terminated_then_killed_and_reaped(events, i
         os.waitpid(child.pid, os.WNOHANG)
 
 
+# Starts a process that starts a process and so on, `depth` times. All of them inherit
+# the descriptor `fd`.
 TREE = """
 import signal, sys
 sys.path.insert(0, {root!r})
@@ -241,7 +255,7 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignor
         assert any(line.strip() == b"up" for line in launcher.stdout)
         launcher.kill()
         launcher.wait()
-        assert ends(alive_read), "a process outlived the launcher"
+        assert closes(alive_read), "a process outlived the launcher"
     finally:
         launcher.kill()
         launcher.wait()
@@ -272,17 +286,17 @@ lifecycle.report_progress("so far")
 print("up", flush=True)
 signal.pause()
 """
-    ours, theirs = socket.socketpair()
+    parent_socket, child_socket = socket.socketpair()
     child = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, lifecycle.PARENT_FD: str(theirs.fileno())},
-        pass_fds=(theirs.fileno(),),
+        env={**os.environ, lifecycle.PARENT_FD: str(child_socket.fileno())},
+        pass_fds=(child_socket.fileno(),),
         stdout=subprocess.PIPE,
     )
-    theirs.close()
+    child_socket.close()
     with child:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
-        ours.close()
+        parent_socket.close()
     assert child.returncode == 7
 
 
@@ -292,16 +306,16 @@ signal.pause()
 def test_invalid_parent_descriptor_is_refused_by_its_variable_name(
     value, monkeypatch, capfd
 ):
-    ends = os.pipe()
-    monkeypatch.setenv(lifecycle.PARENT_FD, value.format(a_pipe=ends[1]))
+    reader, writer = os.pipe()
+    monkeypatch.setenv(lifecycle.PARENT_FD, value.format(a_pipe=writer))
     with pytest.raises(SystemExit) as ended:
         lifecycle.watch_parent()
-    for end in ends:
-        os.close(end)
+    os.close(reader)
+    os.close(writer)
     assert ended.value.code == 2
     message = capfd.readouterr().err
     assert message.startswith(
-        f'error: BATON_PARENT_FD is "{value.format(a_pipe=ends[1])[:70]}'
+        f'error: BATON_PARENT_FD is "{value.format(a_pipe=writer)[:70]}'
     )
     assert message.endswith("unset BATON_PARENT_FD\n") and message.count("\n") == 1
 
@@ -339,7 +353,7 @@ def test_unread_output_does_not_keep_a_process_alive():
             while True:
                 os.write(1, bytes(4096))
         except BlockingIOError:
-            os.set_blocking(1, True)  # it is full
+            os.set_blocking(1, True)  # the pipe is full
         VitalThread(fail, "pull-0").start()
         time.sleep(600)
         """
@@ -358,25 +372,25 @@ import weakref
 class Thing:
     pass
 
-def tell(_=None):
+def send_alarm(_=None):
     os.kill(os.getpid(), signal.SIGALRM)
     for _ in range(1000):
-        pass  # where a signal is looked at
+        pass  # Python calls the signal handler here
 
 end_on_alarm()
 os.kill(os.getpid(), signal.SIGTERM)  # as a service manager
 if sys.argv[1] == "finalizer":
-    Thing.__del__ = tell
+    Thing.__del__ = send_alarm
 thing = Thing()
-ref = weakref.ref(thing, tell) if sys.argv[1] == "callback" else None
+ref = weakref.ref(thing, send_alarm) if sys.argv[1] == "callback" else None
 try:
     if sys.argv[1] == "code":
-        tell()
+        send_alarm()
     del thing
     time.sleep(60)
 except SystemExit:
     ignore_alarm()
-    tell()
+    send_alarm()
     print("ended")
 """
 )

@@ -1,4 +1,4 @@
-"""Where one cannot listen, the message names the address, the reason and the option to change."""
+"""If a socket cannot listen, the message has the address, the reason and the option."""
 
 import socket
 
@@ -7,7 +7,7 @@ import pytest
 from protocol.ipc.wire import CannotListen, bind
 
 
-def test_a_free_port_is_taken_and_may_be_listened_on():
+def test_bind_chooses_a_free_port_and_refuses_a_port_in_use():
     with bind("127.0.0.1", 0) as sock:
         sock.listen()
         socket.create_connection(sock.getsockname()).close()
@@ -22,7 +22,7 @@ def test_a_free_port_is_taken_and_may_be_listened_on():
     [
         ("256.1.1.1", "Name or service not known"),
         ("203.0.113.1", "Cannot assign"),
-        ("fe80::1", "Invalid argument|Address family"),  # of a link: of which
+        ("fe80::1", "Invalid argument|Address family"),  # link-local without a link
         ("ü..b", "encoding"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Log lines: one per event, with who and which request."""
+"""Log lines: one per event, with the sender and the request id."""
 
 import asyncio
 import io
@@ -10,17 +10,17 @@ import pytest
 
 from protocol.process.logging import escape, get_logger, request_context, setup_logging
 
-TOUCHED = ("", "baton")
+CHANGED_LOGGERS = ("", "baton")  # changed by setup_logging
 
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    before = [(logging.getLogger(n), logging.getLogger(n).handlers[:]) for n in TOUCHED]
-    levels = [logging.getLogger(n).level for n in TOUCHED]
+    loggers = [logging.getLogger(name) for name in CHANGED_LOGGERS]
+    old_states = [(logger.handlers[:], logger.level) for logger in loggers]
     text = io.StringIO()
     yield text
     logging.captureWarnings(False)
-    for (logger, handlers), level in zip(before, levels, strict=True):
+    for logger, (handlers, level) in zip(loggers, old_states, strict=True):
         logger.handlers[:] = handlers
         logger.setLevel(level)
 
@@ -36,7 +36,7 @@ def test_line_has_time_sender_request_and_logger(stream):
     assert re.fullmatch(pattern, stream.getvalue())
 
 
-def test_a_request_id_cannot_forge_a_line(stream):
+def test_request_id_and_text_cannot_forge_a_line(stream):
     setup_logging("proxy", stream=stream)
     with request_context("a\n2026 ERROR forged\x1b[2J"):
         get_logger("proxy").warning("first\nsecond")
@@ -49,27 +49,27 @@ def test_a_request_id_cannot_forge_a_line(stream):
 
 def test_each_task_logs_its_request_id(stream):
     setup_logging("proxy", stream=stream)
-    turn = asyncio.Event()
+    both_wait = asyncio.Event()
 
     async def serve(name: str) -> None:
         with request_context(name):
-            await turn.wait()
+            await both_wait.wait()
             get_logger("x").info("from %s", name)
 
-    async def both() -> None:
+    async def serve_both() -> None:
         tasks = [asyncio.create_task(serve(name)) for name in ("a", "b")]
         await asyncio.sleep(0)
-        turn.set()
+        both_wait.set()
         await asyncio.gather(*tasks)
 
-    asyncio.run(both())
+    asyncio.run(serve_both())
     assert all(
         f"[{name}] baton.x: from {name}" in line
         for name, line in zip("ab", stream.getvalue().splitlines(), strict=True)
     )
 
 
-def test_level_and_foreign_loggers(stream):
+def test_lines_below_the_level_and_infos_of_other_packages_are_hidden(stream):
     setup_logging("proxy", level="error", stream=stream)
     get_logger("x").warning("hidden")
     logging.getLogger("httpx").info("hidden")
@@ -77,7 +77,7 @@ def test_level_and_foreign_loggers(stream):
     assert stream.getvalue().count("\n") == 1 and "shown" in stream.getvalue()
 
 
-def test_a_traceback_follows_its_line(stream):
+def test_traceback_follows_its_line(stream):
     setup_logging("proxy", stream=stream)
     try:
         raise KeyError("block 7")

@@ -1,4 +1,4 @@
-"""A folder for what is made once, a secret, cores: found, or refused with what to set."""
+"""Cache folder, cluster secret and cores of this machine, and errors with the fix."""
 
 import os
 from pathlib import Path
@@ -17,18 +17,18 @@ from protocol.settings.machine import (
 
 
 def test_cache_folder_comes_from_the_variable_or_the_home_directory(monkeypatch):
-    monkeypatch.setenv("HOME", "/of/somebody")
+    monkeypatch.setenv("HOME", "/the/home")
     monkeypatch.delenv("BATON_CACHE", raising=False)
-    assert cache_dir() == Path("/of/somebody/.cache/baton")
-    monkeypatch.setenv("BATON_CACHE", "/elsewhere")
-    assert cache_dir() == Path("/elsewhere")
+    assert cache_dir() == Path("/the/home/.cache/baton")
+    monkeypatch.setenv("BATON_CACHE", "/the/cache")
+    assert cache_dir() == Path("/the/cache")
 
 
 def test_missing_home_directory_names_the_variable_to_set(monkeypatch):
-    def nowhere() -> Path:
+    def missing_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(Path, "home", missing_home)
     monkeypatch.delenv("BATON_CACHE", raising=False)
     with pytest.raises(OSError, match=r"no home directory is known.*; set BATON_CACHE"):
         cluster_secret(None)
@@ -38,18 +38,17 @@ def test_unwritable_folder_is_named_with_the_variable_to_set(tmp_path, monkeypat
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "baton"
     monkeypatch.setenv("BATON_CACHE", str(folder))
-    place = rf"in {folder} \(Not a directory\); "
+    reason = rf"in {folder} \(Not a directory\); "
     with pytest.raises(
-        CannotKeep, match=rf"cluster secret {place}set BATON_CLUSTER_SECRET, or"
+        CannotKeep, match=rf"cluster secret {reason}set BATON_CLUSTER_SECRET, or"
     ):
         cluster_secret(None)
-    with pytest.raises(
-        CannotKeep, match=f"converted model {place}set BATON_CACHE to a writable folder"
-    ):
+    fix = "set BATON_CACHE to a writable folder"
+    with pytest.raises(CannotKeep, match=f"converted model {reason}{fix}"):
         build_once(cache_dir() / "model", "key", lambda scratch: None)
 
 
-def test_the_first_use_makes_this_machines_secret(tmp_path):
+def test_first_use_creates_the_secret_that_all_later_uses_return(tmp_path):
     file = tmp_path / "deep" / "cluster-secret"
     first = cluster_secret(None, file)
     assert len(first) == 64 and cluster_secret(None, file) == first
@@ -61,7 +60,7 @@ def test_the_first_use_makes_this_machines_secret(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "too short"])
-def test_a_file_without_a_secret_is_refused(tmp_path, content):
+def test_file_with_too_short_a_secret_is_refused(tmp_path, content):
     file = tmp_path / "cluster-secret"
     file.write_text(content)
     with pytest.raises(
@@ -70,19 +69,17 @@ def test_a_file_without_a_secret_is_refused(tmp_path, content):
         cluster_secret(None, file)
 
 
-def test_loopback_addresses_are_local_also_when_ipv4_mapped():
-    here = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"]
-    results = [
-        machine.is_local(one)
-        for one in (*here, "::ffff:10.0.0.7", "10.0.0.7", "0.0.0.0", "::", "h")
-    ]
-    assert results == [True] * 4 + [False] * 5
+def test_only_loopback_addresses_are_local_also_when_ipv4_mapped():
+    for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"):
+        assert machine.is_local(address)
+    for address in ("::ffff:10.0.0.7", "10.0.0.7", "0.0.0.0", "::", "h"):
+        assert not machine.is_local(address)
 
 
 @pytest.mark.parametrize(
     "quota", ["150000 100000\n", "50000 100000", "max 100000\n", None]
 )
-def test_a_containers_quota_counts(tmp_path, quota):
+def test_quota_of_a_container_limits_the_cores(tmp_path, quota):
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(quota)

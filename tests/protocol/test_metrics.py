@@ -1,4 +1,4 @@
-"""One table of metrics, exposed by whoever counts them."""
+"""The table of metrics, and the registry that exposes them."""
 
 import os
 import tomllib
@@ -13,7 +13,7 @@ from protocol.version import VERSION, system_fingerprint
 from tests.rigs.metric import metric
 
 
-def test_the_table_has_one_line_per_name_in_prometheus_style():
+def test_table_has_one_row_per_name_in_prometheus_style():
     assert len(SPECS) == len(TABLE)
     for spec in TABLE:
         assert spec.name.startswith("baton_") and not spec.name.endswith("_total")
@@ -35,7 +35,7 @@ def test_unknown_metric_name_or_label_raises(name, labels):
         stat_key(name, **labels)
 
 
-def test_newest_engine_value_is_exposed_and_missing_ones_stay():
+def test_newest_values_of_the_engine_are_exposed_and_missing_values_stay():
     metrics = Metrics("server")
     granted = stat_key("baton_leases", event="granted")
     metrics.update_engine({"baton_requests_running": 3, granted: 1})
@@ -81,7 +81,7 @@ def test_label_order_does_not_matter_and_wrong_labels_are_refused():
     with pytest.raises(ValueError, match="label"):
         metrics.inc("baton_proxy_requests", path="pd")
     with pytest.raises(KeyError):
-        metrics.inc("baton_prompt_tokens")  # of another process
+        metrics.inc("baton_prompt_tokens")  # a metric of servers only
 
 
 def test_version_equals_the_package_and_fingerprint_depends_on_the_model():
@@ -92,7 +92,7 @@ def test_version_equals_the_package_and_fingerprint_depends_on_the_model():
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")
 
 
-def test_dropped_lines_of_output_are_a_metric(monkeypatch):
+def test_metric_counts_dropped_lines_of_output(monkeypatch):
     reader, writer = os.pipe()
     queue = OutputQueue(writer, str, max_queued_bytes=1000)
     monkeypatch.setattr(output, "_queues", [queue])

@@ -1,4 +1,4 @@
-"""Requests as they are read: what a member means, and its defaults."""
+"""Validated requests: the meaning of each member, and its default."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
 
 
 @pytest.mark.parametrize(
-    ("parsed", "read"),
+    ("request_", "expected"),
     [
         (completion(prompt=["a", "b"]), {"prompts": ["a", "b"]}),
         (completion(prompt=[1, 2]), {"prompts": [[1, 2]]}),
@@ -54,7 +54,8 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
             completion(stream=True, stream_options={"include_obfuscation": False}),
             {"stream": True},
         ),
-        # A router that sets `stream` for the prefill server may leave the rest as it is.
+        # A router may change `stream` for the prefill server, and leave
+        # `stream_options`.
         (
             completion(stream_options={}, kv_transfer_params=LEG),
             {"include_usage": False},
@@ -72,25 +73,28 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
         ),
     ],
 )
-def test_members_are_parsed_to_their_meaning(parsed, read):
-    assert {name: getattr(parsed, name) for name in read} == read
+def test_members_are_parsed_to_their_meaning(request_, expected):
+    assert {name: getattr(request_, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("parse", "fields"),
     [
         (completion, {"seed": [-(2**63), -1, 0, 2**63 - 1], "best_of": [0, 1, 20]}),
-        (completion, {"logprobs": [0, 5], "max_tokens": [0, 1], "prompt": [[0], [[5], [6]]]}),
-        (chat, {"seed": [-(2**63), -1, 0, 2**63 - 1], "max_completion_tokens": [1, 2**31 - 1]}),
+        (completion, {"logprobs": [0, 5], "max_tokens": [0, 1]}),
+        (completion, {"prompt": [[0], [[5], [6]]]}),
+        (chat, {"seed": [-(2**63), -1, 0, 2**63 - 1]}),
+        (chat, {"max_completion_tokens": [1, 2**31 - 1]}),
         (responses, {"max_output_tokens": [16], "max_tool_calls": [1, 128]}),
         *((parse, {"temperature": [0, 2, 0.5], "top_p": [0, 0.0, 0.5, 1]})
           for parse in (completion, chat, responses)),
         *((parse, {"frequency_penalty": [-2, 2.0], "presence_penalty": [-2.0, 0, 2],
-                   "n": [1, 128], "logit_bias": [{"50256": -100}, {"5": 100, "6": 1.5}, {}]})
+                   "n": [1, 128],
+                   "logit_bias": [{"50256": -100}, {"5": 100, "6": 1.5}, {}]})
           for parse in (completion, chat)),
     ],
 )  # fmt: skip
-def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fields):
+def test_numbers_within_the_bounds_of_openais_api_are_accepted(parse, fields):
     for name, values in fields.items():
         for value in values:
             request = parse(**{name: value})
@@ -98,11 +102,11 @@ def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fi
             assert name in body.model_fields_set, (name, value)
 
 
-def test_top_p_of_0_leaves_only_the_most_likely_token():
+def test_top_p_of_0_becomes_a_tiny_positive_number():
     assert 0 < completion(top_p=0).sampling(1).top_p < 1e-6
 
 
-def test_a_best_of_of_0_is_as_none():
+def test_best_of_0_means_that_it_is_not_set():
     assert completion(best_of=0, n=2).num_candidates == 2
 
 
@@ -110,7 +114,7 @@ SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalt
 
 
 @pytest.mark.parametrize(
-    ("fields", "drawn"),
+    ("fields", "expected"),
     [
         (
             {},
@@ -130,15 +134,15 @@ SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalt
             {"top_k": 2**31 - 1, "min_p": 1.0, "logprobs": 20},
             {"min_p": 1.0, "num_logprobs": 20},
         ),
-        ({"temperature": 1e-30}, {"temperature": 0.0}),  # too cold for float32
+        ({"temperature": 1e-30}, {"temperature": 0.0}),  # too small for float32
         ({"temperature": 0.01}, {"temperature": 0.01}),
         ({**SHAPES, "min_tokens": 3}, {**SHAPES, "min_tokens": 3}),
         ({"logit_bias": {"5": -100, "7": 2}}, {"logit_bias": {5: -100.0, 7: 2.0}}),
     ],
 )
-def test_what_shapes_the_distribution_reaches_the_engine(fields, drawn):
+def test_sampling_fields_reach_the_engine(fields, expected):
     sampling = completion(**fields).sampling(9)
-    assert {name: getattr(sampling, name) for name in drawn} == drawn
+    assert {name: getattr(sampling, name) for name in expected} == expected
 
 
 def turns(parsed: Any) -> list[tuple[str, str]]:
@@ -152,24 +156,23 @@ def test_every_form_of_a_conversation_is_accepted():
         "type": "function",
         "function": {"name": "f", "arguments": '{"x": 1}'},
     }
-    request = {"role": "assistant", "content": None, "tool_calls": [call]}
-    request["provider_specific_fields"] = {
-        "refusal": None
-    }  # as litellm's clients send it back
-    expected = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
-    parsed = chat(messages=[USER, request, expected])
+    calling_message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    # litellm adds this member to earlier answers.
+    calling_message["provider_specific_fields"] = {"refusal": None}
+    tool_message = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
+    parsed = chat(messages=[USER, calling_message, tool_message])
     assert turns(parsed) == [("user", "Hi"), ("assistant", None), ("tool", "b\nb")]
-    _, turn, answer = parsed.messages
-    assert turn.tool_calls[0].function.model_dump() == {
+    _, parsed_calling, parsed_tool = parsed.messages
+    assert parsed_calling.tool_calls[0].function.model_dump() == {
         "name": "f",
         "arguments": {"x": 1},
     }
-    assert answer.tool_call_id == "c1"
-    for text in ("", " ", "null"):  # as some write a call without arguments
+    assert parsed_tool.tool_call_id == "c1"
+    # Some clients write a call without arguments in one of these forms.
+    for text in ("", " ", "null"):
         call["function"]["arguments"] = text
-        assert (
-            chat(messages=[request]).messages[0].tool_calls[0].function.arguments == {}
-        )
+        parsed = chat(messages=[calling_message])
+        assert parsed.messages[0].tool_calls[0].function.arguments == {}
 
 
 def test_input_of_responses_becomes_a_conversation():
@@ -182,22 +185,25 @@ def test_input_of_responses_becomes_a_conversation():
         "id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
         "content": [{"type": "output_text", "text": "x", "annotations": []}],
     }  # fmt: skip
-    sent_back = [USER, answer, {"role": "user", "content": [part, part]}]
-    read = turns(responses(input=sent_back))
-    assert read == [("user", "Hi"), ("assistant", "x"), ("user", "b\nb")]
+    items = [USER, answer, {"role": "user", "content": [part, part]}]
+    assert turns(responses(input=items)) == [
+        ("user", "Hi"),
+        ("assistant", "x"),
+        ("user", "b\nb"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("parse", "model"), [(completion, CompletionRequest), (chat, ChatRequest)]
 )
-def test_every_neutral_value_is_accepted_and_null_too(parse, model):
+def test_every_neutral_value_and_null_are_accepted(parse, model):
     assert len(neutral_fields(model)) > 10
     for field, values in neutral_fields(model).items():
         for value in (None, *values):
             assert parse(**{field: value}) == parse(), field
 
 
-# -- tools -------------------------------------------------------------------------------------
+# -- tools ----------------------------------------------------------------------------
 
 
 def tool(name: str = "f", **members: Any) -> dict[str, Any]:
@@ -207,24 +213,25 @@ def tool(name: str = "f", **members: Any) -> dict[str, Any]:
 NUMBER = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
 
 
-def read(**fields: Any) -> Tools:
+def toolset_of(**fields: Any) -> Tools:
     toolset: Tools = chat(**fields).toolset
     return toolset
 
 
-def test_the_default_is_none_without_tools_and_auto_with_them():
-    assert read().mode == "none" and not read(tools=[]).active
-    assert read(tool_choice="auto").mode == "none"
-    assert not read(tools=[tool()], tool_choice="none").active
-    result = read(tools=[tool(description="d", parameters=None)])
+def test_default_of_tool_choice_is_none_without_tools_and_auto_with_tools():
+    assert toolset_of().mode == "none" and not toolset_of(tools=[]).active
+    assert toolset_of(tool_choice="auto").mode == "none"
+    assert not toolset_of(tools=[tool()], tool_choice="none").active
+    result = toolset_of(tools=[tool(description="d", parameters=None)])
     assert (result.mode, result.active, result.parallel) == ("auto", True, True)
     assert result.offered == (tool(description="d"),)
     assert result.guided is None
 
 
-def test_a_named_tool_demands_its_arguments():
+def test_answer_must_match_the_schema_of_a_named_tool():
     choice = {"type": "function", "function": {"name": "g"}}
-    result = read(tools=[tool(), tool("g", parameters=NUMBER)], tool_choice=choice)
+    tools = [tool(), tool("g", parameters=NUMBER)]
+    result = toolset_of(tools=tools, tool_choice=choice)
     assert (result.mode, result.name) == ("named", "g")
     assert result.guided is not None
     assert result.guided.field == "tools[1].function.parameters"
@@ -232,15 +239,15 @@ def test_a_named_tool_demands_its_arguments():
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_required_demands_a_list_of_calls(parallel):
-    request = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
-    result = read(**request, parallel_tool_calls=parallel)
+def test_answer_must_consist_of_calls_if_a_call_is_required(parallel):
+    fields = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
+    result = toolset_of(**fields, parallel_tool_calls=parallel)
     assert result.guided is not None and result.guided.grammar.kind == "calls"
     demanded = json.loads(result.guided.grammar.text)
     assert demanded == {"tools": [["f", NUMBER]], "is_parallel": parallel}
 
 
-# -- structured output ---------------------------------------------------------------------------
+# -- structured output ----------------------------------------------------------------
 
 REGEX, CHOICE = Grammar("regex", "a"), Grammar("choice", '["é", "b"]')
 

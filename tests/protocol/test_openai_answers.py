@@ -1,4 +1,7 @@
-"""Pieces of answers, and /v1/responses. tests/engine/test_http_answers.py has the other answers."""
+"""Events of chats, and the response of /v1/responses.
+
+tests/engine/test_http_answers.py tests the responses of all endpoints over HTTP.
+"""
 
 import json
 from typing import Any
@@ -22,28 +25,28 @@ def responses_writer(**fields: Any) -> ResponsesWriter:
     )
 
 
-def test_the_events_of_a_response_in_one_piece():
+def test_response_of_a_single_piece_has_all_events():
     piece = ChoicePiece(0, "x", first=True, finish_reason="length")
     payload = sse_events(responses_writer().last_chunk(piece, USAGE, {}).decode())
     assert " ".join(name.removeprefix("response.") for name, _ in payload) == (
         "created in_progress output_item.added content_part.added output_text.delta "
         "output_text.done content_part.done output_item.done incomplete"
     )
-    created, final = (json.loads(payload[at][1])["response"] for at in (0, -1))
-    assert (created["output"], created["usage"]) == ([], None)
-    assert (final["id"], final["status"], final["created_at"]) == (
+    first, last = (json.loads(payload[index][1])["response"] for index in (0, -1))
+    assert (first["output"], first["usage"]) == ([], None)
+    assert (last["id"], last["status"], last["created_at"]) == (
         "resp_1",
         "incomplete",
         5,
     )
 
 
-def test_complete_response_repeats_the_request_and_has_the_reason_of_its_end():
+def test_complete_response_repeats_the_request_and_has_the_reason_why_it_ended():
     request = {"instructions": "i", "max_output_tokens": 2, "metadata": {"k": "v"}}
-    out = responses_writer(**request)
+    writer = responses_writer(**request)
     piece = ChoicePiece(0, "ab", finish_reason="length")
-    out.take(piece)
-    body = json.loads(out.full([piece], USAGE, {"x": 1}))
+    writer.take(piece)
+    body = json.loads(writer.full([piece], USAGE, {"x": 1}))
     assert (body["status"], body["x"]) == ("incomplete", 1)
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert {name: body[name] for name in request} == request
@@ -57,8 +60,11 @@ def test_complete_response_repeats_the_request_and_has_the_reason_of_its_end():
 
 
 def test_chat_event_contains_one_kind_of_content():
-    """As OpenAI's do: litellm, for Claude Code, drops what else is in one that begins a call, or
-    that says how the answer ended."""
+    """Events are the same as those of OpenAI's API.
+
+    litellm, which Claude Code uses, drops all other content of an event that begins a
+    call or has a finish reason.
+    """
     calls = [
         ToolCallPiece(0, "", "a", "f"),
         ToolCallPiece(0, "{}"),

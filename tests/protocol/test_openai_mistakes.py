@@ -1,4 +1,4 @@
-"""What a request is refused with: the member at fault by its path, its value as JSON, the fix."""
+"""Errors about requests have the path of the wrong member, its value and the fix."""
 
 import gc
 import itertools
@@ -39,7 +39,7 @@ def tokenize(**fields: Any) -> Any:
     return validate(TokenizeRequest, {"prompt": "a", **fields})
 
 
-# -- bodies ------------------------------------------------------------------------------------
+# -- bodies ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_malformed_json_is_an_invalid_request(raw):
 @pytest.mark.parametrize(
     "raw", [b"[]", b"1", b'"text"', b"null", b"true", b'[null, "x"]']
 )
-def test_a_body_must_be_an_object(raw):
+def test_body_that_is_not_an_object_is_refused(raw):
     with pytest.raises(InvalidRequest) as caught:
         parse_json_object(raw)
     assert caught.value.message == f"The body is {raw.decode()}; send a JSON object."
@@ -72,26 +72,25 @@ def test_property_any_body_is_an_object_or_an_invalid_request(raw):
 @pytest.mark.parametrize(
     "body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)]
 )
-def test_garbage_collector_is_paused_only_while_a_large_body_is_read(body):
-    begun: list[str] = []
+def test_garbage_collector_is_paused_only_while_a_large_body_is_decoded(body):
+    phases: list[str] = []
 
-    def seen(phase: str, info: dict[str, int]) -> None:
-        begun.append(phase)
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
 
     gc.collect()
-    gc.callbacks.append(seen)
+    gc.callbacks.append(on_collection)
     try:
         parse_json_object(body)
     except InvalidRequest:
         assert body.startswith(b"[[")
     finally:
-        gc.callbacks.remove(seen)
-    assert (
-        gc.isenabled() and len(begun) <= 4
-    )  # what making the error, or the answer, set off
+        gc.callbacks.remove(on_collection)
+    assert gc.isenabled()
+    assert len(phases) <= 4  # the error or the result may cause two collections
 
 
-# -- members -----------------------------------------------------------------------------------
+# -- members --------------------------------------------------------------------------
 
 BAD_VALUES = {
     "temperature": [
@@ -166,7 +165,7 @@ BAD_VALUES = {
     ("field", "value"),
     [(field, value) for field, values in BAD_VALUES.items() for value in values],
 )
-def test_a_bad_value_is_named_with_the_fix(field, value):
+def test_error_about_a_bad_value_has_the_field_and_the_fix(field, value):
     with pytest.raises(InvalidRequest, match=f"`{field}.*must be") as caught:
         completion(**{field: value})
     assert str(caught.value.param).partition(".")[0] == field
@@ -209,10 +208,11 @@ def text(**members: Any) -> dict[str, Any]:
 MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     *((parse, {name: value}, name) for parse, name, value in [
         (chat, "messages", None), (chat, "messages", []), (chat, "logprobs", 5),
-        (chat, "top_logprobs", 2), (chat, "echo", True), (chat, "continue_final_message", 1),
-        (chat, "parallel_tool_calls", 1), (chat, "tool_choice", "required"),
-        (completion, "continue_final_message", True), (completion, "include_reasoning", False),
-        (completion, "suffix", "end"), (completion, "nonsense", 1), (responses, "input", []),
+        (chat, "top_logprobs", 2), (chat, "echo", True),
+        (chat, "continue_final_message", 1), (chat, "parallel_tool_calls", 1),
+        (chat, "tool_choice", "required"), (completion, "continue_final_message", True),
+        (completion, "include_reasoning", False), (completion, "suffix", "end"),
+        (completion, "nonsense", 1), (responses, "input", []),
         (responses, "max_output_tokens", 0), (responses, "max_tokens", 5),
         (responses, "store", "yes"), (responses, "previous_response_id", "resp_1"),
         (responses, "background", True),
@@ -224,13 +224,16 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (chat, messages(**USER, colour="red"), "messages[0].colour"),
     (chat, messages(role="user", content=IMAGE), "messages[0].content[0]"),
     (chat, messages(**USER, tool_call_id="c"), "messages[0].tool_call_id"),
-    (chat, messages(role="tool", content="x", tool_call_id=3), "messages[0].tool_call_id"),
+    (chat, messages(role="tool", content="x", tool_call_id=3),
+     "messages[0].tool_call_id"),
     (chat, messages(**USER, tool_calls=[CALL]), "messages[0].tool_calls"),
     (chat, calling(), "messages[0].content"),
-    *((chat, messages(role="assistant", **{name: [{"type": "thinking", "thinking": 1}]}),
+    *((chat,
+       messages(role="assistant", **{name: [{"type": "thinking", "thinking": 1}]}),
        f"messages[0].{name}[0]{member}")
       for name, member in (("content", ""), ("thinking_blocks", ".thinking"))),
-    (completion, {"stream": True, "stream_options": {"speed": 3}}, "stream_options.speed"),
+    (completion, {"stream": True, "stream_options": {"speed": 3}},
+     "stream_options.speed"),
     (chat, {"tools": [TOOL] * 129}, "tools"),
     (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (chat, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
@@ -249,7 +252,8 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
         ({"structured_outputs": []}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": ""}},
+         "structured_outputs.structural_tag"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
@@ -261,8 +265,10 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (responses, {"input": [{"role": "user"}]}, "input[0].content"),
     (responses, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (responses, {"tools": [FLAT, FLAT]}, "tools[1].name"),
-    (responses, {"tools": [FLAT], "tool_choice": {**FLAT, "name": "g"}}, "tool_choice.name"),
-    *((responses, {"tools": [], "tool_choice": {**FLAT, "name": name}}, "tool_choice.name")
+    (responses, {"tools": [FLAT], "tool_choice": {**FLAT, "name": "g"}},
+     "tool_choice.name"),
+    *((responses, {"tools": [], "tool_choice": {**FLAT, "name": name}},
+       "tool_choice.name")
       for name in ("", "a b", "x" * 65, "f\n")),
     (responses, text(type="json_schema", schema={}), "text.format.name"),
     (responses, text(type="text", name="n"), "text.format"),
@@ -323,11 +329,16 @@ FULL: list[tuple[Parse, dict[str, Any]]] = [
 ]
 
 
-def places(value: Any, *path: Any) -> list[tuple[Any, ...]]:
-    """The way to everything in a body."""
-    inside = range(len(value)) if isinstance(value, list) else value
-    ways = [(*path, at) for at in inside] if isinstance(value, dict | list) else []
-    return ways + [deeper for way in ways for deeper in places(value[way[-1]], *way)]
+def paths_in(value: Any, *path: Any) -> list[tuple[Any, ...]]:
+    """Returns the paths of everything inside of `value`, which is at `path`.
+
+    A path consists of keys of objects and indices of lists.
+    """
+    keys: Any = range(len(value)) if isinstance(value, list) else value
+    paths = [(*path, key) for key in keys] if isinstance(value, dict | list) else []
+    for child in list(paths):
+        paths += paths_in(value[child[-1]], *child)
+    return paths
 
 
 WRONG = [
@@ -348,7 +359,8 @@ WRONG = [
 ]
 
 
-# What is told of all of it, and what may contradict another member.
+# Members that the error may name instead of the changed member: errors show these
+# members as a whole, or they can contradict the changed member.
 WHOLE = {
     "stop",
     "stop_token_ids",
@@ -356,12 +368,8 @@ WHOLE = {
     "prompt",
     "structured_outputs",
     "response_format",
-}
-WHOLE |= {
     "response_format.json_schema.schema",
-    *(f"input[{at}].role" for at in range(4)),
-}
-WHOLE |= {
+    *(f"input[{index}].role" for index in range(4)),
     "tool_choice",
     "tool_choice.name",
     "tool_choice.function.name",
@@ -370,22 +378,22 @@ WHOLE |= {
 
 
 @pytest.mark.parametrize(("parse", "body"), FULL)
-def test_wrong_value_in_a_body_is_named_by_its_path(parse, body):
+def test_error_about_a_wrong_value_has_the_path_of_the_value(parse, body):
     parse(**body)
-    for way, wrong in itertools.product(places(body), WRONG):
+    for keys, wrong in itertools.product(paths_in(body), WRONG):
         changed = json.loads(json.dumps(body))
-        reduce(operator.getitem, way[:-1], changed)[way[-1]] = wrong
-        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in way)[1:]
+        reduce(operator.getitem, keys[:-1], changed)[keys[-1]] = wrong
+        path = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys)[1:]
         try:
             parse(**changed)
         except InvalidRequest as error:
-            error_text = str(error.param)
-            is_part_of_it = error_text.endswith("]") and path.startswith(error_text)
-            assert error_text.startswith(path) or is_part_of_it or error_text in WHOLE
+            param = str(error.param)
+            is_list_item = param.endswith("]") and path.startswith(param)
+            assert param.startswith(path) or is_list_item or param in WHOLE
 
 
 @pytest.mark.parametrize(("parse", "fields", "param"), MISTAKES)
-def test_mistake_names_field_value_and_fix(parse, fields, param):
+def test_error_about_a_mistake_names_the_field(parse, fields, param):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
@@ -395,30 +403,40 @@ def test_mistake_names_field_value_and_fix(parse, fields, param):
 @pytest.mark.parametrize(
     ("parse", "fields", "error_text"),
     [
-        (completion, {"min_tokens": 9, "max_tokens": 8}, "is 9, above `max_tokens`, which is 8"),
-        (completion, {"min_tokens": 9, "max_completion_tokens": 7}, "above `max_completion_toke"),
+        (completion, {"min_tokens": 9, "max_tokens": 8},
+         "is 9, above `max_tokens`, which is 8"),
+        (completion, {"min_tokens": 9, "max_completion_tokens": 7},
+         "above `max_completion_toke"),
         (completion, {"best_of": 2, "n": 3}, "`best_of` is 2, below `n`, which is 3"),
         (completion, {"best_of": 2, "stream": True}, "a ranking cannot be streamed"),
-        (completion, {"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be stream"),
+        (completion, {"prompt_logprobs": 1, "stream": True},
+         "`prompt_logprobs` cannot be stream"),
         (chat, {"max_tokens": 0}, "`max_tokens` is 0; it must be an integer from 1"),
         (chat, {"top_logprobs": 3}, "`top_logprobs` is 3; it needs `logprobs`: true"),
-        (chat, {"top_logprobs": 21, "logprobs": True}, "is 21; it must be an integer from 0 to 20"),
-        (chat, {"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
-        (chat, {"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` sets `messages"),
-        # Options that would do nothing:
+        (chat, {"top_logprobs": 21, "logprobs": True},
+         "is 21; it must be an integer from 0 to 20"),
+        (chat, {"continue_final_message": True, "add_generation_prompt": True},
+         "are both true"),
+        (chat, {"chat_template_kwargs": {"messages": []}},
+         "`chat_template_kwargs` sets `messages"),
+        # Options that would have no effect:
         *((parse, {"stream_options": {}, **more}, "needs `stream`: true")
-          for parse in (completion, chat, responses) for more in ({}, {"stream": False})),
+          for parse in (completion, chat, responses)
+          for more in ({}, {"stream": False})),
         (chat, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-         "`stream_options.continuous_usage_stats` is true; it needs `include_usage`: true"),
-        (responses, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "`stream_options.continuous_usage_stats` is true; it needs `include_usage`: "
+         "true"),
+        (responses,
+         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
          "`stream_options.continuous_usage_stats` is not supported"),
         (completion, {"prompt": [1, 2], "add_special_tokens": True},
          "`add_special_tokens` is true, but no `prompt` is a text"),
         *((tokenize, {name: value}, f"`{name}` is for `messages`") for name, value in [
             ("tools", []), ("tool_choice", "none"), ("add_generation_prompt", False),
-            ("chat_template_kwargs", {}), ("enable_thinking", True), ("reasoning_effort", "low"),
-            ("verbosity", "low"), ("continue_final_message", False)]),
-        # Values in their own spelling:
+            ("chat_template_kwargs", {}), ("enable_thinking", True),
+            ("reasoning_effort", "low"), ("verbosity", "low"),
+            ("continue_final_message", False)]),
+        # Values as JSON:
         (completion, {"prompt": {"a": None}}, '{"a": null}'),
         (completion, {"stop": [True]}, "[true]"),
         (completion, {"suffix": "it's"}, '"it\'s"'),
@@ -426,54 +444,64 @@ def test_mistake_names_field_value_and_fix(parse, fields, param):
         (completion, {"logit_bias": {"1": "a"}}, '{"1": "a"}'),
         (chat, {"messages": [None]}, "`messages[0]` is null"),
         (chat, {"messages": {"role": False}}, '{"role": false}'),
-        (chat, {"modalities": ["audio"]}, 'is ["audio"], which is not implemented; send ["text"]'),
+        (chat, {"modalities": ["audio"]},
+         'is ["audio"], which is not implemented; send ["text"]'),
         (chat, {"tool_choice": {"type": []}}, "`tool_choice.type` is []"),
         (chat, {"stream_options": {"include_usage": "True"}}, '"True"'),
         (responses, {"input": [None]}, "`input[0]` is null"),
-        (responses, {"tools": [{"type": "web_search"}]}, 'type` is "web_search"; it must be func'),
+        (responses, {"tools": [{"type": "web_search"}]},
+         'type` is "web_search"; it must be func'),
         (responses, {"tools": [{"type": "function"}]}, "`tools[0].name` is missing"),
         (responses, {"tool_choice": "required"}, "but no `tools` are given"),
-        (responses, {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+        (responses,
+         {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
          "`input[0].call_id` is missing; it must be a string."),
-        (responses, {"input": [{"type": "image"}]}, 'type` is "image"; it must be message, func'),
+        (responses, {"input": [{"type": "image"}]},
+         'type` is "image"; it must be message, func'),
         (responses, {"text": {"format": True}}, "true"),
         (tokenize, {"prompt": False}, "`prompt` is false"),
         (tokenize, {"prompt": None}, "`prompt` is null"),
-        (tokenize, {"messages": 3}, "it must be a list, not empty, of objects with `role` and"),
-        # A field of another endpoint is told from a misspelt one:
+        (tokenize, {"messages": 3},
+         "it must be a list, not empty, of objects with `role` and"),
+        # Fields of other endpoints, and misspelt fields:
         (responses, {"n": 2}, "`n` is not a parameter of /v1/responses but of "
          "/v1/chat/completions and /v1/completions; leave it out."),
-        (responses, {"max_tokens": 1}, "is called `max_output_tokens` at /v1/responses; send that"),
+        (responses, {"max_tokens": 1},
+         "is called `max_output_tokens` at /v1/responses; send that"),
         (responses, {"messages": []}, "is called `input` at /v1/responses; send that."),
-        (completion, {"messages": []}, "is called `prompt` at /v1/completions; send that."),
-        (chat, {"prompt": "x"}, "is called `messages` at /v1/chat/completions; send that."),
+        (completion, {"messages": []},
+         "is called `prompt` at /v1/completions; send that."),
+        (chat, {"prompt": "x"},
+         "is called `messages` at /v1/chat/completions; send that."),
         (completion, {"tools": []},
          "but of /tokenize and /v1/chat/completions and /v1/responses; leave it out."),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
-        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p or stop?)"),
-        (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
+        (responses, {"topp": 1},
+         "`topp` is not supported (did you mean top_p or stop?)"),
+        (chat, {"max_token": 1},
+         "`max_token` is not supported (did you mean max_tokens or min_"),
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
         (chat, {"x" * 100_000: 1}, "xxx"),
     ],
 )  # fmt: skip
-def test_refusal_has_a_reason(parse, fields, error_text):
+def test_error_has_the_reason(parse, fields, error_text):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert error_text in caught.value.message and len(caught.value.message) < 400
 
 
-def test_zero_may_be_written_as_integer_or_float_but_never_as_false():
+def test_neutral_float_may_be_written_as_an_integer_but_not_as_false():
     class Body(Strict):
         number: Any = neutral(0.0)
         one: Any = neutral(1)
         switch: Any = neutral(True)
 
-    for given_ in (
+    for body in (
         {"number": 0, "one": 1, "switch": True},
         {"number": 0.0},
         {"one": None},
     ):
-        assert validate(Body, given_) == Body()
+        assert validate(Body, body) == Body()
     for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
         with pytest.raises(InvalidRequest, match=f"`{field}`"):
             validate(Body, {field: value})

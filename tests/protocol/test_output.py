@@ -1,4 +1,4 @@
-"""Standard streams that never block: nothing reads, then something does."""
+"""Standard streams never block, whether or not their output is read."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def read_lines(reader: int, until: bytes) -> list[bytes]:
-    """What comes from `reader` through the line that begins with `until`."""
+    """Returns the lines up to the line that begins with `until`, including it."""
     with open(reader, "rb", closefd=False) as stream:
         lines = []
         for line in stream:
@@ -35,11 +35,11 @@ def read_lines(reader: int, until: bytes) -> list[bytes]:
 def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     reader, writer = pipe
     queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
-    for _ in range(5000):  # half a megabyte: more than the queue and the pipe have
+    for _ in range(5000):  # half a megabyte: more than the queue and the pipe hold
         queue.put(LINE)
-    queue.put(b"last words\n")
+    queue.put(b"last line\n")
     assert queue.num_dropped > 2000
-    lines = read_lines(reader, b"last words")
+    lines = read_lines(reader, b"last line")
     assert (
         lines[: -1 - MAX_LAST_TEXTS].count(LINE) + queue.num_dropped
         == 5001 - MAX_LAST_TEXTS
@@ -48,7 +48,7 @@ def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     assert queue.flush(TIMEOUT_S)
 
 
-def test_lines_are_accepted_again_when_the_file_is_read(pipe):
+def test_full_queue_accepts_lines_again_when_the_file_is_read(pipe):
     reader, writer = pipe
     queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
     for _ in range(5000):
@@ -56,23 +56,23 @@ def test_lines_are_accepted_again_when_the_file_is_read(pipe):
     read_lines(reader, b"dropped")
     flushed = threading.Thread(target=queue.flush, args=(TIMEOUT_S,))
     flushed.start()
-    queue.put(b"taken again\n")
-    read_lines(reader, b"taken again")
+    queue.put(b"first line\n")
+    read_lines(reader, b"first line")
     flushed.join(TIMEOUT_S)
     num_dropped = queue.num_dropped
-    queue.put(b"and again\n")
-    read_lines(reader, b"and again")
+    queue.put(b"second line\n")
+    read_lines(reader, b"second line")
     assert queue.num_dropped == num_dropped
 
 
-def test_flush_gives_up_where_nothing_reads(pipe):
+def test_flush_times_out_if_nothing_reads(pipe):
     queue = OutputQueue(pipe[1], str, max_queued_bytes=1 << 20)
     for _ in range(2000):
         queue.put(LINE)
     assert not queue.flush(0.01)
 
 
-def test_full_disk_is_counted_and_survived():
+def test_lines_for_a_full_disk_are_counted_as_dropped():
     full = os.open("/dev/full", os.O_WRONLY)
     queue = OutputQueue(full, str)
     queue.put(LINE)
@@ -112,12 +112,16 @@ END
         ),
     ],
 )
-def test_output_is_flushed_at_every_end(end, last, status):
+def test_output_is_flushed_however_the_process_ends(end, last, status):
     program = _PROGRAM.replace("END", end)
     done = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode == status
     assert done.stdout.splitlines()[-1].endswith(last)
     assert "last log line" in done.stdout

@@ -1,4 +1,4 @@
-"""What can be configured, where it comes from, and what is refused."""
+"""Settings come from options, variables and a file; wrong settings are refused."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from protocol.settings.sources import (
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_baton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("BATON_"):
             monkeypatch.delenv(name)
@@ -74,7 +74,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
             "--no-pack-weights",
             r"mean --no-prefill.pack-weights or --no-decode.pack",
         ),
-        (P, "--block 16", "--block"),  # no abbreviations
+        (P, "--block 16", "--block"),  # an abbreviation, which is not accepted
         (P, "--decode http://h:1", r"http://h:1 \(an option of baton proxy and b"),
         (PROXY, "--lease-s=9", r"\(an option of baton prefill and baton decode\)"),
         (PROXY, "--no-pack-weights", r"of baton prefill and baton decode\)"),
@@ -137,7 +137,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         ),
     ],
 )
-def test_a_refusal_names_option_value_and_fix(cls, argv, message):
+def test_error_about_the_command_line_has_option_value_and_fix(cls, argv, message):
     with pytest.raises(ConfigError, match=message):
         load(cls, argv.split())
 
@@ -162,7 +162,7 @@ def test_dcp_accepts_prefill_blocks_that_divide_decode_blocks() -> None:
     assert load(UP, ["--decode.block-size=32"]).decode.block_size == 32
 
 
-def test_how_kv_moves_and_the_size_of_a_step_follow_the_device() -> None:
+def test_defaults_of_transport_and_step_size_depend_on_the_device() -> None:
     assert [load(D, []).transfer_for(device) for device in ("cpu", "cuda")] == [
         "nixl",
         "auto",
@@ -191,14 +191,12 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
     monkeypatch.setenv("BATON_PREFILL__MAX_NUM_SEQS", "8")
     monkeypatch.setenv("BATON_PREFILL__LEASE_S", "10")
     settings = load(UP, ["--prefill.lease-s", "11"])
-    group, other = settings.prefill, settings.decode
-    assert (group.tp, group.block_size, group.max_num_seqs, group.lease_s) == (
-        1,
-        16,
-        8,
-        11.0,
-    )
-    assert (other.tp, other.block_size) == (2, 64)
+    prefill = settings.prefill
+    assert prefill.tp == 1  # the default
+    assert prefill.block_size == 16  # from the file
+    assert prefill.max_num_seqs == 8  # from the environment
+    assert prefill.lease_s == 11.0  # from the command line
+    assert (settings.decode.tp, settings.decode.block_size) == (2, 64)
     assert load(UP, ["--config", os.devnull]).decode.tp == 1
 
 
@@ -206,7 +204,7 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
     ("wrong", "near"),
     [
         ("BATON_BLOK_SIZE", "BATON_BLOCK_SIZE"),
-        ("BATON_CASHE", "BATON_CACHE"),  # no option, but read all the same
+        ("BATON_CASHE", "BATON_CACHE"),  # not an option, but a variable of the machine
     ],
 )
 def test_unknown_variable_is_an_error_unless_another_program_reads_it(
@@ -243,7 +241,7 @@ def test_unknown_variable_is_an_error_unless_another_program_reads_it(
         ("config: other.yaml", "unknown key config"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text(text)
     cls = UpSettings if "prefill" in text else PrefillSettings
@@ -251,7 +249,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
         load(cls, [f"--config={file}"])
 
 
-def test_refusal_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
+def test_error_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
     file = tmp_path / "up.yaml"
     file.write_text("prefill: {tp: x, block-size: [1]}\ndecode: {dcp: 3}\nhost: null\n")
     monkeypatch.setenv("BATON_CONFIG", str(file))
@@ -261,7 +259,8 @@ def test_refusal_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
         load(UP, ["--decode.kv-scales=2", "--prefill.device=gpu", "--decode.tp", "2"])
     assert sorted(str(caught.value).splitlines()) == [
         "--decode.block-size (in BATON_DECODE): must be a valid integer, not yes",
-        "--decode.dcp (in the --config file): 3 does not divide --decode.tp 2: use a divisor of it",
+        "--decode.dcp (in the --config file): 3 does not divide --decode.tp 2: use a "
+        "divisor of it",
         "--decode.kv-scales: 2 scales nothing: give --decode.kv-cache-dtype "
         "float8_e4m3fn too, or leave the scales out",
         "--decode.tpp (in BATON_DECODE): is not an option",
@@ -355,15 +354,15 @@ def test_help_explains_every_option(cls, capsys):
     for path in field_paths(cls):
         if len(path) > 1 or path[0] not in groups:
             assert option_name(path) in text
-    message = [info.description for info in cls.model_fields.values()]
-    assert all(message) and len(set(message)) == len(message)
+    help_texts = [info.description for info in cls.model_fields.values()]
+    assert all(help_texts) and len(set(help_texts)) == len(help_texts)
 
 
 def test_first_line_shows_changed_settings_and_all_at_debug_level() -> None:
-    message = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
-    assert message == {"port": 1, "prefill": {"tp": 2}}
-    debugged = load(UP, ["--port=1", "--log-level=debug"])
-    assert json.loads(describe(debugged)) == debugged.model_dump(mode="json")
+    changed = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
+    assert changed == {"port": 1, "prefill": {"tp": 2}}
+    settings = load(UP, ["--port=1", "--log-level=debug"])
+    assert json.loads(describe(settings)) == settings.model_dump(mode="json")
 
 
 def test_secrets_are_never_shown(tmp_path, monkeypatch):
@@ -385,7 +384,7 @@ def test_secrets_are_never_shown(tmp_path, monkeypatch):
         assert "too short" not in str(caught.value)
 
 
-def test_settings_survive_the_way_through_argv() -> None:
+def test_settings_read_from_their_argv_are_the_same() -> None:
     argv = [
         "--kv-layout=LBCNHD",
         "--no-enable-prefix-caching",
@@ -430,6 +429,6 @@ def test_variables_of_other_programs_are_listed_with_similar_names(monkeypatch):
 
 
 def test_launcher_does_not_pass_on_its_settings() -> None:
-    of_machine = {"BATON_CACHE": "c", "BATON_EVAL_DATA": "d", "HF_TOKEN": "t"}
-    environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", **of_machine}
-    assert clean_environment(environ) == of_machine
+    machine_variables = {"BATON_CACHE": "c", "BATON_EVAL_DATA": "d", "HF_TOKEN": "t"}
+    environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", **machine_variables}
+    assert clean_environment(environ) == machine_variables

@@ -1,4 +1,4 @@
-"""Values as error messages show them."""
+"""Values are shown in error messages as short JSON."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
 
 
 @pytest.mark.parametrize(
-    ("value", "error_text"),
+    ("value", "expected"),
     [
         (None, "null"),
         (True, "true"),
@@ -28,7 +28,7 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
         ((0, 1), "[0, 1]"),
         (NESTED, '{"a": [true, null, {"b": "c"}], "d": 1.5}'),
         (b"x", "\"b'x'\""),
-        # Cut, if they are too long:
+        # Long texts are cut:
         ("x" * 78, '"' + "x" * 78 + '"'),
         ("x" * 79, '"' + "x" * 76 + "..."),
         ([[]] * 200, ("[" + "[], " * 20)[:77] + "..."),
@@ -37,5 +37,5 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
         (DEEP, "[" * 77 + "..."),
     ],
 )
-def test_a_value_is_shown_as_json(value, error_text):
-    assert short_repr(value) == error_text
+def test_value_is_shown_as_json_of_80_characters_or_fewer(value, expected):
+    assert short_repr(value) == expected

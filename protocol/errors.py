@@ -176,7 +176,7 @@ class TransferFailed(RemoteKVError, code="transfer_failed"):
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
-    """The pulled bytes differ from the lender's. The message has their position."""
+    """Pulled bytes differ from the lender's. The message has their tokens and heads."""
 
 
 class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
@@ -209,7 +209,7 @@ class Overloaded(ServiceError, phase="admission", code="overloaded"):
 class ResumeRefused(ServiceError, phase="resume", code="resume_refused"):
     """This server cannot prove that it would continue the stream with the same tokens.
 
-    Another server may be able to.
+    A different server may be able to continue the stream.
     """
 
 

@@ -164,7 +164,7 @@ def check_compatible(
 def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     """Returns a digest of a compatibility record, by which a proxy pairs servers.
 
-    The digest does not depend on the content of any KV. It has three parts, separated
+    The digest does not depend on KV content. The digest has three parts, separated
     by dots: the model, the form of its KV, and the dtype and scales.
 
     Args:
@@ -207,13 +207,13 @@ def may_pair(prefill: str, decode: str) -> bool:
     return all(reader in (lender, "*") for lender, reader in pairs)
 
 
-def same_model(one: str, other: str) -> bool:
+def same_model(digest: str, other_digest: str) -> bool:
     """Returns whether two kv_digests have the same model.
 
     The result is also True if one of them has no model, because it is empty or FOREIGN.
     """
-    model, *form = one.split(".")
-    other_model, *other_form = other.split(".")
+    model, *form = digest.split(".")
+    other_model, *other_form = other_digest.split(".")
     return model == other_model or not form or not other_form
 
 

@@ -87,8 +87,7 @@ class FirstTokenBits(Struct, frozen=True):
 
 
 class KVTransferParams(Struct, frozen=True, kw_only=True):
-    """One prompt's KV on a prefill server: where it is, until when, and for what
-    prompt.
+    """A reference to one prompt's KV on a prefill server.
 
     Attributes:
         remote_block_ids: Exactly the blocks that hold `remote_num_tokens`.
@@ -173,7 +172,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         reject("signature", f"does not match: {reason}")
 
     def _signed_texts(self) -> dict[str, bytes]:
-        """Returns the JSON text of each signed member. It is the same on all servers,
+        """Returns the JSON text of each signed member. All servers write the same text,
         because no member has a fraction.
         """
         return {

@@ -86,8 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position.
 
-    They are natural logarithms of the model's distribution, before temperature and any
-    other sampling parameter.
+    The logarithms are natural. They are those of the model's distribution, before any
+    sampling parameter such as the temperature.
     """
 
     logprob: float  # of the sampled token
@@ -172,7 +172,7 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
-    """One sequence to serve.
+    """A request to the engine: one prompt, from which one or more choices are sampled.
 
     Attributes:
         request_id: Unique within the engine.
@@ -249,7 +249,7 @@ class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
     """Releases the lease of a reference that no request will use (decode role).
 
-    It is sent if the request with the reference was refused.
+    The HTTP process sends this message if it has refused the request.
     """
 
     remote: RemotePrefill
@@ -329,7 +329,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
-    """Reports that the engine can serve. It is sent once."""
+    """Reports, once, that the engine can serve."""
 
     num_blocks: int  # usable blocks in the KV pool of each group of layers
     block_size: int  # tokens

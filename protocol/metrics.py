@@ -375,7 +375,7 @@ class Metrics:
     def expose(self) -> bytes:
         """Returns the metrics in Prometheus' text format (CONTENT_TYPE).
 
-        It also adds the newly dropped output lines to baton_log_lines_dropped.
+        The call also adds newly dropped output lines to baton_log_lines_dropped.
         """
         num_lines = num_dropped_lines()
         self.inc("baton_log_lines_dropped", num_lines - self._counted_lines)

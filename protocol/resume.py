@@ -79,7 +79,7 @@ class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """The state of a stream that another server continues."""
+    """The state of a stream that one server began and another server continues."""
 
     origin: Origin
     frames: list[list[FrameEntry]]

@@ -115,8 +115,8 @@ class Key:
 class AccessGrant:
     """The rights of one request.
 
-    A grant is a context manager. Its key counts the request as active until the `with`
-    block ends.
+    A grant is a context manager. The API key counts the request as active until the
+    `with` block ends.
     """
 
     def __init__(self, key: Key | None, *, is_admin: bool) -> None:
@@ -172,7 +172,7 @@ def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
 
 
 def share_header(grant: AccessGrant) -> list[tuple[bytes, bytes]]:
-    """Returns the header by which servers distinguish keys; it hides the key's name.
+    """Returns the header by which servers distinguish keys without knowing their names.
 
     The list is empty for a request without a key.
     """
@@ -263,8 +263,8 @@ class Access:
     async def watch(self) -> None:
         """Reloads the TLS files periodically, until the task is cancelled.
 
-        It returns immediately if there are no TLS files. A subclass may watch further
-        files.
+        The method returns immediately if there are no TLS files. A subclass may also
+        watch a file of API keys.
         """
         await self.certificate.keep_reloading()
 

@@ -287,7 +287,7 @@ class QueueEntry:
         compiling: The prompts that wait for their grammars, by engine request id. The
             engine computes nothing for them, so they do not delay other prompts.
         measures_rate: Whether the waiting time of these prompts depends on the rate of
-            this server. It does not if other servers compute them.
+            this server. False if other servers compute all these prompts.
 
     Attributes:
         prompts: The prompts in the queue, by engine request id.

@@ -66,7 +66,7 @@ async def read_body(
 
     Raises:
         PayloadTooLarge: The body has more than `limit_bytes`.
-        QueueFull: Other requests already hold too many bytes.
+        QueueFull: The bodies of running requests already have too many bytes.
         BatonError: The `refusal` of the connection.
         ClientDisconnected: The client disconnected before the body was complete.
     """
@@ -133,9 +133,7 @@ class Bodies:
             first.give_up(errors.QueueFull(message))
 
     def remove(self, connection: Connection) -> None:
-        """Stops counting an unfinished body: it is complete, or the connection is
-        lost.
-        """
+        """Stops counting a body that is complete, or that lost its connection."""
         self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:

@@ -177,7 +177,10 @@ class _BoundedHttp(HttpToolsProtocol):
         self.cycle.keep_alive = not self.expect_100_continue
 
     def _check_framing(self) -> None:
-        """Raises HttpParserError if two servers could disagree on the request's end."""
+        """Raises HttpParserError if two servers could disagree on the request's end.
+
+        For HTTP/1.0 the method also ignores `Expect: 100-continue`.
+        """
         version = self.parser.get_http_version()
         codings = [
             value.lower()

@@ -13,7 +13,7 @@ from protocol.errors import DeadlineExceeded, InvalidRequest
 from protocol.short_repr import short_repr
 
 HEADER = "x-request-timeout-s"
-MAX_S = 1_000_000  # 11 days, the same as for the options in seconds
+MAX_S = 1_000_000  # 11 days, like the maximum of options in seconds
 _MARGIN_S = 1.0  # see Deadline.header
 _NUM_PARTS = 4  # number of timers, one after the other, that make up a countdown
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch

@@ -40,7 +40,7 @@ class Structure(NamedTuple):
 
 
 def check_bounds(body: bytes) -> None:
-    """Checks the bounds of a body that is not decoded yet. It may be invalid JSON.
+    """Checks the bounds of a body, valid JSON or not, before the body is decoded.
 
     Raises:
         PayloadTooLarge: The body has too many members, arrays and objects.

@@ -44,7 +44,8 @@ class Mark(NamedTuple):
 def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
     """Returns the marks of a prompt.
 
-    Its first 4,096 tokens have 64 marks. Each doubling of its length adds 32 marks.
+    The first 4,096 tokens of a prompt have 64 marks. Whenever the length of the prompt
+    doubles, 32 marks are added.
 
     Args:
         cache_salt: Prompts with different salts share no KV, so they share no marks.

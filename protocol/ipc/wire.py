@@ -119,7 +119,7 @@ class Wire:
         return messages
 
     def has_ended(self) -> bool:
-        """Returns whether the peer has closed the connection. It reads no data."""
+        """Returns whether the peer has closed the connection, without reading data."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:

@@ -140,7 +140,7 @@ class Message(Strict):
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Text = Field(None, exclude=True)
-    # The name of `reasoning_content` at some other servers.
+    # The name that vLLM and other servers use for `reasoning_content`.
     reasoning: Text = Field(None, exclude=True)
     thinking_blocks: Annotated[list[Thought], Field(fail_fast=True)] = Field(
         [], exclude=True, description="a list of blocks of thoughts"
@@ -164,8 +164,8 @@ class Message(Strict):
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The message for a chat template. It has a `content` if the client sent a
-        content, even null.
+        """The message for a chat template. If the client sent a content, even null, the
+        message has a `content`.
         """
         message = self.model_dump(exclude_none=True)
         if "content_" in self.model_fields_set:

@@ -214,8 +214,8 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
     """Returns the fields of `model` that change nothing, by their names in requests.
 
-    Such a field is declared with exclude=True. Its value is not stored, and it is not
-    decoded if the body is large.
+    Such a field is declared with exclude=True. The value of the field is not stored,
+    and is not decoded if the body is large.
     """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 

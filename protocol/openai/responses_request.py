@@ -82,7 +82,7 @@ class InputItem(Strict):
     arguments: Text = None
     output: Parts = Field("", description="a string or a list of text parts")
     summary_: Parts = Field("", alias="summary", description="a list of text parts")
-    # Members of earlier responses that clients send back. They are ignored.
+    # Members of earlier responses that clients send back, and that are ignored.
     id: Any = None
     status: Any = None
     phase: Any = None

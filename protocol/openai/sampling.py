@@ -338,8 +338,8 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         """Returns this request without the fields that are only needed to build its
         prompts.
 
-        This frees memory while the response is generated, which may take minutes.
-        Parsed prompts take much more memory than their text.
+        Parsed prompts take much more memory than their text. Without them, less memory
+        is used while the response is generated, which may take minutes.
         """
         return self
 

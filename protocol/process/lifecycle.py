@@ -94,7 +94,7 @@ class Child:
     def kill(self) -> None:
         """Sends SIGKILL to all processes of the child's process group.
 
-        It does nothing if the child was reaped.
+        If the child was already reaped, no signal is sent.
         """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -124,9 +124,9 @@ class Child:
     def _last_line(self, *, is_killed: bool) -> str | None:
         """Returns the last line that the process itself wrote, or None.
 
-        The engine ranks of the process write to the same pipe. They can still write
-        after the process has died. Lines of ranks are skipped: lines with a rank in
-        their header, and lines without a header that follow them.
+        The engine ranks of the process write to the same pipe, even after the process
+        has died. Lines of ranks are skipped: lines with a rank in their header, and
+        lines without a header after such a line.
 
         Args:
             is_killed: The process was killed by a signal, so it wrote no traceback. If

@@ -69,7 +69,7 @@ def escape(text: str) -> str:
 class LineFormatter(logging.Formatter):
     """Formats a record as one line, as the beginning of this file shows.
 
-    If the record has an exception, its traceback follows on further lines.
+    If the record has an exception, the lines of the traceback follow.
 
     Args:
         sender: Role and rank of this process, such as "decode/0".
@@ -99,8 +99,8 @@ _HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
 def sender_of(line: str) -> str | None:
     """Returns role and rank of the process that logged this line, such as "decode/0".
 
-    None means that the line has no header. It may be part of a traceback, or not come
-    from Baton's loggers.
+    None means that the line has no header: it is part of a traceback, or was not
+    written by Baton's loggers.
     """
     header = _HEADER.match(line)
     return header[1] if header else None

@@ -63,7 +63,7 @@ class OutputQueue:
         threading.Thread(target=self._run, name=f"output-{fd}", daemon=True).start()
 
     def put(self, text: bytes) -> None:
-        """Queues or drops a text of complete lines. It never waits for the file."""
+        """Queues or drops a text of complete lines, without waiting for the file."""
         with self._changed:
             is_too_much = self._num_bytes + len(text) > self._max_queued_bytes
             if self._is_full or (self._num_bytes and is_too_much):
@@ -197,7 +197,7 @@ class QueuedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Queues the incomplete line of this thread. It does not wait for the file."""
+        """Queues the incomplete line of this thread, without waiting for the file."""
         unfinished: str = getattr(self._unfinished, "text", "")
         self._unfinished.text = ""
         if unfinished:

@@ -88,7 +88,7 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     port: Port = 8100
     side_channel_host: str | None = None
-    """address at which other servers connect to this one to read its KV (None: the
+    """address at which other servers connect to this server to read its KV (None: the
     value of --host)
     """
     side_channel_port: Port = Field(
@@ -168,9 +168,9 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     upstream_api_key: Annotated[
         ApiKey | None, BeforeValidator(lambda key: key or None)
     ] = None
-    """API key that the proxy sends to the servers instead of the client's key. It must
-    be an admin key of the servers. Prefer the variable BATON_UPSTREAM_API_KEY (None:
-    pass on the client's key)"""
+    """API key that the proxy sends to the servers instead of the client's key: an admin
+    key of the servers. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass on the
+    client's key)"""
     log_level: LogLevel = "info"
 
     @property

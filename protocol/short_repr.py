@@ -10,14 +10,14 @@ def short_repr(value: Any, limit: int = 80) -> str:
     The encoding stops at the limit, so that a huge or deeply nested value takes little
     time. A long string that begins before the limit is encoded completely.
     """
-    text = _begin(value, limit, ensure_ascii=False)
+    text = _encode_beginning(value, limit, ensure_ascii=False)
     # Unpaired surrogates and bidirectional control characters are escaped.
     if not text.isprintable():
-        text = _begin(value, limit, ensure_ascii=True)
+        text = _encode_beginning(value, limit, ensure_ascii=True)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _begin(value: Any, limit: int, ensure_ascii: bool) -> str:
+def _encode_beginning(value: Any, limit: int, ensure_ascii: bool) -> str:
     """Returns the beginning of the JSON text of `value`.
 
     If the text is longer than `limit`, the result has more than `limit` characters.

@@ -371,7 +371,9 @@ class _BoundedHttp(HttpToolsProtocol):
     ) -> None:
         self._running = cycle
         is_http_1_0 = cycle.scope["http_version"] == "1.0"
-        super()._start_asgi_task(cycle, _unchunked(app, cycle) if is_http_1_0 else app)
+        super()._start_asgi_task(
+            cycle, _without_chunks(app, cycle) if is_http_1_0 else app
+        )
 
     @property
     def _piece_limit(self) -> int:
@@ -402,7 +404,9 @@ class _BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
 
-def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+def _without_chunks(
+    app: ASGI3Application, cycle: RequestResponseCycle
+) -> ASGI3Application:
     """Returns `app` with a response that has no chunks and ends with the connection."""
     # uvicorn raises an error if a response without chunks is longer than its declared
     # length. Therefore each part of the body first raises the expected length.

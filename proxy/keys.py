@@ -142,7 +142,7 @@ class FileAccess(Access):
         self._file, self._clock = settings.api_keys_file, clock
         self._of_options = option_keys(settings)
         self._of_file: dict[bytes, LimitedKey] = {}
-        self.take(self._read())
+        self.set_keys(self._read())
 
     async def watch(self) -> None:
         await asyncio.gather(super().watch(), self.watch_file())
@@ -161,7 +161,7 @@ class FileAccess(Access):
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
             if stamp != seen:
                 before = {hashed: key.line for hashed, key in self._of_file.items()}
-                self.take(self._read())
+                self.set_keys(self._read())
                 if before != {
                     hashed: key.line for hashed, key in self._of_file.items()
                 }:

@@ -302,7 +302,7 @@ class Reply:
         )  # whole: a failure up to here is still an HTTP error
         self.trace.on_bytes()
         if self.meter is not None:
-            self.meter.on_whole(body)
+            self.meter.on_response(body)
         await self.answer(response.status, end_to_end(response.headers), body)
 
     async def _relay_stream(self, response: Response) -> None:

@@ -130,7 +130,7 @@ class HttpRequestState:
             if self.migrated_kv is not None:
                 return EventStream(self, [])
             for piece in pieces:
-                self.writer.take(piece)
+                self.writer.add_piece(piece)
                 if piece.index in merged:
                     merged[piece.index].extend(piece)
                 else:

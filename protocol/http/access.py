@@ -256,7 +256,7 @@ class Access:
         self.certificate = Certificate(options)
         self._salts_by_key = options.cache_salt_by_key
         self._keys: Mapping[bytes, Key] = {}
-        self.take(option_keys(options))
+        self.set_keys(option_keys(options))
         if options.has_keys:
             metrics.begin("baton_key_requests", key=UNKNOWN_KEY, outcome="unknown")
 
@@ -268,7 +268,7 @@ class Access:
         """
         await self.certificate.keep_reloading()
 
-    def take(self, keys: Mapping[bytes, Key]) -> None:
+    def set_keys(self, keys: Mapping[bytes, Key]) -> None:
         """Replaces the keys, and exposes the metrics of the new keys only."""
         old_names = {key.name for key in self._keys.values()}
         new_names = {key.name for key in keys.values()}

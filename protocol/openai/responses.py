@@ -235,7 +235,7 @@ class ResponseWriter:
         """Returns the events that end a stream which failed."""
         return sse.error_event(error)
 
-    def take(self, piece: ChoicePiece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         """Receives the next piece of a response that is not streamed.
 
         Subclasses override this method if `full` needs the single pieces.
@@ -244,7 +244,7 @@ class ResponseWriter:
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the complete response body. `take` has received all pieces before.
+        """Returns the complete response body. `add_piece` has received all pieces before.
 
         Args:
             pieces: One per choice: all pieces of the choice, joined.

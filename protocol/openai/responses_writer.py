@@ -178,7 +178,7 @@ class ResponsesWriter(ResponseWriter):
         failed = {**self._response("failed"), "error": why}
         return event + self._event("failed", response=failed)
 
-    def take(self, piece: ChoicePiece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         # The joined pieces that `full` receives have lost the order of their parts.
         # Therefore each piece is written here; its events are dropped.
         _ = [*self._write(piece)]

@@ -72,7 +72,7 @@ class TokenMeter:
         self._num_framed = 0  # generated tokens in frames
         self._num_events = 0
 
-    def on_whole(self, body: bytes) -> None:
+    def on_response(self, body: bytes) -> None:
         """Reads the usage of a response that is not a stream."""
         self._read(body)
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import math
 import operator
 from collections.abc import Callable
 from functools import reduce
@@ -93,17 +94,7 @@ def test_garbage_collector_is_paused_only_while_a_large_body_is_decoded(body):
 # -- members --------------------------------------------------------------------------
 
 BAD_VALUES = {
-    "temperature": [
-        -1,
-        -1e-9,
-        2.1,
-        1e308,
-        "1",
-        True,
-        [0.5],
-        float("nan"),
-        float("inf"),
-    ],
+    "temperature": [-1, -1e-9, 2.1, 1e308, "1", True, [0.5], math.nan, math.inf],
     "top_p": [-0.1, 1.1, "1", False],
     "top_k": [-2, 1.5, "4", True, 2**31],
     "min_p": [-0.1, 1.1, "0"],
@@ -142,21 +133,8 @@ BAD_VALUES = {
     "model": [3, "", []],
     "kv_transfer_params": [3, "x", True],
     "prompt": [
-        *(
-            None,
-            "",
-            [],
-            [""],
-            [[]],
-            ["a", 1],
-            [1, "a"],
-            [[1], []],
-            [[1], "a"],
-            [True],
-            [1.0],
-            3,
-        ),
-        *({}, ["a"] * 1025, [[1, [2]]]),
+        *(None, "", [], [""], [[]], ["a", 1], [1, "a"], [[1], []], [[1], "a"], [True]),
+        *([1.0], 3, {}, ["a"] * 1025, [[1, [2]]]),
     ],
 }
 

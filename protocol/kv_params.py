@@ -292,8 +292,11 @@ def sender_releases(obj: object) -> bool:
 
 
 def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
-    """Returns the params of every prompt. `obj` is one object, or a list with one
-    object per prompt. Raises KVParamsRejected.
+    """Returns the params of every prompt, from one object or a list of objects.
+
+    Raises:
+        KVParamsRejected: The number of objects differs from `num_prompts`, or a member
+            is invalid.
     """
     items = obj if isinstance(obj, list) else [obj]
     if len(items) != num_prompts:

@@ -224,7 +224,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     kv_unused: RemotePrefill | None = None
 
 
-def call_of(request_id: str) -> str:
+def http_request_id(request_id: str) -> str:
     """Returns the id of the HTTP request that an engine request belongs to.
 
     Each prompt of an HTTP request is one engine request. The id of an engine request is

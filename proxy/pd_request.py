@@ -175,7 +175,7 @@ class PDRequest:
                     break
                 self.reply.kept = FrameHistory()  # it begins anew
                 if self.reply.meter is not None:
-                    self.reply.meter.restart()
+                    self.reply.meter.reset()
         if loss.params is not None:
             self.upstreams.give_back(loss.server, self.headers, loss.params)
         if loss.event is None or not loss.has_begun:

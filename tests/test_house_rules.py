@@ -59,6 +59,7 @@ CONVERTED = (
     "decode_server/",
     "kvcache/",
     "prefill_server/",
+    "protocol/",
     "tests/attention/",
     "tests/benchmarks/",
     "tests/conftest.py",
@@ -66,6 +67,7 @@ CONVERTED = (
     "tests/gpu/",
     "tests/kernels/",
     "tests/make_models.py",
+    "tests/protocol/",
     "tests/rigs/",
     "tests/test_",
 )

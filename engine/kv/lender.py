@@ -20,7 +20,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
 from protocol.handshake import Lookup, LookupResult
-from protocol.messages import FirstToken, RemotePrefill, TokenLogprobs, call_of
+from protocol.messages import FirstToken, RemotePrefill, TokenLogprobs, http_request_id
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS_PER_ROUND = 4
@@ -266,9 +266,9 @@ class Lender(KVConnector):
         if not (was_deadlocked and self._was_deadlocked and self._by_request):
             return
         waiting = self.core.scheduler.waiting
-        leased_calls = {call_of(request_id) for request_id in self._by_request}
+        leased_calls = {http_request_id(request_id) for request_id in self._by_request}
         for sequence in reversed(waiting):
-            if call_of(sequence.request_id) in leased_calls:
+            if http_request_id(sequence.request_id) in leased_calls:
                 waiting.remove(sequence)
                 waiting.appendleft(sequence)
                 return

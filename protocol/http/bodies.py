@@ -34,7 +34,7 @@ def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
 
 
 def is_closing(scope: Mapping[str, Any]) -> bool:
-    """Returns whether the connection is closing, so that the client receives no more.
+    """Returns whether the connection is closing. The client then receives no more data.
 
     The result is always False for a connection that `bounded_protocol` does not serve.
     """

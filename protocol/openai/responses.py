@@ -238,13 +238,13 @@ class ResponseWriter:
     def add_piece(self, piece: ChoicePiece) -> None:
         """Receives the next piece of a response that is not streamed.
 
-        Subclasses override this method if `full` needs the single pieces.
+        A subclass overrides this method if its `full` needs each piece.
         """
 
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the complete response body. `add_piece` has received all pieces before.
+        """Returns the complete response body. `add_piece` has received all pieces.
 
         Args:
             pieces: One per choice: all pieces of the choice, joined.

@@ -53,7 +53,7 @@ class TokenMeter:
     """
 
     def __init__(self) -> None:
-        self.restart()
+        self.reset()
 
     @property
     def num_generated_tokens(self) -> int:
@@ -61,7 +61,7 @@ class TokenMeter:
             return self._num_reported
         return self._num_framed or self._num_events
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Resets the counts, because a different server now starts the response from
         the beginning.
         """

@@ -49,7 +49,7 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "baton"
     except RuntimeError as error:
         raise OSError(
-            f"no home directory is known to create .cache/baton in; {_FIX}"
+            f"no home directory is known for the cache folder .cache/baton; {_FIX}"
         ) from error
 
 

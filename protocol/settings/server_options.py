@@ -68,7 +68,7 @@ class AccessOptions(Options):
 
 
 class ListenOptions(AccessOptions):
-    """Where a process listens, its limits, and how it shuts down."""
+    """The address that a process listens on, its limits, and its shutdown."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """IP address or host name to listen on"""

@@ -137,7 +137,8 @@ def base_url(url: str) -> str:
         problem = "has a path"
     if problem:
         raise ValueError(
-            f"{short_repr(url)} {problem}; {_URL_FIX} alone, the port above 0"
+            f"{short_repr(url)} {problem}; {_URL_FIX} without a path, and with a port "
+            "above 0"
         )
     return f"{parts.scheme}://{parts.netloc}"
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256]
                                 [--context 1024] [--prompt 8192 1024] [--device cuda]
+                                [--chunk 2048 --behind 16384 32768 98304]
                                 [--quantization fp8] [--tp 4]
 
 Weights are dummies, because speed does not depend on their values. The limits come from
@@ -11,8 +12,8 @@ matmul in the model's dtype, both on random data.
 A decode step must read the weights without the input embedding, the experts that its
 tokens hit, and the KV that it attends to. Its floor is the time to read all of that
 once at the copy's rate. The floor of a prefill is the time of its model FLOPs at the
-matmul's rate; causal attention counts by half. With several ranks, each rank has its
-share.
+matmul's rate; causal attention counts by half. A chunk is a part of a prompt, behind KV
+that earlier steps have computed. With several ranks, each rank has its share.
 
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
@@ -138,6 +139,10 @@ def _run(
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, n) for n in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, n) for n in args.prompt]
+    figures["chunks"] = [
+        _prefill(runner, args, ceilings, chunk, behind)
+        for chunk, behind in itertools.product(args.chunk, args.behind)
+    ]
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps(figures), flush=True)
     if args.tp > 1:
@@ -179,6 +184,20 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         default=[8192, 1024],
         help="prompt lengths of the prefills (tokens)",
+    )
+    add(
+        "--chunk",
+        type=int,
+        nargs="*",
+        default=[],
+        help="lengths of chunks of a prompt (tokens)",
+    )
+    add(
+        "--behind",
+        type=int,
+        nargs="*",
+        default=[16384],
+        help="tokens of the prompt before each chunk",
     )
     add("--steps", type=int, default=30, help="steps timed for each figure")
     add("--kv-layout", default="BHLCND")
@@ -228,7 +247,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         load_format="dummy",
         devices=list(range(args.tp)),
         max_num_seqs=max([*args.batch, 1]),
-        max_num_batched_tokens=max([*args.prompt, 2048]),
+        max_num_batched_tokens=max([*args.prompt, *args.chunk, 2048]),
     )
 
 
@@ -344,11 +363,21 @@ def _step_times_s(
 
 
 def _prefill(
-    runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, num_tokens: int
+    runner: ModelRunner,
+    args: argparse.Namespace,
+    ceilings: Ceilings,
+    num_tokens: int,
+    num_before: int = 0,
 ) -> dict[str, float]:
-    """Measure the prefill of one prompt of `num_tokens` tokens."""
-    tables = _tables(runner, 1, num_tokens)
-    step = _step(runner, tables, num_tokens, num_tokens)
+    """Measure the prefill of one prompt, or of a chunk with KV before it.
+
+    Args:
+        num_tokens: tokens that the step computes.
+        num_before: tokens of the prompt before them.
+    """
+    context_len = num_before + num_tokens
+    tables = _tables(runner, 1, context_len, num_before)
+    step = _step(runner, tables, num_tokens, context_len)
     times = []
     for index in range(7):
         started_s = time.perf_counter()
@@ -356,11 +385,14 @@ def _prefill(
         if index >= 2:  # the first two warm up
             times.append(time.perf_counter() - started_s)
     step_s = statistics.median(times)
-    flops = prefill_flops(runner.model_config, num_tokens)
+    flops = prefill_flops(runner.model_config, num_tokens, num_before)
     floor_s = flops / args.tp / ceilings.matmul_flops_per_s
+    figures: dict[str, float] = {"tokens": num_tokens}
+    if num_before:
+        figures["behind"] = num_before
     return _print_figures(
-        "prefill",
-        tokens=num_tokens,
+        "chunk" if num_before else "prefill",
+        **figures,
         step_ms=step_s * 1e3,
         floor_ms=floor_s * 1e3,
         share_of_matmul=floor_s / step_s,

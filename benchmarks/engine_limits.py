@@ -97,10 +97,13 @@ def num_seen(config: ModelConfig, num_tokens: int) -> int:
     return sum(min(num_tokens, window or num_tokens) for window in windows)
 
 
-def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
-    """Return the model FLOPs of one prompt.
+def prefill_flops(config: ModelConfig, num_tokens: int, num_before: int = 0) -> float:
+    """Return the model FLOPs of one prompt, or of a part of it.
 
     They are two FLOPs per weight and token, causal attention, and one row of logits.
+
+    Args:
+        num_before: tokens of the prompt whose KV earlier steps have computed.
     """
     hit_share = 1.0
     if moe := config.moe:
@@ -110,7 +113,8 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
         for each in implied_weights(config)
         if each.name.startswith("model.layers.")
     )
-    pairs = sum(num_seen(config, length) for length in range(1, num_tokens + 1))
+    first = num_before + 1
+    pairs = sum(num_seen(config, first + index) for index in range(num_tokens))
     dims = 2 * config.head_dim
     if config.mla:
         # Absorbed attention works on latents. Only the keys have the rope part.

@@ -8,8 +8,9 @@ Without --rate, --concurrency requests are in flight at any time (closed loop).
 
 Prompts are random and seeded. Outputs are forced to their full length with ignore_eos.
 A request counts for goodput when its time to first token and its mean time between
-tokens are within the limits of --slo-ttft-ms and --slo-itl-ms. The last line is one
-JSON document.
+tokens are within the limits of --slo-ttft-ms and --slo-itl-ms. Progress goes to
+standard error. The last line of the output is one JSON document, which --save also
+writes to a file.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +42,7 @@ _REPORTED_OPTIONS = (
     "output_len",
     "seed",
 )
+_PROGRESS_INTERVAL_S = 5.0
 _CLOSED_LOOP_CONCURRENCY = 8
 _OPEN_LOOP_CONCURRENCY = 16_384
 
@@ -74,6 +77,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=120.0,
         help="longest time without data from the endpoint (s)",
+    )
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="file that gets the JSON document (default: serve-TIME.json in the "
+        "working directory)",
     )
     add(
         "--max-duration-s",
@@ -154,6 +164,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(
             f"--url {options.url} is not the URL of a server; write http://host:port"
         )
+    if options.save is not None:
+        try:
+            options.save.touch()
+        except OSError as error:
+            parser.error(f"--save {options.save} cannot be written: {error.strerror}")
     if options.rate is not None and not 0 < options.rate < float("inf"):
         parser.error(
             f"--rate {options.rate} must be finite and above 0; "
@@ -203,7 +218,9 @@ async def drive(
         asyncio.create_task(send(body, due_at))
         for body, due_at in zip(bodies, due_times, strict=True)
     ]
+    reporter = asyncio.create_task(_report_progress(tasks, started_at))
     done, pending = await asyncio.wait(tasks, timeout=options.max_duration_s)
+    reporter.cancel()
     for task in pending:
         task.cancel()
     elapsed_s = time.perf_counter() - started_at
@@ -213,6 +230,23 @@ async def drive(
     for _ in pending:
         timelines.append(Timeline(started_at, error="not ended by --max-duration-s"))
     return timelines, elapsed_s
+
+
+async def _report_progress(
+    tasks: Sequence[asyncio.Task[Timeline]], started_at: float
+) -> None:
+    """Print to standard error how many requests have ended, until it is cancelled."""
+    while True:
+        await asyncio.sleep(_PROGRESS_INTERVAL_S)
+        ended = [task.result() for task in tasks if task.done()]
+        num_failed = sum(not timeline.succeeded for timeline in ended)
+        elapsed_s = time.perf_counter() - started_at
+        print(
+            f"{elapsed_s:.0f} s: {len(ended)} of {len(tasks)} requests have ended, "
+            f"{num_failed} of them failed",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -246,6 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"benchmarks.serve: error: {error}", file=sys.stderr)
         return 2
+    path = options.save or Path(time.strftime("serve-%Y%m%d-%H%M%S.json"))
+    path.write_text(json.dumps(result) + "\n")
+    print(f"saved to {path}", file=sys.stderr)
     print(table(result))
     print(json.dumps(result))
     return 0 if result["succeeded"] == result["requests"] else 1

@@ -24,6 +24,8 @@ def test_work_of_8b_model_matches_its_weights():
     assert read_weight_bytes(quantised, 1, 2, keep_quantised=True) == weights + head
     assert read_weight_bytes(quantised, 1, 2, keep_quantised=False) == 2 * weights
     assert prefill_flops(config, 8192) == pytest.approx(1.32e14, rel=0.01)
+    halves = prefill_flops(config, 4096) + prefill_flops(config, 4096, num_before=4096)
+    assert halves == pytest.approx(prefill_flops(config, 8192), rel=1e-4)
 
 
 def test_only_hit_experts_of_a_mixture_count():
@@ -86,7 +88,10 @@ def test_benchmark_runs_on_cpu(capfd, tmp_path, variant):
         Path(tmp_path, "config.json").write_text(json.dumps(shape))
         shape = str(tmp_path)
     argv = ["--shape", shape, *options, *_SIZES, "--device", "cpu"]
+    argv += ["--chunk", "16", "32", "--behind", "48"]
     main([*argv, "--dtype", "float32", "--kv-cache-tokens", "4096"])
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert [row["batch"] for row in result["decode"]] == [1, 3]
     assert result["prefill"][0]["tokens"] == 64
+    chunks = [(row["tokens"], row["behind"]) for row in result["chunks"]]
+    assert chunks == [(16, 48), (32, 48)]

@@ -140,6 +140,7 @@ def test_only_events_with_tokens_get_a_time():
         ["--shared-len", "300", "--input-len", "200"],
         ["--endpoint", "chat", "--prompt", "token-ids"],
         ["--vocab-size", "5"],
+        ["--save", "/no/such/folder/figures.json"],
         ["--url", "ftp://127.0.0.1"],
         ["--url", "http://127.0.0.1/models"],
     ],
@@ -148,6 +149,12 @@ def test_invalid_options_are_refused(argv):
     with pytest.raises(SystemExit) as exit_info:
         serve.main(argv)
     assert exit_info.value.code == 2
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(monkeypatch, tmp_path):
+    """Runs save their figures in the working directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 class Endpoint:
@@ -214,11 +221,13 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 @pytest.mark.parametrize("load", [["--rate", "500"], ["--concurrency", "3"]])
-def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
+def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys, tmp_path):
     argv = ["--url", endpoint.url, "--num-requests", "20", "--input-len", "16"]
     assert serve.main([*argv, "--output-len", "5", "--shared-len", "4", *load]) == 0
     *lines, last = capsys.readouterr().out.strip().splitlines()
     result = json.loads(last)
+    (saved_file,) = tmp_path.glob("serve-*.json")
+    assert json.loads(saved_file.read_text()) == result
     assert any("time to first token" in line for line in lines)
     assert (result["succeeded"], result["short_outputs"]) == (20, 0)
     assert result["output_tokens"] == 100
@@ -230,6 +239,18 @@ def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
     assert len({tuple(body["prompt"][:4]) for body in measured}) == 1
     if "--concurrency" in load:
         assert endpoint.max_in_flight <= 3
+
+
+def test_progress_is_reported_and_the_result_saved(
+    endpoint, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(serve, "_PROGRESS_INTERVAL_S", 0.01)
+    argv = ["--url", endpoint.url, "--num-requests", "50", "--output-len", "20"]
+    path = tmp_path / "figures.json"
+    assert serve.main([*argv, "--concurrency", "1", "--save", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert " of 50 requests have ended, 0 of them failed" in captured.err
+    assert json.loads(path.read_text()) == json.loads(captured.out.splitlines()[-1])
 
 
 def test_failures_are_counted_and_set_the_exit_status(endpoint, capsys):

@@ -1,12 +1,16 @@
 """The frozen configuration of one engine, as it travels to each of its rank processes."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import ConfigDict
 
 from attention.support import resolve_backend_name
+from engine.core.budget.step_target import StepTarget
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
+
+# Longer than a step of --max-num-batched-tokens: prompts are not cut.
+_UNLIMITED_STEP_S: Final = 1.0
 
 
 class EngineConfig(KVOptions, ModelOptions):
@@ -29,7 +33,6 @@ class EngineConfig(KVOptions, ModelOptions):
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
-    itl_target_s: float = 0.025
     transfer: Literal["auto", "nixl", "mapped"] = "auto"
 
     engine_id: str
@@ -54,6 +57,26 @@ class EngineConfig(KVOptions, ModelOptions):
         return self.block_size * self.dcp
 
     @property
+    def step_target(self) -> StepTarget | None:
+        """How long steps with streams should take; None: as long as prompts make
+        them."""
+        if self.role == "prefill":
+            return None
+        if self.itl_target_s is not None:
+            return StepTarget(self.itl_target_s, is_explicit=True)
+        seconds = self.usual_itl_target_for(self.device)
+        if seconds is None:
+            return None
+        # On a CPU, a step of --max-num-batched-tokens may take seconds.
+        return StepTarget(seconds, only_in_pair=self.device != "cpu")
+
+    @property
+    def _longest_step_s(self) -> float:
+        """The duration of a step with streams that a proxy should expect."""
+        target = self.step_target
+        return _UNLIMITED_STEP_S if target is None else target.seconds
+
+    @property
     def geometry(self) -> dict[str, str | int | float]:
         """The description of the engine in the response of GET /ready."""
         return {
@@ -67,7 +90,7 @@ class EngineConfig(KVOptions, ModelOptions):
             "attention_backend": resolve_backend_name(
                 self.attention_backend, self.device
             ),
-            "itl_target_s": self.itl_target_s,
+            "itl_target_s": self._longest_step_s,
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,

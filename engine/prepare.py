@@ -151,7 +151,6 @@ def engine_config(
         "side_channel_host": settings.host,
         "side_channel_advertise": settings.advertised_host or "",
         "transfer": settings.transfer_for(device),
-        "itl_target_s": settings.itl_target_for(device),
     }
     return EngineConfig(**options)
 

@@ -95,6 +95,10 @@ class KVPool:
         """Records that a step or a pull uses blocks up to `block`."""
         self.highest_block = max(self.highest_block, block)
 
+    def mark_unused(self) -> None:
+        """Records that no block is in use, after steps whose KV no sequence has."""
+        self.highest_block = -1
+
     def view(self, layer: int) -> torch.Tensor:
         """A strided view of one layer, of shape [B, C, H, N, D]. Nothing is copied.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 
-from engine.core.prefill_budget import Load
+from engine.core.budget.step_times import Load
 from engine.core.sequence import Sequence
 
 
@@ -72,12 +72,16 @@ class Plan:
 
 def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
     """The terms that determine how long a step with these sequences takes."""
-    num_prompts = 0
-    prompt_tokens = 0
+    streams = 0
     context_tokens = 0
+    prompt_tokens = 0
+    weighted_starts = 0
     for item in scheduled:
-        context_tokens += item.start + item.num_tokens
         if item.is_prompt:
-            num_prompts += 1
             prompt_tokens += item.num_tokens
-    return Load(len(scheduled) - num_prompts, context_tokens, prompt_tokens)
+            weighted_starts += item.num_tokens * item.start
+        else:
+            streams += 1
+            context_tokens += item.start + item.num_tokens
+    prompt_start = weighted_starts / max(prompt_tokens, 1)
+    return Load(streams, context_tokens, prompt_tokens, prompt_start)

@@ -5,8 +5,8 @@ Policy, in order:
 1. Sequences that decode come first, so that a long prompt delays them by at most one
    chunk.
 2. Running prompts get the rest of the token budget, in order of admission. Shorter
-   waiting prompts get at most half of it. In steps with streams, the budget for prompts
-   follows from `itl_target_s` (prefill_budget.py).
+   waiting prompts get at most half of it. Streams may limit the budget for prompts
+   (budget/prompt_limit.py).
 3. Waiting sequences are admitted in the order of waiting.py, when blocks for all their
    tokens are available. Each shares the blocks that the prefix index has, and allocates
    the rest.
@@ -30,10 +30,10 @@ preempted while a launched step uses it (`may_preempt`).
 from collections import deque
 from collections.abc import Sequence as Sequenceable
 
+from engine.core.budget.prompt_limit import PromptLimit
+from engine.core.budget.step_times import StepTimes
 from engine.core.plan import Plan as Plan
 from engine.core.plan import Scheduled as Scheduled
-from engine.core.plan import load_of
-from engine.core.prefill_budget import PrefillBudget
 from engine.core.prefix_sharing import PrefixSharing
 from engine.core.sequence import Phase, Sequence
 from engine.core.state.choices import ChoiceState
@@ -58,7 +58,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, num_blocks: int, *, cached: bool
+        self,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        *,
+        cached: bool,
+        step_times: StepTimes | None = None,  # if they were measured
     ) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(num_blocks)
@@ -70,12 +75,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
-        self._prefill_budget: PrefillBudget | None = None
-        if limits.itl_target_s:
-            self._prefill_budget = PrefillBudget(
-                limits.itl_target_s, limits.max_num_batched_tokens
-            )
-        self.steps = StepLedger(self.allocator, self._prefill_budget)
+        self._prompt_limit = PromptLimit(
+            limits.step_target, limits.max_num_batched_tokens, step_times
+        )
+        self.steps = StepLedger(self.allocator, self._prompt_limit.budget)
         self._sharing = PrefixSharing(limits, self.tables, self.prefix)
 
     @property
@@ -110,6 +113,7 @@ class Scheduler:
         assert not is_too_long, "it would wait forever"
         assert not has_too_many_choices, "it would wait forever"
         sequence.phase = Phase.WAITING
+        self._prompt_limit.on_queued(sequence)
         enqueue(self.waiting, sequence)
 
     # -- one round ----------------------------------------------------------------
@@ -129,7 +133,7 @@ class Scheduler:
                 prefilling.append(sequence)
         self._schedule_running(decoding, plan)
         if prefilling or self.waiting:
-            self._limit_prompts(plan)
+            self._limit_prompts(plan, prefilling)
         num_reserved = self._reserve_for_short_prompts(prefilling, plan.budget)
         plan.budget -= num_reserved
         self._schedule_running(prefilling, plan)
@@ -138,16 +142,23 @@ class Scheduler:
             self._admit_waiting(plan)
         return plan
 
-    def _limit_prompts(self, plan: Plan) -> None:
+    def _limit_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
         """Limits the prompt tokens of a step with streams. A sequence whose KV is being
         pulled counts as a stream already."""
-        if self._prefill_budget is None:
-            return
-        if not (plan.scheduled or self.receiving):
-            return
-        load = load_of(plan.scheduled)
-        allowed = self._prefill_budget.prompt_tokens(load.streams, load.context_tokens)
-        plan.budget = min(plan.budget, allowed)
+        if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
+            limit = self._prompt_limit.prompt_tokens(
+                plan.scheduled, prefilling, self._waiting_for_steps()
+            )
+            plan.budget = min(plan.budget, limit)
+
+    def _waiting_for_steps(self) -> Sequenceable[Sequence]:
+        """The waiting prompts, if the first one waits for steps and not for blocks."""
+        if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
+            return ()
+        first = self.waiting[0]
+        num_blocks = self.tables.num_blocks_for(first, len(first.token_ids))
+        fits = self.allocator.can_allocate(num_blocks + self._num_spare(first))
+        return self.waiting if fits else ()
 
     def _reserve_for_short_prompts(
         self, prefilling: list[Sequence], budget: int
@@ -310,6 +321,7 @@ class Scheduler:
     def requeue(self, sequence: Sequence) -> None:
         """Puts a sequence without blocks at the head of the queue."""
         sequence.phase = Phase.WAITING
+        self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN
         self.waiting.appendleft(sequence)
 

@@ -93,6 +93,7 @@ class Sequence:
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     times: PhaseTimes = field(default_factory=PhaseTimes)
+    queued_s: float = 0.0  # when it last began to wait, on the monotonic clock
     # How often later requests were served before this one (core/waiting.py).
     num_overtaken: int = 0
     # While this one waits for a shared prefix: the sequence that computes the prefix,

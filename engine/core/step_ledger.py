@@ -7,8 +7,9 @@ finished (I8). Steps finish in the order of their launches.
 from collections import deque
 from collections.abc import Sequence as Sequenceable
 
+from engine.core.budget.prefill_budget import PrefillBudget
+from engine.core.budget.step_times import Load
 from engine.core.plan import Scheduled, load_of
-from engine.core.prefill_budget import Load, PrefillBudget
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockAllocator
 
@@ -17,7 +18,7 @@ class StepLedger:
     """The launched steps of one scheduler.
 
     Args:
-        prefill_budget: learns from the durations of steps, if given.
+        prefill_budget: is corrected by the durations of steps, if given.
     """
 
     def __init__(

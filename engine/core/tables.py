@@ -8,6 +8,7 @@ are released once no sequence that may continue from them looks back so far.
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
 
+from engine.core.budget.step_target import StepTarget
 from engine.core.sequence import Sequence
 from kvcache.blocks import NULL_BLOCK
 from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
@@ -21,7 +22,7 @@ class SchedulerLimits:
     Attributes:
         max_model_len: tokens of a sequence, prompt and outputs.
         block_size: tokens of a block.
-        itl_target_s: target duration of a step with streams. None: prompts are not
+        step_target: target duration of a step with streams. None: prompts are not
             limited.
     """
 
@@ -29,7 +30,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    itl_target_s: float | None = None
+    step_target: StepTarget | None = None
     groups: KVGroups = ONE_GROUP
 
 

@@ -241,8 +241,13 @@ class PromptGraphs:
             time.perf_counter() - started_s,
         )
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step that `can_run`; 0 if no size was captured."""
+        return self._sizes[-1] if self._sizes else 0
+
     def can_run(self, num_tokens: int) -> bool:
-        return bool(self._sizes) and num_tokens <= self._sizes[-1]
+        return num_tokens <= self.max_tokens
 
     def run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The model's `forward` for a planned step of [T] tokens that it `can_run`. The

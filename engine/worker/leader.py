@@ -80,7 +80,7 @@ def _build(
             rank.runner.groups,
         ),
         block_size=config.tokens_per_block,
-        itl_target_s=config.itl_target_s if config.role != "prefill" else None,
+        step_target=config.step_target,
         groups=rank.runner.groups,
     )
     metadata = EngineMetadata(
@@ -94,9 +94,12 @@ def _build(
         digests=DIGEST_VERSION,
     )
     connector = rank.service.make_connector(metadata, transport.wake)
+    executor = RankExecutor(rank.runner, links)
+    cached = config.enable_prefix_caching
+    times = executor.measure_steps(limits.step_target)
     core = EngineCore(
-        Scheduler(limits, rank.num_blocks, cached=config.enable_prefix_caching),
-        RankExecutor(rank.runner, links),
+        Scheduler(limits, rank.num_blocks, cached=cached, step_times=times),
+        executor,
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),

@@ -25,7 +25,10 @@ from typing import TypeVar
 import msgspec
 
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
+from engine.core.budget.step_target import StepTarget
+from engine.core.budget.step_times import StepTimes
 from engine.worker.runner import ModelRunner
+from engine.worker.step_timer import measure_steps
 
 _JOIN_TIMEOUT_S = 600.0  # includes loading the model
 # A failed collective may be seen before the rank that caused it begins to end.
@@ -139,6 +142,11 @@ class RankExecutor:
         if self._num_others:
             self._links.send(step_to_bytes(step))
         return self._runner.launch(step)
+
+    def measure_steps(self, target: StepTarget | None) -> StepTimes | None:
+        """Measures the durations of steps, if the engine has a target for them. Called
+        once, while no block is in use and the other ranks wait for steps."""
+        return None if target is None else measure_steps(self._runner, self, target)
 
 
 def raise_if_rank_lost(

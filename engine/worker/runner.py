@@ -216,6 +216,11 @@ class ModelRunner:
         self.prompt_graphs = prompt_graphs
 
     @property
+    def captured_prompt_tokens(self) -> int:
+        """Most tokens of a step with prompts that runs as CUDA graphs; 0 without."""
+        return self.prompt_graphs.max_tokens if self.prompt_graphs is not None else 0
+
+    @property
     def depth(self) -> int:
         """How many steps may be in flight when another is launched. On a CPU the step
         itself runs on the host, so that no work between two steps can overlap it."""

@@ -72,6 +72,17 @@ class WarmUpSizes:
     max_seqs: int
     num_groups: int = 1
 
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "WarmUpSizes":
+        return cls(
+            num_blocks=runner.memory.pool.layout.num_blocks,
+            block_size=runner.config.tokens_per_block,
+            max_len=max_sequence_tokens(runner.config, runner.model_config),
+            max_tokens=runner.config.max_num_batched_tokens,
+            max_seqs=runner.config.max_num_seqs,
+            num_groups=runner.groups.count,
+        )
+
     def step(
         self,
         query_lens: Sequence[int],
@@ -166,15 +177,7 @@ def warm_up(runner: ModelRunner) -> None:
     use."""
     started_s = time.monotonic()
     num_kernels = KERNELS.num_at_start
-    sizes = WarmUpSizes(
-        num_blocks=runner.memory.pool.layout.num_blocks,
-        block_size=runner.config.tokens_per_block,
-        max_len=max_sequence_tokens(runner.config, runner.model_config),
-        max_tokens=runner.config.max_num_batched_tokens,
-        max_seqs=runner.config.max_num_seqs,
-        num_groups=runner.groups.count,
-    )
-    for step in steps(sizes):
+    for step in steps(WarmUpSizes.of(runner)):
         try:
             pending = runner.launch(step)
             if step.is_masked and runner.model.parallel.rank == 0:

@@ -242,9 +242,7 @@ class EngineOptions(GeometryOptions):
     """run decode steps without CUDA graphs: the server starts faster and decodes
     slower"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
-    """maximum number of tokens in one step (tokens; None: on CPU 512; on GPU 8192 for
-    prefill servers and 2048 for decode servers)
-    """
+    """maximum number of tokens in one step (tokens; None: on GPU 8192, on CPU 512)"""
     max_num_seqs: int = Field(64, ge=1, le=2**16)
     """maximum number of sequences in one step (sequences)"""
     pack_weights: bool = True
@@ -253,7 +251,6 @@ class EngineOptions(GeometryOptions):
     """
     enable_prefix_caching: bool = True
     """reuse the KV of prompt prefixes that requests share"""
-    _gpu_step_tokens: ClassVar[int] = 2048
 
     @field_validator("kv_scales")
     @classmethod
@@ -288,9 +285,7 @@ class EngineOptions(GeometryOptions):
 
     def batched_tokens_for(self, device: str) -> int:
         """Returns the maximum number of tokens in a step on `device` (cpu or cuda)."""
-        return self.max_num_batched_tokens or (
-            512 if device == "cpu" else self._gpu_step_tokens
-        )
+        return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
 
 
 class KVOptions(EngineOptions, LinkOptions):
@@ -306,8 +301,9 @@ class KVOptions(EngineOptions, LinkOptions):
     --tp)"""
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
-    are split into chunks that are short enough for this (s; None: on GPU 0.025, on CPU
-    0.5)
+    are split into chunks that are short enough for this (s; None: on GPU 0.025 while
+    prefill servers compute prompts for this server, else no target; on CPU 0.5; waiting
+    prompts may exceed these)
     """
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:
@@ -350,16 +346,17 @@ class KVOptions(EngineOptions, LinkOptions):
         """Returns the transport of KV for an engine on `device` (cpu or cuda)."""
         return self.transfer or ("nixl" if device == "cpu" else "auto")
 
-    def itl_target_for(self, device: str) -> float:
-        """Returns the target seconds between tokens on `device` (cpu or cuda)."""
-        return self.itl_target_s or (0.5 if device == "cpu" else 0.025)
+    def usual_itl_target_for(self, device: str) -> float | None:
+        """Returns the target seconds between tokens on `device` (cpu or cuda), without
+        --itl-target-s. None: no server of this role has one."""
+        if self.role == "prefill":
+            return None
+        if device == "cpu":
+            return 0.5
+        return 0.025 if self.role == "decode" else None
 
 
 class PrefillOptions(KVOptions):
-    # Long steps compute more tokens per second. On a prefill server, a long step delays
-    # no stream.
-    _gpu_step_tokens: ClassVar[int] = 8192
-
     role: Role = "prefill"
     """kind of requests that proxies send to the server. prefill: prompts, which decode
     servers continue; decode: the decode legs of such requests, and complete requests;

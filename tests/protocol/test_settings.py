@@ -168,16 +168,21 @@ def test_defaults_of_transport_and_step_size_depend_on_the_device() -> None:
         "auto",
     ]
     assert load(D, ["--transfer=auto"]).transfer_for("cpu") == "auto"
-    assert [load(D, []).itl_target_for(device) for device in ("cpu", "cuda")] == [
-        0.5,
-        0.025,
-    ]
-    assert [load(P, []).batched_tokens_for(device) for device in ("cpu", "cuda")] == [
-        512,
-        8192,
-    ]
-    assert load(D, []).batched_tokens_for("cuda") == 2048
+    for cls in (P, D):
+        settings = load(cls, [])
+        assert settings.batched_tokens_for("cpu") == 512
+        assert settings.batched_tokens_for("cuda") == 8192
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
+
+
+def test_usual_target_between_tokens_follows_role_and_device() -> None:
+    both = ["--role=both"]
+    assert load(D, []).usual_itl_target_for("cuda") == 0.025
+    assert load(D, both).usual_itl_target_for("cuda") is None
+    assert load(D, []).usual_itl_target_for("cpu") == 0.5
+    assert load(D, both).usual_itl_target_for("cpu") == 0.5
+    assert load(P, []).usual_itl_target_for("cuda") is None
+    assert load(P, []).usual_itl_target_for("cpu") is None
 
 
 def test_command_line_precedes_environment_file_and_default_also_in_groups(

@@ -21,6 +21,7 @@ from engine.core.batch import (
     step_from_bytes,
     step_to_bytes,
 )
+from engine.core.budget.step_target import StepTarget
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.core_grammar import CoreGrammars
@@ -403,12 +404,15 @@ def make_core(
     groups: KVGroups = ONE_GROUP,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     """Return an engine core, its executor and its transport."""
+    step_target = None
+    if itl_target_s is not None:
+        step_target = StepTarget(itl_target_s, is_explicit=True)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
-        itl_target_s=itl_target_s,
+        step_target=step_target,
         groups=groups,
     )
     scheduler = Scheduler(limits, num_blocks, cached=prefix_caching)

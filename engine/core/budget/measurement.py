@@ -1,0 +1,234 @@
+"""Which steps are measured, so that the durations of all others can be interpolated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from engine.core.budget.step_times import (
+    Load,
+    MixedTimes,
+    Point,
+    Polyline,
+    StepTimes,
+    StreamTimes,
+    decode_s,
+)
+
+# Prompt tokens, in the order in which they are measured: if the time ends early, the
+# first ones matter most.
+_FIRST_SIZES: Final = (16, 256, 1024)
+_LATER_SIZES: Final = (512, 2048)
+_STREAM_COUNTS: Final = (1, 8, 64)
+_MAX_STREAMS: Final = 256  # durations with more streams are extrapolated
+_SHORT_CONTEXT: Final = 16
+_LONG_CONTEXT: Final = 32_768
+_MAX_CONTEXT_TOKENS: Final = 262_144  # of all streams together
+# Chunks of prompts that are measured with KV before them, and how much.
+_CHUNK_SIZES: Final = (256, 2048)
+_TOKENS_BEFORE_CHUNK: Final = 16_384
+# How often the interval of sizes in which the target lies is halved. It is small enough
+# at this share of its begin.
+_REFINEMENTS: Final = 3
+_SMALL_INTERVAL: Final = 0.125
+
+
+class TimeStep(Protocol):
+    """Runs steps of a kind and measures their duration."""
+
+    def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
+        """The duration in seconds; None if there is no time left to measure it."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The steps that an engine may run.
+
+    Attributes:
+        max_streams: sequences of a step.
+        max_tokens: tokens of a step.
+        max_len: tokens of a sequence.
+        pool_tokens: tokens of KV of all sequences.
+        captured_tokens: most tokens of a step with prompts that runs as CUDA graphs.
+            Larger steps are slower to launch, so that durations jump there.
+        target_s: duration near which sizes are measured more closely.
+    """
+
+    max_streams: int
+    max_tokens: int
+    max_len: int
+    pool_tokens: int
+    captured_tokens: int = 0
+    target_s: float = 0.0
+
+    @property
+    def measured_streams(self) -> int:
+        """The most streams that are measured. They leave a sequence and half of the
+        tokens of a step to prompts."""
+        return max(1, min(self.max_streams - 1, self.max_tokens // 2, _MAX_STREAMS))
+
+    def streams(self, count: int, context: int) -> Load:
+        """As many streams, each with `context` tokens of KV or as many as fit."""
+        longest = min(self.max_len - 1, self.pool_tokens // count)
+        return Load(count, count * max(1, min(context, longest)), 0)
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """The tokens of steps on both sides of the limit of CUDA graphs."""
+        limit = self.captured_tokens
+        return (limit, limit + 1) if limit else ()
+
+
+def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
+    """Measures an engine's steps."""
+    decode = _measure_streams(time_step, sizes)
+    max_count = max(row.streams for row in decode)
+    light = _Mixture(sizes.streams(1, _SHORT_CONTEXT))
+    crowded = _Mixture(sizes.streams(max_count, _SHORT_CONTEXT))
+    long = _Mixture(sizes.streams(max_count, _long_context(max_count)))
+    additions = []
+    if crowded.load.streams > light.load.streams:
+        additions.append(crowded)
+    if long.load.context_tokens > crowded.load.context_tokens:
+        additions.append(long)
+    chunks = _Chunks(light)
+    light.measure(time_step, sizes, _FIRST_SIZES)
+    chunks.measure(time_step, sizes, _CHUNK_SIZES[0])
+    for mixture in additions:
+        mixture.measure(time_step, sizes, _FIRST_SIZES)
+    light.measure(time_step, sizes, _LATER_SIZES)
+    chunks.measure(time_step, sizes, _CHUNK_SIZES[1])
+    for mixture in additions:
+        mixture.measure(time_step, sizes, _LATER_SIZES)
+    light.measure(time_step, sizes, (sizes.max_tokens,))
+    for _ in range(_REFINEMENTS):
+        light.refine(time_step, sizes)
+    light_times = light.times(decode)
+    return StepTimes(
+        decode,
+        light_times,
+        crowded=crowded.times(decode) if crowded.points else None,
+        long=long.times(decode) if long.points else None,
+        context=chunks.seconds_per_token(light_times.seconds),
+    )
+
+
+def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]:
+    """Measures steps without prompts."""
+    max_count = sizes.measured_streams
+    counts = [*(count for count in _STREAM_COUNTS if count < max_count), max_count]
+    points = dict[int, dict[int, Point]]()
+    for get_context in (lambda count: _SHORT_CONTEXT, _long_context):
+        for count in counts:
+            load = sizes.streams(count, get_context(count))
+            row = points.setdefault(count, {})
+            # The first two show how durations grow, whatever they take.
+            is_required = len(points) <= 2 and not row
+            seconds = time_step(load, is_required=is_required)
+            if seconds is not None:
+                row[load.context_tokens] = Point(load.context_tokens, seconds)
+    return [
+        StreamTimes(count, Polyline(row.values()))
+        for count, row in points.items()
+        if row
+    ]
+
+
+def _long_context(count: int) -> int:
+    """The tokens of KV of each of `count` streams with long contexts."""
+    return min(_LONG_CONTEXT, _MAX_CONTEXT_TOKENS // count)
+
+
+@dataclass
+class _Mixture:
+    """Streams with which prompts are measured.
+
+    Attributes:
+        load: the streams.
+        points: durations by all tokens of the step.
+    """
+
+    load: Load
+    points: dict[int, Point] = field(default_factory=dict)
+
+    def times(self, decode: Sequence[StreamTimes]) -> MixedTimes:
+        streams, context_tokens, _, _ = self.load
+        points = list(self.points.values())
+        if len(points) == 1:
+            # Without prompt tokens, the step would be one of the streams alone.
+            points.append(Point(streams, decode_s(decode, streams, context_tokens)))
+        return MixedTimes(streams, context_tokens, Polyline(points))
+
+    def measure(
+        self, time_step: TimeStep, sizes: StepSizes, prompt_sizes: Sequence[int]
+    ) -> None:
+        """Measures steps with these numbers of prompt tokens, and those at the limit of
+        CUDA graphs."""
+        streams = self.load.streams
+        max_prompt_tokens = max(1, min(sizes.max_tokens - streams, sizes.max_len))
+        for size in prompt_sizes:
+            self._measure_one(time_step, min(size, max_prompt_tokens))
+        for num_tokens in sizes.captured_sizes:
+            if 0 < num_tokens - streams <= max_prompt_tokens:
+                self._measure_one(time_step, num_tokens - streams)
+
+    def _measure_one(self, time_step: TimeStep, prompt_tokens: int) -> None:
+        load = self.load._replace(prompt_tokens=prompt_tokens)
+        if load.tokens in self.points:
+            return
+        # A single stream with the fewest prompt tokens is always measured.
+        is_required = not self.points and load.streams == 1
+        seconds = time_step(load, is_required=is_required)
+        if seconds is not None:
+            self.points[load.tokens] = Point(load.tokens, seconds)
+
+    def refine(self, time_step: TimeStep, sizes: StepSizes) -> None:
+        """Measures the middle of the interval in which the target lies."""
+        points = sorted(self.points.values())
+        fitting = [
+            index for index, point in enumerate(points) if point.value <= sizes.target_s
+        ]
+        if not fitting or fitting[-1] + 1 == len(points):
+            return
+        first = int(points[fitting[-1]].size)
+        second = int(points[fitting[-1] + 1].size)
+        if second - first > max(1.0, _SMALL_INTERVAL * first):
+            self._measure_one(time_step, (first + second) // 2 - self.load.streams)
+
+
+class _Chunks:
+    """Measures what the KV before a chunk of a prompt costs.
+
+    Args:
+        light: the streams with which the chunks are measured.
+    """
+
+    def __init__(self, light: _Mixture) -> None:
+        self._light = light
+        self._measured: list[tuple[Load, float]] = []
+
+    def measure(self, time_step: TimeStep, sizes: StepSizes, chunk: int) -> None:
+        """Measures a chunk of a prompt, if sequences are long enough for it."""
+        load = self._light.load._replace(prompt_tokens=chunk)
+        num_before = min(
+            _TOKENS_BEFORE_CHUNK,
+            sizes.max_len - chunk,
+            sizes.pool_tokens - chunk - load.context_tokens,
+        )
+        if num_before < chunk or load.tokens > sizes.max_tokens:
+            return
+        load = load._replace(prompt_start=num_before)
+        seconds = time_step(load)
+        if seconds is not None:
+            self._measured.append((load, seconds))
+
+    def seconds_per_token(self, without_context: Polyline) -> Polyline | None:
+        """The seconds per token of that KV, by the tokens of the chunk.
+
+        Args:
+            without_context: the durations of the same steps without that KV.
+        """
+        points = []
+        for load, seconds in self._measured:
+            extra_s = max(0.0, seconds - without_context(load.tokens))
+            points.append(Point(load.prompt_tokens, extra_s / load.prompt_start))
+        return Polyline(points) if points else None

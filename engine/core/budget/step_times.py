@@ -1,0 +1,243 @@
+"""Measured durations of steps, and interpolation between them.
+
+Steps without prompts run as CUDA graphs, and other steps often kernel by kernel. The
+two kinds are therefore measured separately. Steps with prompts and streams are measured
+as such: many sizes of prompts with one stream, and a few sizes with many streams, of
+short and of long contexts. What the latter two add is interpolated in the numbers of
+streams and of their KV tokens. The KV before a prompt of which an earlier step has
+computed a part adds a measured time per token.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """The work of one step.
+
+    Attributes:
+        streams: sequences that compute one token after their prompt.
+        context_tokens: tokens of KV that all streams together read.
+        prompt_tokens: tokens of prompts that the step computes.
+        prompt_start: index of a prompt's first computed token, which is the number of
+            tokens of KV before it. Several prompts have their mean, weighted by tokens.
+    """
+
+    streams: int
+    context_tokens: int
+    prompt_tokens: int
+    prompt_start: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.streams + self.prompt_tokens
+
+
+class Point(NamedTuple):
+    """A measured value at a measured size."""
+
+    size: float
+    value: float
+
+
+class Polyline:
+    """A function that is linear between points.
+
+    Args:
+        points: at least one, in any order, with different sizes.
+        is_extended: whether the first and the last line continue. Otherwise the
+            function is constant outside of the points.
+    """
+
+    def __init__(self, points: Iterable[Point], *, is_extended: bool = True) -> None:
+        self.points = tuple(sorted(points))
+        self._is_extended = is_extended
+        self._sizes = [point.size for point in self.points]
+
+    def __call__(self, size: float) -> float:
+        points = self.points
+        if len(points) == 1:
+            return points[0].value
+        if not self._is_extended:
+            size = min(max(size, points[0].size), points[-1].size)
+        place = bisect_right(self._sizes, size)
+        place = min(max(place, 1), len(points) - 1)
+        return _on_line(points[place - 1], points[place], size)
+
+
+def _on_line(first: Point, second: Point, size: float) -> float:
+    share = (size - first.size) / (second.size - first.size)
+    return first.value + share * (second.value - first.value)
+
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """Durations of steps with a number of streams and no prompts, in seconds.
+
+    Attributes:
+        seconds: by the tokens of KV that all these streams together read.
+    """
+
+    streams: int
+    seconds: Polyline
+
+
+@dataclass(frozen=True)
+class MixedTimes:
+    """Durations of steps with prompts and always the same streams, in seconds.
+
+    Attributes:
+        streams: sequences that decode.
+        context_tokens: tokens of KV that all these streams together read.
+        seconds: by all tokens of the step, including those of the streams.
+    """
+
+    streams: int
+    context_tokens: int
+    seconds: Polyline
+
+
+def decode_s(times: Iterable[StreamTimes], streams: int, context_tokens: int) -> float:
+    """The duration of a step with these streams and no prompts."""
+    points = [Point(row.streams, row.seconds(context_tokens)) for row in times]
+    return max(0.0, Polyline(points)(streams))
+
+
+class StepTimes:
+    """The measured durations of one engine's steps.
+
+    Args:
+        decode: for different numbers of streams; at least one.
+        light: with few streams with short contexts.
+        crowded: with more streams with short contexts; None: not measured.
+        long: with streams of longer contexts, as many as in `crowded`, or in
+            `light` if that was not measured. None: not measured.
+        context: seconds that each token of KV before a prompt adds to a step, by the
+            tokens of prompts that the step computes. None: nothing is added.
+    """
+
+    def __init__(
+        self,
+        decode: Sequence[StreamTimes],
+        light: MixedTimes,
+        *,
+        crowded: MixedTimes | None = None,
+        long: MixedTimes | None = None,
+        context: Polyline | None = None,
+    ) -> None:
+        self._decode = tuple(decode)
+        self._light = light
+        self._crowded = _Addition(light, crowded) if crowded is not None else None
+        self._long = _Addition(crowded or light, long) if long is not None else None
+        self._context = context
+        self._knots = self._make_knots()
+
+    def _make_knots(self) -> "list[_Knot]":
+        """The sizes between which durations are linear, the largest first."""
+        sizes = {point.size for point in self._light.seconds.points}
+        for addition in (self._crowded, self._long):
+            if addition is not None:
+                sizes.update(point.size for point in addition.seconds.points)
+        return [self._knot(int(size)) for size in sorted(sizes, reverse=True)]
+
+    def _knot(self, tokens: int) -> "_Knot":
+        crowded_s = self._crowded.seconds(tokens) if self._crowded is not None else 0.0
+        long_s = self._long.seconds(tokens) if self._long is not None else 0.0
+        light_s = self._light.seconds(tokens)
+        return _Knot(tokens, max(0.0, light_s), crowded_s, max(0.0, long_s))
+
+    def seconds(self, load: Load) -> float:
+        """The duration of a step."""
+        if not load.prompt_tokens:
+            return self.decode_s(load.streams, load.context_tokens)
+        seconds = self._knot(load.tokens).seconds(*self._shares(load))
+        return seconds + self._context_s(load.prompt_start, load.prompt_tokens)
+
+    def _shares(self, load: Load) -> tuple[float, float]:
+        """How much of the additions `crowded` and `long` a step has."""
+        light = self._light
+        short_context = float(light.context_tokens)
+        crowded_share = 0.0
+        if self._crowded is not None:
+            crowded_share = load.streams - light.streams
+            crowded_share /= self._crowded.more_streams
+            short_context += crowded_share * self._crowded.more_context_tokens
+        if self._long is None:
+            return crowded_share, 0.0
+        more_context_tokens = load.context_tokens - short_context
+        long_share = more_context_tokens / self._long.more_context_tokens
+        return crowded_share, max(0.0, long_share)
+
+    def _context_s(self, prompt_start: float, prompt_tokens: int) -> float:
+        """What the KV before the prompts of a step adds."""
+        if self._context is None or not prompt_start:
+            return 0.0
+        return prompt_start * max(0.0, self._context(prompt_tokens))
+
+    def decode_s(self, streams: int, context_tokens: int) -> float:
+        """The duration of a step with these streams and no prompts."""
+        return decode_s(self._decode, streams, context_tokens)
+
+    def max_prompt_tokens(self, load: Load, limit_s: float) -> int:
+        """The most prompt tokens that a step may have, so that it lasts `limit_s`.
+
+        Args:
+            load: the step, with as many prompt tokens as are allowed at most.
+
+        Returns:
+            0 if not even a step with one prompt token is so short.
+        """
+        above = Point(load.prompt_tokens, self.seconds(load))
+        if above.value <= limit_s:
+            return load.prompt_tokens
+        shares = self._shares(load)
+        for knot in (*self._knots, self._knot(load.streams + 1)):
+            size = knot.tokens - load.streams
+            if not 0 < size < above.size:
+                continue
+            seconds = knot.seconds(*shares) + self._context_s(load.prompt_start, size)
+            if seconds <= limit_s:
+                share = (limit_s - seconds) / (above.value - seconds)
+                return int(size + share * (above.size - size))
+            above = Point(size, seconds)
+        return 0
+
+
+class _Knot(NamedTuple):
+    """Durations at a number of tokens of a step with prompts, and what is added to
+    them."""
+
+    tokens: int
+    light_s: float
+    crowded_s: float
+    long_s: float
+
+    def seconds(self, crowded_share: float, long_share: float) -> float:
+        seconds = self.light_s
+        seconds += crowded_share * self.crowded_s
+        seconds += long_share * self.long_s
+        return max(0.0, seconds)
+
+
+class _Addition:
+    """What more streams or longer contexts add to steps with prompts.
+
+    Attributes:
+        more_streams, more_context_tokens: by how much the load is larger.
+        seconds: by all tokens of the step.
+    """
+
+    def __init__(self, less: MixedTimes, more: MixedTimes) -> None:
+        self.more_streams = more.streams - less.streams
+        self.more_context_tokens = more.context_tokens - less.context_tokens
+        # Beyond the points, the difference of two measurements is not extrapolated.
+        self.seconds = Polyline(
+            [
+                Point(point.size, point.value - less.seconds(point.size))
+                for point in more.seconds.points
+            ],
+            is_extended=False,
+        )

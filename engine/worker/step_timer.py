@@ -1,0 +1,187 @@
+"""Measures how long steps take, at the start, for the budget of prompt tokens.
+
+Rank 0 runs the steps through the executor that serves, so that all ranks take part and
+the next step is launched as early as in service. Tokens are random: equal tokens would
+all choose the same experts of a mixture.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from engine.core.batch import Executor, PendingStep, StepFailed, StepInput
+from engine.core.budget.measurement import StepSizes, measure
+from engine.core.budget.step_target import StepTarget
+from engine.core.budget.step_times import Load, Point, Polyline, StepTimes
+from engine.worker.runner import ModelRunner
+from engine.worker.warm_up import WarmUpSizes
+
+logger = logging.getLogger("baton.engine")
+
+# No measurement begins that is expected to end later than this. A CPU server starts in
+# a few seconds, a GPU server in half a minute.
+MAX_MEASUREMENT_S: Final = {"cpu": 0.25, "cuda": 3.0}
+# Shorter steps are repeated, because a disturbance may be as long as they are.
+_SHORT_STEP_S: Final = 0.03
+_REPETITIONS: Final = 3
+
+
+class StepTimer:
+    """Implements measurement.TimeStep for an engine whose blocks are all free.
+
+    Args:
+        sizes: the limits within which steps are built.
+        max_seconds: time for all measurements.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        sizes: WarmUpSizes,
+        vocab_size: int,
+        max_seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._executor = executor
+        self._sizes = sizes
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._end_s = clock() + max_seconds
+        self._rng = np.random.default_rng(0)
+        # Durations by tokens. Without any prompt tokens, a step takes some time too.
+        self._measured: dict[int, Point] = {}
+
+    def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
+        """The duration of a step in seconds; None if it would take too long to measure.
+
+        Raises:
+            StepFailed: the step could not be launched.
+        """
+        if not is_required and self._clock() + self._expected_s(load) > self._end_s:
+            return None
+        step = self._build(load)
+        seconds = self._run(step, 1)
+        if seconds <= _SHORT_STEP_S:
+            seconds = self._run(step, _REPETITIONS)
+        self._measured[load.tokens] = Point(load.tokens, seconds)
+        return seconds
+
+    def warm_up(self) -> None:
+        """Runs a small step without measuring it. On a CPU no step has run before."""
+        self._run(self._build(Load(1, 1, 8)), 1)
+
+    def _expected_s(self, load: Load) -> float:
+        """A step's duration, extrapolated from the largest measured steps."""
+        if len(self._measured) < 2:
+            return math.inf
+        return Polyline(self._measured.values())(load.tokens)
+
+    def _build(self, load: Load) -> StepInput:
+        lens = [1] * load.streams
+        stored = [max(load.context_tokens // max(load.streams, 1) - 1, 0)] * len(lens)
+        if load.prompt_tokens:
+            lens.append(load.prompt_tokens)
+            stored.append(int(load.prompt_start))
+        step = self._sizes.step(lens, stored)
+        token_ids = self._rng.integers(0, self._vocab_size, len(step.token_ids))
+        return replace(step, token_ids=token_ids)
+
+    def _run(self, step: StepInput, repetitions: int) -> float:
+        """The median duration of a step that is launched again and again."""
+        depth = self._executor.depth if repetitions > 1 else 0
+        launched: deque[PendingStep] = deque()
+        ends_s = [self._clock()]
+        for _ in range(repetitions + depth):
+            launched.append(self._executor.launch(step))
+            if len(launched) > depth:
+                launched.popleft().result()
+                ends_s.append(self._clock())
+        while launched:
+            launched.popleft().result()
+            ends_s.append(self._clock())
+        # The first of several steps also waits for its own launch.
+        first = depth
+        return statistics.median(
+            end_s - start_s for start_s, end_s in pairwise(ends_s[first:])
+        )
+
+
+def measure_steps(
+    runner: ModelRunner, executor: Executor, target: StepTarget
+) -> StepTimes | None:
+    """Measures the durations of an engine's steps, while no block is in use. Warns if no
+    step can keep the target that an option sets.
+
+    Returns:
+        None if a step could not be launched.
+    """
+    started_s = time.monotonic()
+    try:
+        times = _measure(runner, executor, target.seconds)
+    except StepFailed as error:
+        logger.warning(
+            "A step for measuring durations failed; prompts begin with a conservative "
+            "budget. Cause: %s",
+            error,
+        )
+        return None
+    finally:
+        runner.memory.pool.mark_unused()
+    max_tokens = runner.config.max_num_batched_tokens
+    logger.info(
+        "measured the durations of steps in %.1f s: %.4g s with one stream, %.4g s with "
+        "16 prompt tokens too, %.4g s with %d prompt tokens too",
+        time.monotonic() - started_s,
+        times.decode_s(1, 1),
+        times.seconds(Load(1, 1, 16)),
+        times.seconds(Load(1, 1, max_tokens)),
+        max_tokens,
+    )
+    if target.is_explicit:
+        warn_of_impossible_target(target.seconds, times)
+    return times
+
+
+def _measure(runner: ModelRunner, executor: Executor, target_s: float) -> StepTimes:
+    sizes = WarmUpSizes.of(runner)
+    timer = StepTimer(
+        executor,
+        sizes,
+        runner.model_config.vocab_size,
+        MAX_MEASUREMENT_S[runner.device.type],
+    )
+    pool_blocks = (sizes.num_blocks - 1) // sizes.num_groups
+    step_sizes = StepSizes(
+        max_streams=sizes.max_seqs,
+        max_tokens=sizes.max_tokens,
+        max_len=sizes.max_len,
+        pool_tokens=max(1, pool_blocks) * sizes.block_size,
+        captured_tokens=runner.captured_prompt_tokens,
+        target_s=target_s,
+    )
+    timer.warm_up()
+    return measure(timer, step_sizes)
+
+
+def warn_of_impossible_target(target_s: float, times: StepTimes) -> None:
+    """Logs the least time of a step, if it is longer than the target."""
+    shortest_s = times.seconds(Load(streams=1, context_tokens=1, prompt_tokens=1))
+    if target_s >= shortest_s:
+        return
+    logger.warning(
+        "--itl-target-s %g cannot be kept: the shortest step with a stream and a prompt "
+        "takes %.4g s, and one with a stream alone %.4g s. Prompts get the smallest "
+        "steps that are useful. Raise --itl-target-s to %.3g or more.",
+        target_s,
+        shortest_s,
+        times.decode_s(1, 1),
+        2 * shortest_s,
+    )

@@ -76,12 +76,12 @@ class Sequence:
     accounting: PromptAccounting
     choice_state: ChoiceState
     choices: ChoiceTree["Sequence"] = field(init=False)
-    pull: PromptPull | None = None  # None if it pulls nothing, or no longer
+    pull: PromptPull | None = None  # None once no KV is to be pulled
     prompt_logprobs: PromptLogprobs | None = None
     phase: Phase = Phase.NEW
     block_ids: list[int] = field(default_factory=list)
-    # For each KV group, the first block that is retained (KVGroups.kept_from). Those
-    # before it have been released.
+    # For each KV group, the first block that is retained
+    # (KVGroups.first_needed_blocks). Those before it have been released.
     retained_from: list[int] = field(default_factory=list)
     # For each KV group, the first block that a pull has filled completely
     # (BlockTables.mark_partial_blocks).

@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 from benchmarks.loads import BLOCK, Request
 from benchmarks.simulation import Engine, Fleet
-from proxy.knowledge import Disaggregate, Knowledge, Routing, Work
-from proxy.placement import USUAL_STEP_S, Ask, Depths, Load, cheapest_decode, place
+from proxy.placement.assignment import Assignment
+from proxy.placement.load_tracker import Disaggregate, LoadTracker, Routing
+from proxy.placement.placement import CachedPrefixes, choose, least_full_server
+from proxy.placement.prefix_index import Depths
+from proxy.placement.request_profile import RequestProfile
+from proxy.placement.server_load import USUAL_STEP_S, ServerLoad
 
 POLL_S = 1.0  # between two health checks
 # The ideal router estimates that this many streams double the time of a step.
@@ -17,15 +21,17 @@ _DOUBLING_STREAMS = 96
 
 
 class _Legs(NamedTuple):
-    """The two legs of a request. They are the same Work if one server has both."""
+    """The two legs of a request. They are the same Assignment if one server has both."""
 
-    prompt: Work
+    prompt: Assignment
     decode_engine: Engine
-    stream: Work
+    stream: Assignment
 
 
-def _profile(request: Request, now: float = 0.0) -> Ask:
-    return Ask(request.prompt_tokens, request.hashes, BLOCK, request.output_tokens, now)
+def _profile(request: Request) -> RequestProfile:
+    return RequestProfile(
+        request.prompt_tokens, request.hashes, BLOCK, request.output_tokens
+    )
 
 
 class ProxyRouter:
@@ -43,30 +49,34 @@ class ProxyRouter:
         step_s: float = USUAL_STEP_S,
         pulls: bool = False,
     ):
-        self.tracker = Knowledge(
+        self.tracker = LoadTracker(
             routing, disaggregate, step_s=step_s, clock=lambda: fleet.now
         )
         self.tracker.pulls = pulls
         self.lender: Engine | None = None
         for engine in fleet.engines:
-            self.tracker.lends(engine, True)
+            self.tracker.set_lender(engine, True)
         self._fleet = fleet
         # Each list is in the order of the least recent use.
         self._prefills = list(fleet.prefills)
         self._decodes = list(fleet.decodes)
         self._legs: dict[int, _Legs] = {}  # by the id of the request
         self._polled_at = 0.0
+        self._reservation: Assignment | None = None
 
     def place_prompt(self, request: Request) -> Engine:
         self._poll()
         profile = _profile(request)
-        on_decode_server = not self._prefills or self.tracker.goes_alone(
-            profile, self._prefills, self._decodes
-        )
+        on_decode_server = not self._prefills or self.tracker.decode_only
+        if on_decode_server is None:
+            self._reservation = self.tracker.reserve_decode_only(
+                profile, self._prefills, self._decodes
+            )
+            on_decode_server = self._reservation is not None
         return self.begin_legs(request, profile, on_decode_server)
 
     def begin_legs(
-        self, request: Request, profile: Ask, on_decode_server: bool
+        self, request: Request, profile: RequestProfile, on_decode_server: bool
     ) -> Engine:
         """Begin both legs at once. Return the engine that computes the prompt."""
         self.lender = None
@@ -87,14 +97,25 @@ class ProxyRouter:
 
     def place_stream(self, request: Request) -> Engine:
         legs = self._legs[id(request)]
-        self.tracker.answered(legs.stream)
+        self.tracker.on_answer(legs.stream)
         return legs.decode_engine
 
     def _begin(
-        self, profile: Ask, servers: list[Engine], *, computes: bool, generates: bool
-    ) -> tuple[Engine, Work]:
-        engine = self.tracker.first(
-            servers, profile, computes=computes, generates=generates
+        self,
+        profile: RequestProfile,
+        servers: list[Engine],
+        *,
+        computes: bool,
+        generates: bool,
+    ) -> tuple[Engine, Assignment]:
+        reservation = self._reservation
+        self._reservation = None
+        engine = self.tracker.choose_server(
+            servers,
+            profile,
+            computes=computes,
+            generates=generates,
+            reservation=reservation,
         )
         lenders = self.tracker.lenders(engine, profile) if computes else []
         if self.lender is None and lenders:
@@ -103,26 +124,30 @@ class ProxyRouter:
             self.lender = lender
         servers.remove(engine)
         servers.append(engine)
-        work = self.tracker.begin(
-            engine, profile, computes=computes, generates=generates
+        work = self.tracker.start(
+            engine,
+            profile,
+            computes=computes,
+            generates=generates,
+            reservation=reservation,
         )
         return engine, work
 
     def on_computed(self, request: Request) -> None:
         legs = self._legs[id(request)]
-        self.tracker.answered(legs.prompt)
+        self.tracker.on_answer(legs.prompt)
         if legs.prompt is not legs.stream:
-            self.tracker.ended(legs.prompt)
+            self.tracker.end(legs.prompt)
 
     def on_finished(self, request: Request) -> None:
-        self.tracker.ended(self._legs[id(request)].stream)
+        self.tracker.end(self._legs[id(request)].stream)
 
     def _poll(self) -> None:
         """Send health reports to the tracker, once per POLL_S."""
         if self._fleet.now >= self._polled_at + POLL_S:
             self._polled_at = self._fleet.now
             for engine in self._fleet.engines:
-                self.tracker.told(engine, engine.times.capacity, engine.totals)
+                self.tracker.on_report(engine, engine.times.capacity, engine.totals)
 
 
 class IdealRouter:
@@ -140,11 +165,12 @@ class IdealRouter:
             engine.index: engine.cached_blocks(request.hashes)
             for engine in fleet.engines
         }
-        placement = place(
-            _profile(request, fleet.now),
+        placement = choose(
+            _profile(request),
             [self._load(engine) for engine in fleet.prefills],
             [self._load(engine) for engine in fleet.decodes],
-            depths,
+            CachedPrefixes(depths),
+            fleet.now,
         )
         if placement.prefill is None:
             return fleet.engines[placement.decode]
@@ -152,8 +178,7 @@ class IdealRouter:
 
     def place_stream(self, request: Request) -> Engine:
         loads = [self._load(engine) for engine in self._fleet.decodes]
-        profile = _profile(request, self._fleet.now)
-        return self._fleet.decodes[cheapest_decode(profile, loads)]
+        return self._fleet.decodes[least_full_server(_profile(request), loads)]
 
     def on_computed(self, request: Request) -> None:
         pass
@@ -161,20 +186,20 @@ class IdealRouter:
     def on_finished(self, request: Request) -> None:
         pass
 
-    def _load(self, engine: Engine) -> Load:
+    def _load(self, engine: Engine) -> ServerLoad:
         num_streams = len(engine.streams)
-        load = Load(
+        load = ServerLoad(
             engine.index,
             len(engine.waiting),
             self._fleet.now + engine.queued_s(),
-            running=num_streams,
-            held=engine.held_tokens,
-            step_s=engine.stream_step_s() / (1 + num_streams / _DOUBLING_STREAMS),
+            streams=num_streams,
+            kv_tokens=engine.held_tokens,
+            base_step_s=engine.stream_step_s() / (1 + num_streams / _DOUBLING_STREAMS),
         )
         for request in engine.waiting:
-            size = Ask(request.prompt_tokens).size
+            size = RequestProfile(request.prompt_tokens).size_class
             load.queued_s[size] += request.uncomputed_tokens * load.token_s
-        load.queue(0, 0.0)  # updates the sums that depend on queued_s
-        load.capacity = engine.times.capacity
-        load.target_s = self._step_s
+        load.add_queued(0, 0.0)  # updates the sums that depend on queued_s
+        load.kv_capacity = engine.times.capacity
+        load.target_step_s = self._step_s
         return load

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from benchmarks.loads import MIXES, FollowUp, Request, Workload, azure, mooncake
 from benchmarks.routers import IdealRouter, ProxyRouter
 from benchmarks.simulation import Engine, EngineTimes, Fleet
-from proxy.knowledge import Disaggregate, Routing
-from proxy.placement import USUAL_STEP_S
+from proxy.placement.load_tracker import Disaggregate, Routing
+from proxy.placement.server_load import USUAL_STEP_S
 
 HEAD = (
     "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good"

@@ -16,8 +16,9 @@ from typing import Protocol
 from benchmarks.loads import BLOCK, FollowUp, Request
 from engine.core import prefill_budget
 from engine.core.waiting import LONG_PROMPT_TOKENS
-from proxy.knowledge import Totals
-from proxy.placement import Load, PrefixIndex
+from proxy.placement.prefix_index import PrefixIndex
+from proxy.placement.server_load import INITIAL_TOKEN_S
+from proxy.placement.speed import StepTotals
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Engine:
         self.held_tokens = 0
         self.is_busy = False
         self.busy_until = 0.0
-        self.totals = Totals()
+        self.totals = StepTotals()
         self.gaps = Counter[int]()
         self.prompt_budget = prefill_budget.PrefillBudget(
             target_s, times.decode_step_tokens
@@ -104,7 +105,7 @@ class Engine:
     def queued_s(self) -> float:
         """Return the time that the waiting prompts will take."""
         num_tokens = sum(each.uncomputed_tokens for each in self.waiting)
-        seconds = num_tokens * Load(0).token_s
+        seconds = num_tokens * INITIAL_TOKEN_S
         if not self.streams:
             return seconds
         return seconds * max(1.0, self.target_s / self.prompt_time_s())
@@ -200,11 +201,11 @@ class Engine:
             load = prefill_budget.Load(num_streams, self.held_tokens, num_prompt_tokens)
             self.prompt_budget.record_step(load, seconds)
         num_tokens = num_streams + num_prompt_tokens
-        step = Totals(1, num_tokens, num_prompt_tokens, seconds)
+        step = StepTotals(1, num_tokens, num_prompt_tokens, seconds)
         if num_prompt_tokens:
-            step = Totals(*step[:4], 1, num_tokens, seconds)
+            step = StepTotals(*step[:4], 1, num_tokens, seconds)
         totals = zip(self.totals, step, strict=True)
-        self.totals = Totals(*(before + added for before, added in totals))
+        self.totals = StepTotals(*(before + added for before, added in totals))
 
     def generate(self, now: float) -> list[Request]:
         """Generate one token for each stream. Return the streams that finish."""

@@ -1,9 +1,10 @@
-"""`python -m proxy`, also `baton proxy`: serves until a signal or its launcher's end."""
+"""`python -m proxy` and `baton proxy`: serve until a signal or the launcher's end."""
 
 import os
 import sys
 
-# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+# `python -m` puts the working directory first: a model.py there would hide Baton's own
+# package.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -27,15 +28,15 @@ from proxy.discovery.sources import BadFile, read_servers
 logger = get_logger("proxy")  # also where this module is called __main__
 
 BACKLOG = 4096
-DESCRIPTORS_EACH = (
-    3  # of a client's connection: its own, and those of its request to two servers
-)
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
-GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
+# Per client connection: its own descriptor, and those to two servers.
+DESCRIPTORS_PER_CLIENT = 3
+# Longer than clients keep idle connections, so that the clients close them first.
+KEEP_ALIVE_S = 75
+GRACE_SHARE = 0.7  # streams are ended after this share of shutdown_grace_s
 
 
 class ProxyServer(HttpServer):
-    """Ends with an error for those who still wait."""
+    """An HTTP server that ends requests with an error when it shuts down."""
 
     def __init__(self, app: ProxyApp) -> None:
         self._app = app
@@ -43,7 +44,7 @@ class ProxyServer(HttpServer):
             app,
             app.settings,
             app.access.certificate,
-            descriptors_each=DESCRIPTORS_EACH,
+            descriptors_each=DESCRIPTORS_PER_CLIENT,
             loop="uvloop",
             lifespan="on",
             log_config=None,
@@ -60,12 +61,12 @@ class ProxyServer(HttpServer):
         self.force_exit = count > 1
 
 
-def _lacking(settings: ProxySettings) -> str:
-    """What the proxy cannot start without; empty where it can."""
+def _missing_servers(settings: ProxySettings) -> str:
+    """Return why the proxy cannot find servers; empty if it can."""
     if not (settings.decode or settings.servers_file or settings.cluster_secret):
         return (
-            "--decode: give the URL of at least one decode server, or --servers-file, or "
-            "BATON_CLUSTER_SECRET for servers that --register here"
+            "--decode: give the URL of at least one decode server, or --servers-file, "
+            "or BATON_CLUSTER_SECRET for servers that --register here"
         )
     try:
         if settings.servers_file:
@@ -76,11 +77,11 @@ def _lacking(settings: ProxySettings) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the proxy; returns the exit status."""
+    """Run the proxy; return the exit status."""
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
     setup_logging("proxy", settings.log_level)
-    if problem := _lacking(settings):
+    if problem := _missing_servers(settings):
         lifecycle.report_failure(problem)
         return 2
     raise_file_limit()
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bound_clients(listener, settings.client_timeout_s)
     server = ProxyServer(app)
     gc.collect()
-    gc.freeze()  # a look through all of this would hold up every stream for some 10 ms
+    gc.freeze()  # a collection of all this would delay every stream by about 10 ms
     port = listener.getsockname()[1]
     url = http_url(settings.host, port, app.access.certificate.scheme)
     logger.info("listening on %s", url)

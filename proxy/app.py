@@ -1,6 +1,6 @@
 """The proxy's ASGI application: routes, reading a request, its end, and shutting down.
 
-Plain ASGI: a framework would take longer per request than everything else here together.
+It is plain ASGI: a framework would take longer per request than everything else here.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import MODELS_PATH, Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
+from proxy.legs.setup import create_upstreams
 from proxy.pd_request import PDRequest
-from proxy.relay import Reply, Send, signing_secret
+from proxy.relay import Reply, Send
 from proxy.ui.site import Site, is_browser
 from proxy.upstream import HttpUpstream
-from proxy.upstream_call import Upstreams
 
 logger = get_logger(__name__)
 
@@ -31,20 +31,21 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
+TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server answers
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
-OWN_PATHS = ("/health", "/ready", "/metrics", "/version")
+INTERNAL_PATHS = ("/health", "/ready", "/metrics", "/version")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
-# What else of the client's headers the servers get: who asks, and which trace it belongs to.
+# The client's headers that servers get: its key, and the trace of the request.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
-MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
-STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
+MAX_ID_BYTES = 4096  # servers echo the id, and a response's head has its own limit
+# For the last bytes to clients whose requests the shutdown ends.
+STOP_TIMEOUT_S = 1.0
 
 
 class ProxyApp:
-    """One proxy. Lives from ASGI's startup to its shutdown event.
+    """One proxy, which runs from ASGI's startup event to its shutdown event.
 
     Raises:
         ValueError: a file of keys or certificates cannot be used.
@@ -68,15 +69,10 @@ class ProxyApp:
             self.metrics,
             lambda server, is_long: self._upstreams.on_silence(server, is_long),
         )
-        self.fleet, self.knowledge = self._members.fleet, self._members.knowledge
-        self._upstreams = Upstreams(
-            self.fleet,
-            self._upstream,
-            self.metrics,
-            self.knowledge,
-            settings.max_queue_s,
-            settings.max_resumes,
-            signing_secret(settings),
+        self.fleet = self._members.fleet
+        self.load_tracker = self._members.load_tracker
+        self._upstreams = create_upstreams(
+            settings, self.metrics, self._members, self._upstream
         )
         self._site = Site(
             self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys
@@ -115,7 +111,7 @@ class ProxyApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     def shut_down(self, grace_s: float) -> None:
-        """Is not ready from now on; requests still running after `grace_s` end with an error."""
+        """Stop being ready. Requests that run after `grace_s` end with an error."""
         self.shutting_down = True
         self._members.end()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
@@ -131,8 +127,8 @@ class ProxyApp:
         if is_browser(scope):
             reply.error_page = self._site.error_page
         try:
-            with self.access.admit(scope) as visit:
-                reply.headers = visit.headers
+            with self.access.admit(scope) as grant:
+                reply.headers = grant.headers
                 if path in GENERATE_PATHS:
                     self._site.began(path, reply)
                 if error := refusal(scope):
@@ -141,34 +137,37 @@ class ProxyApp:
         except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
-                logger.info(
-                    "client gone, asked were %s", [leg for leg, _ in reply.trace.legs]
-                )
+                servers = [name for name, _ in reply.trace.legs]
+                logger.info("client disconnected; servers tried: %s", servers)
         except BatonError as error:
-            await self._tell(reply, error)
+            await self._fail(reply, error)
         except asyncio.CancelledError:
             if not self.shutting_down:
                 raise
-            await self._tell(reply, ShuttingDown("this proxy is shutting down"))
+            await self._fail(reply, ShuttingDown("this proxy is shutting down"))
         except Exception:
-            logger.exception("failed: %s", path)
-            await self._tell(reply, InternalError("the proxy failed; its log says how"))
+            logger.exception("a request to %s failed", path)
+            await self._fail(
+                reply, InternalError("the proxy failed; its log has the details")
+            )
         finally:
             if path in GENERATE_PATHS:
                 self._record(path, reply, grant_of(scope).name)
 
-    async def _tell(self, reply: Reply, error: BatonError) -> None:
-        # A client that does not read must not keep the process.
+    async def _fail(self, reply: Reply, error: BatonError) -> None:
+        # A client that does not read must not keep the process from ending.
         timeout_s = STOP_TIMEOUT_S if isinstance(error, ShuttingDown) else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await reply.fail(error)
 
     async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        method, path, members = scope["method"], scope["path"], self._members
+        method = scope["method"]
+        path = scope["path"]
+        members = self._members
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
-        is_own = path in {*OWN_PATHS, *self._site.paths, *members.read_paths}
-        allowed = ["GET", "HEAD"] if is_read or is_own else []
+        is_internal = path in {*INTERNAL_PATHS, *self._site.paths, *members.read_paths}
+        allowed = ["GET", "HEAD"] if is_read or is_internal else []
         allowed += ["POST"] if path in POST_PATHS or path in members.paths else []
         if not allowed:
             raise UnknownPath(method, path, CLIENT_PATHS)
@@ -183,57 +182,70 @@ class ProxyApp:
                 await self._ready(reply, self.access.redaction(scope))
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
-                members.show()
+                members.update_metrics()
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case _ if is_read and (told := members.models(path)):
-                await reply.answer_json(200, told)
+            case _ if is_read and (models := members.models(path)):
+                await reply.answer_json(200, models)
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)
             case _ if path in members.paths:
                 await members.answer(scope, receive, reply)
             case _:
-                await self._pass(scope, receive, reply, is_read)
+                await self._pass_on(scope, receive, reply, is_read)
 
-    async def _pass(
+    async def _pass_on(
         self, scope: Scope, receive: Receive, reply: Reply, is_read: bool
     ) -> None:
-        """Has servers answer."""
+        """Have servers answer a request."""
         path = scope["path"]
-        passed_on = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
-        # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
-        kept = [(n, value.strip()) for n, value in scope["headers"] if n in passed_on]
-        headers = [
-            (b"x-request-id", reply.request_id),
-            *kept,
-            *share_header(grant_of(scope)),
-        ]
-        headers += [] if is_read else [(b"content-type", b"application/json")]
-        method = "GET" if is_read else "POST"
-        asked = (
-            (scope.get("raw_path") or path.encode()).decode("latin-1")
-            if is_read
-            else path
-        )
-        deadline = deadline_of(
-            scope["headers"], self.settings.request_timeout_s
-        )  # runs from here
+        grant = grant_of(scope)
+        sent_path = path
+        if is_read:
+            sent_path = (scope.get("raw_path") or path.encode()).decode("latin-1")
+        # The deadline runs from here.
+        deadline = deadline_of(scope["headers"], self.settings.request_timeout_s)
         async with enforce_deadline(deadline):
-            most = self.settings.max_body_bytes
-            data = b"" if is_read else await read_body(scope, receive, most)
-            own = grant_of(scope), data, deadline
-            request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
-            named = path.partition(MODELS_PATH + "/")[2] or None  # a model
-            is_generated = path in GENERATE_PATHS
-            await self._run(
-                request.run() if is_generated else request.pass_on(named), receive
+            data = b""
+            if not is_read:
+                data = await read_body(scope, receive, self.settings.max_body_bytes)
+            request = PDRequest(
+                upstreams=self._upstreams,
+                method="GET" if is_read else "POST",
+                path=sent_path,
+                headers=self._forwarded_headers(scope, reply, is_read),
+                reply=reply,
+                grant=grant,
+                data=data,
+                deadline=deadline,
             )
+            if path in GENERATE_PATHS:
+                await self._run(request.run(), receive)
+            else:
+                model = path.partition(MODELS_PATH + "/")[2] or None
+                await self._run(request.pass_on(model), receive)
+
+    def _forwarded_headers(
+        self, scope: Scope, reply: Reply, is_read: bool
+    ) -> list[tuple[bytes, bytes]]:
+        """Return the headers that servers get."""
+        names = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
+        headers = [(b"x-request-id", reply.request_id)]
+        for name, value in scope["headers"]:
+            if name in names:
+                # Some clients without a key send b"Bearer ", whose trailing space may
+                # not be forwarded.
+                headers.append((name, value.strip()))
+        headers += share_header(grant_of(scope))
+        if not is_read:
+            headers.append((b"content-type", b"application/json"))
+        return headers
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """Awaits `work`, cancelling it with itself, and when the client goes or this process ends.
+        """Await `work`; cancel it when the client disconnects or this process ends.
 
         Raises:
             ClientDisconnected, ShuttingDown: it was cancelled.
-            QueueFull: so many are under way that it was not begun.
+            QueueFull: it was not started, because too many requests are in flight.
         """
         if self.shutting_down:
             work.close()
@@ -241,15 +253,14 @@ class ProxyApp:
         if len(self._running) >= self.settings.max_in_flight:
             work.close()
             raise QueueFull(
-                f"{len(self._running)} requests are under way (--max-in-flight)"
+                f"{len(self._running)} requests are in flight, which is the limit "
+                "(--max-in-flight)"
             )
-        task, gone = (
-            asyncio.create_task(work),
-            asyncio.create_task(_disconnected(receive)),
-        )
+        task = asyncio.create_task(work)
+        disconnect = asyncio.create_task(_disconnected(receive))
         self._running.add(task)
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnected
             if task.cancelled():
@@ -259,13 +270,13 @@ class ProxyApp:
             task.result()
         finally:
             self._running.discard(task)
-            gone.cancel()
+            disconnect.cancel()
             if task.cancel():
                 await asyncio.wait((task,))
 
-    # answers of our own
+    # the proxy's own answers
 
-    async def _ready(self, reply: Reply, bare: dict[str, str] | None) -> None:
+    async def _ready(self, reply: Reply, redaction: dict[str, str] | None) -> None:
         fleet = self.fleet
         is_ready, missing = self._members.readiness.report()
         if self.shutting_down:
@@ -283,11 +294,15 @@ class ProxyApp:
             "servers": servers,
             "circuits": circuits,
         }
-        body = {"status": "ready" if is_ready else "not_ready", **(bare or details)}
+        body = {
+            "status": "ready" if is_ready else "not_ready",
+            **(redaction or details),
+        }
         await reply.answer_json(200 if is_ready else 503, body)
 
     def _record(self, path: str, reply: Reply, key: str) -> None:
-        trace, total_s = reply.trace, reply.trace.elapsed_s()
+        trace = reply.trace
+        total_s = trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
         self._site.ended(reply, status)
         self.metrics.inc("baton_proxy_responses", status=status)
@@ -309,14 +324,17 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _request_id(scope: Scope) -> bytes:
-    given = next(
-        (value for name, value in scope["headers"] if name == b"x-request-id"), b""
-    )
-    if len(given) > MAX_ID_BYTES:
+    request_id = b""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            request_id = value
+            break
+    if len(request_id) > MAX_ID_BYTES:
         raise InvalidRequest(
-            f"the header X-Request-Id has {len(given)} bytes, the limit is {MAX_ID_BYTES}"
+            f"the header X-Request-Id has {len(request_id)} bytes, the limit is "
+            f"{MAX_ID_BYTES}"
         )
-    return given.strip() or _new_id()
+    return request_id.strip() or _new_id()
 
 
 def _new_id() -> bytes:

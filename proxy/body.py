@@ -1,8 +1,9 @@
-"""The two requests that one client request becomes: pure.
+"""The bodies of the two legs that one client request becomes: pure.
 
-Members stay the bytes the client sent: reading a body costs one scan, writing a leg one copy, and
-no number or escape changes on the way. A value that is wrong is left for the server to refuse, so
-that the client hears the same of it with and without a proxy.
+Members of a body stay the bytes that the client sent. Reading a body takes one scan,
+writing a leg one copy, and no number or escape changes on the way. A wrong value is
+left for the server to refuse, so that clients get the same error with and without a
+proxy.
 """
 
 import secrets
@@ -19,28 +20,36 @@ from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
 from protocol.resume import MEMBER
-from proxy.legs.request_profile import ask_of
-from proxy.placement import Ask
+from proxy.placement.request_profile import RequestProfile, profile_prompt
 
 Body = dict[str, msgspec.Raw]
+MakeBody = Callable[[], bytes]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 PROMPT_LIMIT = "truncate_prompt_tokens"
-_OURS = ("kv_transfer_params", MEMBER)
-_USUAL_ANSWER = 256  # tokens, where a request does not say
+# Members that only servers and proxies may write.
+_INTERNAL_MEMBERS = ("kv_transfer_params", MEMBER)
+_DEFAULT_OUTPUT_TOKENS = 256  # estimate for requests without a limit
 
 _decode_object = msgspec.json.Decoder(Body).decode
-_decode_lent = msgspec.json.Decoder(Body | list[Body]).decode
+_decode_params = msgspec.json.Decoder(Body | list[Body]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
-_NULL, _ONE, _FALSE = (msgspec.Raw(text) for text in (b"null", b"1", b"false"))
-_USUAL_LIMITS = ("max_tokens", "max_completion_tokens")
-_LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
+_NULL = msgspec.Raw(b"null")
+_ONE = msgspec.Raw(b"1")
+_FALSE = msgspec.Raw(b"false")
+_DEFAULT_LIMIT_NAMES = ("max_tokens", "max_completion_tokens")
+_LIMIT_NAMES_BY_PATH = {"/v1/responses": ("max_output_tokens",)}
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
 
+def _limit_names(path: str) -> tuple[str, ...]:
+    """Return the names of the token limits in bodies of a path."""
+    return _LIMIT_NAMES_BY_PATH.get(path, _DEFAULT_LIMIT_NAMES)
+
+
 def parse_body(data: bytes) -> Body:
-    """The members of a JSON object, unread.
+    """Return the members of a JSON object, without decoding them.
 
     Raises:
         InvalidRequest: not one JSON object in UTF-8, or nested too deeply.
@@ -48,7 +57,7 @@ def parse_body(data: bytes) -> Body:
     """
     check_bounds(data)
     try:
-        check_utf8(data)  # members are not decoded here, so nothing else would look
+        check_utf8(data)  # members are not decoded here, so nothing else would check
         return _decode_object(data)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body must be a JSON object: {error}") from None
@@ -59,39 +68,50 @@ def parse_body(data: bytes) -> Body:
 
 
 async def read_body(data: bytes) -> Body:
-    """As `parse_body`, off the event loop where the body is large."""
+    """Parse a body, off the event loop if it is large. Raises as `parse_body` does."""
     return await read_off_loop(len(data), partial(parse_body, data))
 
 
 def member(body: Body, name: str) -> bytes:
-    """A member's JSON text; `null` when it is absent."""
+    """Return a member's JSON text; `null` if the member is absent."""
     return bytes(body.get(name, _NULL))
 
 
 def model_of(body: Body) -> str | None:
-    """The name that a request gives; None without one, and for what is no text."""
+    """Return the name of the requested model; None if it is absent or not a string."""
     try:
         return _decode_text(member(body, "model"))
     except msgspec.DecodeError:
         return None
 
 
-def sanitize(body: Body, least: int | None = None) -> tuple[Body, bool]:
-    """The body without `kv_transfer_params`, which name hosts to connect to, as only a server may,
-    and without what only proxies say; and whether a client had sent any.
+def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
+    """Remove the members that clients may not send.
+
+    `kv_transfer_params` name hosts to connect to, which only servers may do.
 
     Args:
-        least: the most urgent priority that its client may ask for: one who asks for none has that.
+        min_priority: the most urgent priority that the client may request. A request
+            without a priority gets it, if the default would be more urgent.
+
+    Returns:
+        The body, and whether the client had sent such members.
     """
-    clean = {name: value for name, value in body.items() if name not in _OURS}
-    if least is not None and least > 0 and member(body, "priority") == b"null":
-        clean["priority"] = msgspec.Raw(b"%d" % least)
-    return clean, any(member(body, name) != b"null" for name in _OURS)
+    clean = {
+        name: value for name, value in body.items() if name not in _INTERNAL_MEMBERS
+    }
+    has_no_priority = member(body, "priority") == b"null"
+    if min_priority is not None and min_priority > 0 and has_no_priority:
+        clean["priority"] = msgspec.Raw(b"%d" % min_priority)
+    return clean, any(member(body, name) != b"null" for name in _INTERNAL_MEMBERS)
 
 
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
-    """With the `cache_salt` that servers get for a request of this key: derived from the key and
-    the request's own salt. A wrong `cache_salt` stays, for the server to refuse."""
+    """Return the body with the `cache_salt` for requests of an API key.
+
+    It is derived from the key and the request's own salt. A wrong `cache_salt` stays,
+    for the server to refuse.
+    """
     cache_salt = None
     if member(body, "cache_salt") != b"null":
         try:
@@ -107,30 +127,32 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
 def with_prompt_limit(
     body: Body, path: str, find_context: Callable[[], int | None]
 ) -> Body:
-    """`body`; if its prompt is to be cut to what fits the context, with the number of tokens that
-    is. Each leg of a request has another token limit, and each server may have another context,
-    so that they would not cut it alike.
+    """Return the body with a number as its prompt limit, if it asks for truncation.
+
+    "Truncate to what fits" means another length at each server: the legs have other
+    token limits, and servers may have other contexts.
 
     Args:
-        find_context: returns the context, in tokens, or None if it is not known.
+        find_context: returns the context in tokens; None if it is not known.
     """
     limit = member(body, PROMPT_LIMIT)
     is_auto = path == "/v1/responses" and member(body, "truncation") == b'"auto"'
     if limit != b"-1" and not (is_auto and limit == b"null"):
         return body
-    names = _LIMITS.get(path, _USUAL_LIMITS)
-    given = [value for name in names if (value := member(body, name)) != b"null"]
-    if not all(value.isdigit() and len(value) <= 10 for value in given):
+    values = [member(body, name) for name in _limit_names(path)]
+    output_limits = [value for value in values if value != b"null"]
+    if not all(value.isdigit() and len(value) <= 10 for value in output_limits):
         return body  # for a server to refuse
     context = find_context()
     if context is None:
         return body
-    num_tokens = max_prompt_tokens(context, min(map(int, given), default=None))
+    min_output_limit = min(map(int, output_limits), default=None)
+    num_tokens = max_prompt_tokens(context, min_output_limit)
     return {**body, PROMPT_LIMIT: msgspec.Raw(b"%d" % num_tokens)}
 
 
 def seeded(body: Body) -> Body:
-    """With a seed, which makes both servers draw the same tokens."""
+    """Return the body with a seed, so that both servers draw the same tokens."""
     if member(body, "seed") != b"null":
         return body
     return {**body, "seed": msgspec.Raw(b"%d" % secrets.randbits(63))}
@@ -143,38 +165,52 @@ def prefill_leg(
     *,
     foreign: bool = False,
 ) -> bytes:
-    """What the prefill server is asked: the same request, for one token. By `transfer_id` it can
-    be called off. A `foreign` one, vLLM's, is told no more than vLLM's own
-    proxies tell it."""
+    """Return the body of the prefill leg: the same request, for one token.
+
+    Args:
+        transfer_id: an id by which the prefill can be cancelled.
+        foreign: the server is vLLM's and gets what vLLM's own proxies send.
+    """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
-    names = _LIMITS.get(path, _USUAL_LIMITS)
-    limits = [name for name in names if member(leg, name) != b"null"]
-    for name in limits or names[:1]:
-        if not limits or _is_token_limit(member(leg, name)):
+    names = _limit_names(path)
+    given = [name for name in names if member(leg, name) != b"null"]
+    if not given:
+        leg[names[0]] = _ONE
+    for name in given:
+        # The server refuses a wrong limit, unless the proxy replaces it.
+        if _is_token_limit(member(leg, name)):
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
     if foreign:
-        leg.pop("min_tokens", None)  # more than its one
+        leg.pop("min_tokens", None)  # it exceeds the one token
         return _encode({**leg, "kv_transfer_params": REMOTE_DECODE})
-    named = {} if transfer_id is None else {"transfer_id": transfer_id}
-    return _encode({**leg, "kv_transfer_params": {**REMOTE_DECODE, **named}})
+    params: dict[str, object] = dict(REMOTE_DECODE)
+    if transfer_id is not None:
+        params["transfer_id"] = transfer_id
+    return _encode({**leg, "kv_transfer_params": params})
 
 
 def _is_token_limit(value: bytes) -> bool:
-    """Whether a server would take it as a limit; it is what the server checks, or P hides it."""
+    """Return whether a server accepts this JSON text as a token limit."""
     return value.isdigit() and len(value) <= 10 and 1 <= int(value) <= MAX_TOKENS_LIMIT
 
 
 def is_scoring(body: Body) -> bool:
-    """Whether the answer is about the prompt: at most the token that a prefill draws anyway."""
-    limits = [member(body, name) for name in ("max_tokens", "max_completion_tokens")]
-    is_none = b"0" in limits or b"-0" in limits  # JSON has both
-    return is_none or (b"1" in limits and member(body, "echo") == b"true")
+    """Return whether a prefill server can answer the request alone.
+
+    The answer is about the prompt: it has at most the token that a prefill draws.
+    """
+    limits = [member(body, name) for name in _DEFAULT_LIMIT_NAMES]
+    is_zero = b"0" in limits or b"-0" in limits  # JSON has both
+    return is_zero or (b"1" in limits and member(body, "echo") == b"true")
 
 
-def tells_of_prompt(body: Body) -> bool:
-    """Whether the answer has logprobs of the prompt, which are known only with all of it."""
+def reports_prompt(body: Body) -> bool:
+    """Return whether the answer has logprobs of the prompt.
+
+    They are known only when all of the prompt has been computed.
+    """
     echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
     return echoes or member(body, "prompt_logprobs") != b"null"
 
@@ -186,109 +222,118 @@ def decode_leg(
     *,
     foreign: bool = False,
 ) -> bytes:
-    """What the decode server is asked: the request, where its prompt's KV is, if anywhere, and
-    what of a stream it is to `resume`.
+    """Return the body of the decode leg.
 
-    It is told that the lease is this proxy's to end, which may offer the KV to another one; a
-    `foreign` one, vLLM's, gets what the prefill server said.
+    A Baton server is informed that this proxy ends the lease, because the proxy may
+    offer the KV to another server.
+
+    Args:
+        params: the prefill server's kv_transfer_params; None without a prefill.
+        resume: the signed frames of a stream that the server continues.
+        foreign: the server is vLLM's and gets `params` unchanged.
     """
     if resume is not None:
         body = {**body, MEMBER: msgspec.Raw(resume)}
     if params is None:
         return _encode(body)
-    return _encode({**body, "kv_transfer_params": params if foreign else _lent(params)})
+    leg_params = params if foreign else _with_sender_release(params)
+    return _encode({**body, "kv_transfer_params": leg_params})
 
 
 def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
-    """A leg whose kv_transfer_params, an object if there are any, hint at who has more KV."""
+    """Return a leg with a signed hint which server has more of the prompt's KV."""
     body = _decode_object(leg)
-    said = (
-        _decode_object(body["kv_transfer_params"])
-        if "kv_transfer_params" in body
-        else {}
-    )
-    return _encode({**body, "kv_transfer_params": {**said, HINT: sealed(hint, secret)}})
+    params: Body = {}
+    if "kv_transfer_params" in body:
+        params = _decode_object(body["kv_transfer_params"])
+    hinted_params = {**params, HINT: sealed(hint, secret)}
+    return _encode({**body, "kv_transfer_params": hinted_params})
 
 
-def _lent(params: msgspec.Raw) -> object:
+def _with_sender_release(params: msgspec.Raw) -> object:
     try:
-        found = _decode_lent(params)
+        decoded = _decode_params(params)
     except msgspec.DecodeError:
         return params  # for the decode server to refuse
-    if isinstance(found, list):
-        return [{SENDER_RELEASES: True, **each} for each in found]
-    return {SENDER_RELEASES: True, **found} if found else found
+    if isinstance(decoded, list):
+        return [{SENDER_RELEASES: True, **prompt} for prompt in decoded]
+    return {SENDER_RELEASES: True, **decoded} if decoded else decoded
 
 
-def ask(body: Body) -> Ask:
-    """What placement is to know of a request that generates."""
+def profile(body: Body) -> RequestProfile:
+    """Return what placement needs to know of a request that generates."""
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
-    found = ask_of(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
+    max_output_tokens = _output_limit(body) or _DEFAULT_OUTPUT_TOKENS
+    whole = profile_prompt(salt, text, max_output_tokens)
     limit = member(body, PROMPT_LIMIT)
-    most = int(limit) * num_prompts(body) if _is_token_limit(limit) else found.tokens
-    if found.tokens <= most:
-        return found
-    return Ask(tokens=most, answer=found.answer)  # it does not begin as its text does
+    if not _is_token_limit(limit):
+        return whole
+    max_tokens = int(limit) * num_prompts(body)
+    if whole.tokens <= max_tokens:
+        return whole
+    # A truncated prompt does not begin as its text does: it shares no blocks.
+    return RequestProfile(tokens=max_tokens, max_output_tokens=max_output_tokens)
 
 
 def num_text_tokens(body: Body) -> int:
-    """The tokens of a body of /tokenize or /detokenize, estimated as a prompt's are."""
+    """Estimate the tokens of a body of /tokenize or /detokenize."""
     names = ("tools", "prompt", "messages", "tokens")
-    return ask_of(
-        b"", b"".join(member(body, name) for name in names if name in body), 0
-    ).tokens
+    text = b"".join(member(body, name) for name in names if name in body)
+    return profile_prompt(b"", text, 0).tokens
 
 
-def _asked_tokens(body: Body) -> int:
-    limits = [
-        member(body, name)
-        for names in (*_LIMITS.values(), _USUAL_LIMITS)
-        for name in names
-    ]
+def _output_limit(body: Body) -> int:
+    """Return the largest valid limit of generated tokens; 0 without one."""
+    names = (*_LIMIT_NAMES_BY_PATH["/v1/responses"], *_DEFAULT_LIMIT_NAMES)
+    limits = [member(body, name) for name in names]
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
 def num_tokens(body: Body, params: msgspec.Raw) -> int:
-    """How long a context the longest sequence of a prefilled request needs, at least."""
+    """Return the context that the longest sequence of a prefilled request needs."""
     try:
-        found = _decode_lent(params)
+        decoded = _decode_params(params)
     except msgspec.DecodeError:
         return 0
-    prompts = found if isinstance(found, list) else [found]
+    prompts = decoded if isinstance(decoded, list) else [decoded]
     lengths = [member(prompt, "remote_num_tokens") for prompt in prompts]
-    longest = max(
-        (int(length) for length in lengths if _is_token_limit(length)), default=0
-    )
-    return longest + (_asked_tokens(body) or 1)
+    valid = [int(length) for length in lengths if _is_token_limit(length)]
+    return max(valid, default=0) + (_output_limit(body) or 1)
 
 
 def num_choices(body: Body) -> int:
-    """How many sequences each prompt of a request becomes."""
-    asked = [member(body, name) for name in ("n", "best_of")]
-    return max((int(value) for value in asked if _is_token_limit(value)), default=1)
+    """Return the number of sequences that each prompt becomes."""
+    values = [member(body, name) for name in ("n", "best_of")]
+    return max((int(value) for value in values if _is_token_limit(value)), default=1)
 
 
-# Servers take no more prompts; what is behind them is skipped, which costs less than to count it.
-_PROMPTS = [(f"prompt_{at}", msgspec.Raw, msgspec.Raw()) for at in range(1024)]
+# Servers take no more prompts. Skipping the rest costs less than counting it.
+_MAX_COUNTED_PROMPTS = 1024
+_PROMPT_FIELDS = [
+    (f"prompt_{index}", msgspec.Raw, msgspec.Raw())
+    for index in range(_MAX_COUNTED_PROMPTS)
+]
 _decode_prompts = msgspec.json.Decoder(
-    msgspec.defstruct("Prompts", _PROMPTS, array_like=True)
+    msgspec.defstruct("Prompts", _PROMPT_FIELDS, array_like=True)
 )
 
 
 def num_prompts(body: Body) -> int:
-    """How many prompts a request has; token ids in a row are one."""
+    """Return the number of prompts; a list of token ids is one prompt."""
     text = member(body, "prompt")
     if not text.startswith(b"[") or text[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    return sum(
-        map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text))))
-    )
+    prompts = msgspec.structs.astuple(_decode_prompts.decode(text))
+    return sum(len(bytes(prompt)) > 0 for prompt in prompts)
 
 
 def priority(body: Body) -> int | None:
-    """The smaller, the more urgent; None for what is none, which our servers refuse, others not."""
+    """Return the priority; smaller is more urgent.
+
+    None if it is not a number. Baton servers refuse such a request, others may not.
+    """
     text = member(body, "priority")
     if text == b"null":
         return 0
@@ -296,7 +341,7 @@ def priority(body: Body) -> int | None:
 
 
 def error_of(answer: bytes, name: str = "code") -> str:
-    """A member of an error answer; empty where there is none."""
+    """Return a member of an error response; empty if it is absent."""
     try:
         return str(msgspec.json.decode(answer)["error"][name])
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
@@ -304,7 +349,10 @@ def error_of(answer: bytes, name: str = "code") -> str:
 
 
 def params_of(answer: bytes) -> msgspec.Raw | None:
-    """The `kv_transfer_params` of a prefill server's answer: an object, or a list of objects."""
+    """Return the `kv_transfer_params` of a prefill server's answer.
+
+    They are an object, or a list of objects.
+    """
     try:
         params = _decode_object(answer).get("kv_transfer_params", _NULL)
     except (msgspec.DecodeError, RecursionError):

@@ -1,57 +1,79 @@
-"""What the proxy itself has to say to a client, beside protocol.errors."""
+"""The proxy's own errors for clients, in addition to protocol.errors."""
 
 from collections.abc import Sequence
 
 from protocol.errors import GrammarQueueFull, QueueFull, RequestError, ServiceError
 from protocol.near_names import suggestion
 
-BASE_PATH = "/v1"  # what clients are configured with
+BASE_PATH = "/v1"  # clients are configured with it
 
 
-# fmt: off
-class DecodeServerLost(  # it ended the connection before its answer was whole
+class DecodeServerLost(
     ServiceError, status=502, phase="decode", code="decode_server_lost"
-): ...
-class DecodeServerTimeout(  # it was silent for longer than --read-timeout-s
+):
+    """A decode server closed the connection before its answer was complete."""
+
+
+class DecodeServerTimeout(
     ServiceError, status=504, phase="decode", code="decode_server_timeout"
-): ...
-class ShuttingDown(ServiceError, phase="shutdown", code="shutting_down"): ...  # this proxy
-class UnknownServer(RequestError, status=404, code="unknown_server"): ...  # to an operator
-class RegistrationRefused(  # of a server; says why, and what to do
+):
+    """A decode server was silent for longer than --read-timeout-s."""
+
+
+class ShuttingDown(ServiceError, phase="shutdown", code="shutting_down"):
+    """This proxy is shutting down."""
+
+
+class UnknownServer(RequestError, status=404, code="unknown_server"):
+    """An operator named a server that is not a member."""
+
+
+class RegistrationRefused(
     RequestError, status=403, phase="registration", code="registration_refused"
-): ...
-# fmt: on
+):
+    """A server's registration was refused; the message says why and how to fix it."""
 
 
 class UnknownPath(RequestError, status=404, code="unknown_path"):
-    def __init__(self, method: str, path: str, known: Sequence[str]) -> None:
+    """The proxy has no such path."""
+
+    def __init__(self, method: str, path: str, paths: Sequence[str]) -> None:
         if path.rstrip("/") == BASE_PATH:
             super().__init__(
-                f"{BASE_PATH} is the base URL for clients of OpenAI's API and has no content of "
-                f"its own; GET {BASE_PATH}/models lists the models, GET /docs all paths"
+                f"{BASE_PATH} is the base URL for clients of OpenAI's API and has no "
+                f"content of its own; GET {BASE_PATH}/models lists the models, GET "
+                "/docs all paths"
             )
             return
-        near = suggestion(path[:80].rstrip("/"), known)
+        near = suggestion(path[:80].rstrip("/"), paths)
         super().__init__(
             f"no such path: {method} {path}{near}; GET /docs lists all paths"
         )
 
 
 class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
+    """The path exists, but not for this method."""
+
     def __init__(self, method: str, allowed: Sequence[str]) -> None:
-        told = f"method {method} is not allowed here; use {allowed[0]}"
-        super().__init__(told, headers={"allow": ", ".join(allowed)})
+        super().__init__(
+            f"method {method} is not allowed here; use {allowed[0]}",
+            headers={"allow": ", ".join(allowed)},
+        )
 
 
 def queues_full(
-    kind: str, retry_after_s: float, *, is_of_grammars: bool = False
+    kind: str, retry_after_s: float, *, is_grammar_queue: bool = False
 ) -> QueueFull:
-    """The error where every server of a kind, "prefill" or "decode", has refused a request: for its
-    queue, or for its trial queue of new schemas and grammars."""
-    if is_of_grammars:
+    """Return the error for a request that every server of a kind has refused.
+
+    Args:
+        kind: "prefill" or "decode".
+        is_grammar_queue: the trial queues for new schemas and grammars are full.
+    """
+    if is_grammar_queue:
         return GrammarQueueFull(
-            f"every {kind} server has a full trial queue for new schemas and grammars; try again "
-            "later, or send schemas that were accepted before",
+            f"every {kind} server has a full trial queue for new schemas and grammars; "
+            "try again later, or send schemas that were accepted before",
             retry_after_s,
         )
     return QueueFull(

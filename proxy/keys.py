@@ -1,6 +1,7 @@
 """The proxy's API keys: those of options, and a file of keys with limits.
 
-The file has a JSON object on each line; empty lines and those that begin with # are left out.
+Each line of the file is a JSON object. Empty lines and lines that begin with # are
+skipped.
 """
 
 import asyncio
@@ -29,20 +30,23 @@ from protocol.settings.settings import ProxySettings
 
 logger = get_logger(__name__)
 
-LOOK_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 2.0  # between checks whether the file has changed
 MAX_KEYS = 10_000
 MAX_FILE_BYTES = 1 << 23
 MINUTE_S = 60.0
 _FIX = 'write a JSON object a line, {"name": "me", "key": "..."}'
 
 
-class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key as the file has it. None: no limit."""
+class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key as it is written in the file. A limit of None is no limit.
+
+    Attributes:
+        key: the key itself; only its digest is stored.
+        sha256: the digest of the key, given instead of `key`.
+    """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.@-]{1,64}\Z")]
-    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = (
-        None  # its digest is kept
-    )
+    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = None
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     tokens_per_minute: Annotated[int, Meta(ge=1, le=10**12)] | None = None
@@ -51,84 +55,102 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin: bool = False
 
 
-class _Minute:
-    """What was used of so much a minute, all of which may be used at once. What takes more than all
-    is let through where nothing is used, and paid for by those after it."""
+class _Allowance:
+    """What a key may use per minute, and how much of that it has used.
+
+    All of it may be used at once. A request that needs more than all of it is admitted
+    when nothing is used; the requests after it wait until that has been made up for.
+    """
 
     def __init__(self, unit: str, clock: Callable[[], float]) -> None:
-        self._unit, self._clock = unit, clock
-        self._full_at_s = 0.0  # when all may be used again
+        self._unit = unit
+        self._clock = clock
+        self._full_at_s = 0.0  # when all of it may be used again
 
     def charge(self, name: str, amount: int, per_minute: int) -> dict[str, str]:
-        now_s, step_s = self._clock(), MINUTE_S / per_minute
-        used_s, takes_s = max(0.0, self._full_at_s - now_s), amount * step_s
-        wait_s = used_s + min(takes_s, MINUTE_S) - MINUTE_S
-        if is_free := wait_s < 1e-6:
-            used_s += takes_s
+        """Use `amount`; return the headers that report the limit.
+
+        Raises:
+            RateLimited: too little is left.
+        """
+        now_s = self._clock()
+        seconds_per_unit = MINUTE_S / per_minute
+        used_s = max(0.0, self._full_at_s - now_s)
+        needed_s = amount * seconds_per_unit
+        wait_s = used_s + min(needed_s, MINUTE_S) - MINUTE_S
+        is_admitted = wait_s < 1e-6
+        if is_admitted:
+            used_s += needed_s
             self._full_at_s = now_s + used_s
-        left = math.floor(max(0.0, MINUTE_S - used_s) / step_s + 1e-6)
-        texts = (f"{per_minute}", f"{left}", f"{used_s:.3f}s")
-        headers = dict(zip(rate_headers(self._unit), texts, strict=True))
-        if is_free:
+        remaining = math.floor(max(0.0, MINUTE_S - used_s) / seconds_per_unit + 1e-6)
+        values = (f"{per_minute}", f"{remaining}", f"{used_s:.3f}s")
+        headers = dict(zip(rate_headers(self._unit), values, strict=True))
+        if is_admitted:
             return headers
         headers["retry-after"] = f"{math.ceil(wait_s)}"
-        told = f"{name} may send {per_minute} {self._unit} a minute: wait for {wait_s:.3f} s"
-        raise RateLimited(told, headers=headers)
+        raise RateLimited(
+            f"{name} may send {per_minute} {self._unit} a minute: "
+            f"wait for {wait_s:.3f} s",
+            headers=headers,
+        )
 
     def settle(self, amount: int, per_minute: int) -> None:
-        """Charges more, whatever is left, or gives back what `charge` took for too much."""
+        """Correct an earlier charge by `amount`, which may be negative."""
         now_s = self._clock()
         used_s = max(0.0, self._full_at_s - now_s)
         self._full_at_s = now_s + max(0.0, used_s + amount * MINUTE_S / per_minute)
 
 
 class LimitedKey(Key):
-    """A key of the file and what it has used, which outlives a change of its limits."""
+    """A key of the file, and its usage, which is kept when its limits change."""
 
-    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
-        self._running = 0
-        self._requests, self._tokens = (
-            _Minute("requests", clock),
-            _Minute("tokens", clock),
-        )
-        self.take(line)
+    def __init__(self, line: KeyLine, clock: Callable[[], float]) -> None:
+        self._num_running = 0
+        self._requests = _Allowance("requests", clock)
+        self._tokens = _Allowance("tokens", clock)
+        self.update(line)
 
-    def take(self, line: Line) -> None:
+    def update(self, line: KeyLine) -> None:
+        """Apply the limits of a line of the file."""
         super().__init__(line.name, is_admin=line.admin)
-        self.line, self.min_priority = line, line.min_priority
+        self.line = line
+        self.min_priority = line.min_priority
         self.limits_tokens = line.tokens_per_minute is not None
 
     def begin(self) -> Mapping[str, str]:
-        most, per_minute = self.line.max_concurrent, self.line.requests_per_minute
-        if most is not None and self._running >= most:
-            told = f"{self.name} may have {most} requests at a time: wait for one"
-            raise RateLimited(told, headers={"retry-after": "1"})
-        headers = (
-            {}
-            if per_minute is None
-            else self._requests.charge(self.name, 1, per_minute)
-        )
-        self._running += 1
+        max_concurrent = self.line.max_concurrent
+        if max_concurrent is not None and self._num_running >= max_concurrent:
+            raise RateLimited(
+                f"{self.name} may have {max_concurrent} requests at a time: "
+                "wait for one to finish",
+                headers={"retry-after": "1"},
+            )
+        headers: Mapping[str, str] = {}
+        if self.line.requests_per_minute is not None:
+            headers = self._requests.charge(self.name, 1, self.line.requests_per_minute)
+        self._num_running += 1
         return headers
 
     def charge(self, tokens: int) -> Mapping[str, str]:
-        most = self.line.tokens_per_minute
-        return {} if most is None else self._tokens.charge(self.name, tokens, most)
+        per_minute = self.line.tokens_per_minute
+        if per_minute is None:
+            return {}
+        return self._tokens.charge(self.name, tokens, per_minute)
 
     def settle(self, tokens: int) -> None:
-        most = self.line.tokens_per_minute
-        if most is not None:
-            self._tokens.settle(tokens, most)
+        per_minute = self.line.tokens_per_minute
+        if per_minute is not None:
+            self._tokens.settle(tokens, per_minute)
 
     def end(self) -> None:
-        self._running -= 1
+        self._num_running -= 1
 
 
 class FileAccess(Access):
-    """Access by the options' keys and the file's: as many states as keys.
+    """Access by the keys of options and of the file.
 
     Raises:
-        ValueError: what is wrong with the file, with the line and the fix.
+        ValueError: the file is wrong; the message names the line and the fix.
     """
 
     def __init__(
@@ -139,94 +161,107 @@ class FileAccess(Access):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(settings, metrics, {*OPEN_PATHS, *open_paths})
-        self._file, self._clock = settings.api_keys_file, clock
-        self._of_options = option_keys(settings)
-        self._of_file: dict[bytes, LimitedKey] = {}
+        self._file = settings.api_keys_file
+        self._clock = clock
+        self._option_keys = option_keys(settings)
+        self._file_keys: dict[bytes, LimitedKey] = {}  # by digest
         self.set_keys(self._read())
 
     async def watch(self) -> None:
         await asyncio.gather(super().watch(), self.watch_file())
 
-    async def watch_file(self, interval_s: float = LOOK_INTERVAL_S) -> None:
-        """Takes over a file that changes; a wrong one changes nothing. Ends if there is none."""
-        seen: object = None  # at first it is read once more: it may just have changed
+    async def watch_file(self, interval_s: float = CHECK_INTERVAL_S) -> None:
+        """Reload the file when it changes; a wrong file changes nothing.
+
+        Returns at once if there is no file.
+        """
+        # The first check reads the file again: it may have changed since the start.
+        stamp: object = None
         while self._file is not None:
-            seen = await asyncio.to_thread(self._look, self._file, seen)
+            stamp = await asyncio.to_thread(self._check, self._file, stamp)
             await asyncio.sleep(interval_s)
 
-    def _look(self, file: str, seen: object) -> object:
+    def _check(self, file: str, last_stamp: object) -> object:
+        """Reload the file if its stamp has changed; return the new stamp."""
         stamp: object = None
         try:
-            found = os.stat(file)
-            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-            if stamp != seen:
-                before = {hashed: key.line for hashed, key in self._of_file.items()}
+            status = os.stat(file)
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            if stamp != last_stamp:
+                before = self._file_lines()
                 self.set_keys(self._read())
-                if before != {
-                    hashed: key.line for hashed, key in self._of_file.items()
-                }:
-                    logger.info("%d API keys are read anew", len(self._of_file))
+                if before != self._file_lines():
+                    logger.info("reloaded %d API keys", len(self._file_keys))
         except (ValueError, OSError) as error:
-            if stamp != seen:
+            if stamp != last_stamp:
                 logger.error("the API keys stay as they were: %s", error)
         return stamp
 
+    def _file_lines(self) -> dict[bytes, KeyLine]:
+        return {key_digest: key.line for key_digest, key in self._file_keys.items()}
+
     def _read(self) -> dict[bytes, Key]:
+        """Return all keys by digest. Raises ValueError as the class does."""
         if self._file is None:
-            return self._of_options
-        names = {key.name for key in self._of_options.values()}
-        lines: dict[bytes, Line] = {}
-        for where, line in _lines(self._file):
-            hashed = (
-                bytes.fromhex(line.sha256) if line.sha256 else digest(line.key or "")
-            )
-            if line.name in names or hashed in lines or hashed in self._of_options:
-                whose = "the name" if line.name in names else "the key"
+            return self._option_keys
+        names = {key.name for key in self._option_keys.values()}
+        lines: dict[bytes, KeyLine] = {}
+        for location, line in _read_lines(self._file):
+            key_digest = digest(line.key or "")
+            if line.sha256:
+                key_digest = bytes.fromhex(line.sha256)
+            duplicate = ""
+            if line.name in names:
+                duplicate = "the name"
+            elif key_digest in lines or key_digest in self._option_keys:
+                duplicate = "the key"
+            if duplicate:
                 raise ValueError(
-                    f"{where}: {whose} of {line.name} is another's too: change it"
+                    f"{location}: {duplicate} of {line.name} is used twice: change it"
                 )
             names.add(line.name)
-            lines[hashed] = msgspec.structs.replace(line, key=None, sha256=None)
-        old, self._of_file = self._of_file, {}
-        for hashed, line in lines.items():
-            key = self._of_file[hashed] = old.get(hashed) or LimitedKey(
-                line, self._clock
-            )
-            key.take(line)
-        return {**self._of_options, **self._of_file}
+            lines[key_digest] = msgspec.structs.replace(line, key=None, sha256=None)
+        old = self._file_keys
+        self._file_keys = {}
+        for key_digest, line in lines.items():
+            key = old.get(key_digest) or LimitedKey(line, self._clock)
+            key.update(line)
+            self._file_keys[key_digest] = key
+        return {**self._option_keys, **self._file_keys}
 
 
-def _lines(path: str) -> Iterator[tuple[str, Line]]:
-    """Each key with where it stands."""
-    told = f"--api-keys-file {path}"
+def _read_lines(path: str) -> Iterator[tuple[str, KeyLine]]:
+    """Yield each key with its location. Raises ValueError for a wrong file or line."""
+    option = f"--api-keys-file {path}"
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(
-            f"{told}: {error.strerror}; give a file that can be read"
+            f"{option}: {error.strerror}; give a file that can be read"
         ) from None
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
-    lines = [(n, line) for n, line in lines if line and not line.startswith(b"#")]
+    lines = []
+    for number, text_line in enumerate(text.splitlines(), 1):
+        stripped = text_line.strip()
+        if stripped and not stripped.startswith(b"#"):
+            lines.append((number, stripped))
     if not lines or len(text) > MAX_FILE_BYTES or len(lines) > MAX_KEYS:
-        most = f"at most {MAX_KEYS} keys and {MAX_FILE_BYTES} bytes"
         raise ValueError(
-            f"{told} has {len(lines)} keys, not one or more, {most}: {_FIX}"
+            f"{option} has {len(lines)} keys; it must have at least one, and at most "
+            f"{MAX_KEYS} keys and {MAX_FILE_BYTES} bytes: {_FIX}"
         )
-    for number, text in lines:
-        where = f"{told} line {number}"
+    for number, json_text in lines:
+        location = f"{option} line {number}"
         try:
-            line = msgspec.json.decode(text, type=Line)
-        except (
-            msgspec.MsgspecError,
-            RecursionError,
-        ) as error:  # without values: they are secret
-            members = ", ".join(Line.__struct_fields__)
+            line = msgspec.json.decode(json_text, type=KeyLine)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            # The message has no values, because they are secret.
+            members = ", ".join(KeyLine.__struct_fields__)
             raise ValueError(
-                f"{where}: {error}; {_FIX} (members are {members})"
+                f"{location}: {error}; {_FIX} (members are {members})"
             ) from None
         if (line.key is None) == (line.sha256 is None):
             raise ValueError(
-                f'{where}: give {line.name} a "key", or the "sha256" of one'
+                f'{location}: give {line.name} a "key", or the "sha256" of one'
             )
-        yield where, line
+        yield location, line

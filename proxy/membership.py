@@ -1,8 +1,9 @@
-"""The servers behind the proxy and what is known of each. Does no I/O.
+"""The servers behind the proxy, and the health of each. Does no I/O.
 
-A server is a member as long as one source names it: the command line, a file, a DNS name, its own
-registration, an operator. One that leaves gets no new requests, and is gone when those that it has
-have ended; so it is with one that is drained, but that it stays.
+A server is a member as long as one source names it: the command line, a file, a DNS
+name, its own registration, an operator. A leaving server receives no new requests and
+is removed when its in-flight requests have finished. A drained server also receives
+none, but stays a member.
 """
 
 import bisect
@@ -11,22 +12,21 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
-from urllib.parse import urlsplit
 
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.handshake import may_pair
-from protocol.messages import KVHint
 from protocol.short_repr import short_repr
 from proxy import health
-from proxy.health import Health, Said, SideChannel
+from proxy.health import Health, HealthReport, SideChannel
 
-DOUBTED_S = 30.0  # for which a server that believed no signature is sent none, unless it restarts
-_TOLD = 64  # names in an error
-_MAX_TOKENS = 1 << 24
-_MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
-_DECIDE = ("ready", "models", "kv_digest")  # of a server's health, what it may be given
-LISTED = "listed"  # the source that is the command line
-TWIN = "role both"  # the source that is the same server, as one of the other kind
+# A server that rejected a signature is sent nothing signed for this long, unless it
+# restarts.
+TRUST_COOLDOWN_S = 30.0
+_MAX_NAMES = 64  # in an error message
+# A change of one of these fields decides which requests a server may get.
+_ROUTING_FIELDS = ("ready", "models", "kv_digest")
+LISTED = "listed"  # the source for servers of the command line
+TWIN = "role both"  # the source for a server's second member, of the other kind
 
 
 class Kind(Enum):
@@ -36,15 +36,19 @@ class Kind(Enum):
 
 @dataclass(eq=False)
 class Server:
-    """One server. Clients are told its name; its URL is for the log and for operators alone.
+    """One server. Clients see its name; only the log and operators see its URL.
+
+    Only its Fleet changes the attributes.
 
     Attributes:
-        index: the smallest that no other of its kind had when it joined.
-        health: changed by its Fleet alone, as are the others.
-        sources: who names it; none: it leaves.
-        drained: an operator took it out.
+        index: the smallest that no other member of its kind had when it joined.
+        sources: the sources that name it; without any, it is leaving.
+        drained: an operator has excluded it from new requests.
         in_flight: requests that it has from this proxy.
-        doubted: until when it may not believe what this proxy signs, and which of its starts.
+        circuit: the state of its circuit; see health.py.
+        has_left: it is no member any more, and has no requests.
+        trust_circuit: until when nothing signed is sent to it, and the side channel of
+            the start that rejected a signature.
     """
 
     kind: Kind
@@ -56,13 +60,13 @@ class Server:
     in_flight: int = 0
     circuit: str = "closed"
     has_left: bool = False
-    doubted: tuple[float, SideChannel | None] = (0.0, None)
+    trust_circuit: tuple[float, SideChannel | None] = (0.0, None)
 
     @property
-    def is_doubted(self) -> bool:
-        """Nobody names it KV to pull, nor streams to go on with."""
-        until, start = self.doubted
-        return time.monotonic() < until and start == self.health.side_channel
+    def is_circuit_open(self) -> bool:
+        """Whether it is sent nothing signed: no hints and no streams to continue."""
+        until, side_channel = self.trust_circuit
+        return time.monotonic() < until and side_channel == self.health.side_channel
 
     @property
     def name(self) -> str:
@@ -70,17 +74,17 @@ class Server:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of its metrics."""
+        """The labels of its metrics."""
         return {"role": self.kind.value, "server": self.name}
 
     @property
     def accepts(self) -> bool:
-        """Whether it may be given requests."""
+        """Whether it may get new requests."""
         return self.health.ready and bool(self.sources) and not self.drained
 
     @property
     def state(self) -> str:
-        """For people."""
+        """The state that operators see."""
         if not self.sources:
             return "leaving"
         if self.drained:
@@ -92,19 +96,22 @@ class Server:
 
 
 class Pool:
-    """Those servers of a fleet that may get a request, whoever came or left since, and their turns.
+    """The members of a fleet that fulfil a condition, and their turns.
 
     Args:
-        has: whether a member is one of them.
-        name: of its turns.
+        has: returns whether a member belongs to the pool.
+        name: pools with one name share their turns.
     """
 
     def __init__(
         self, fleet: "Fleet", has: Callable[[Server], bool], name: str = ""
     ) -> None:
-        self._fleet, self._has, self._name = fleet, has, name
+        self._fleet = fleet
+        self._has = has
+        self._name = name
         self._parts: dict[Hashable, Pool] = {}
-        self._of: dict[Kind, list[Server]] = {}  # as of `_changes`, as is `_ready`
+        # `_of` and `_ready` are valid while the fleet's `changes` equals `_changes`.
+        self._of: dict[Kind, list[Server]] = {}
         self._ready: dict[Kind, list[Server]] = {}
         self._changes = -1
 
@@ -115,38 +122,47 @@ class Pool:
             )
         return self._parts[key]
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if self._changes != self._fleet.changes:
             self._changes = self._fleet.changes
-            self._of = {k: [*filter(self._has, self._fleet.members[k])] for k in Kind}
-            self._ready = {k: [s for s in self._of[k] if s.accepts] for k in Kind}
+            for kind in Kind:
+                members = self._fleet.members[kind]
+                self._of[kind] = [server for server in members if self._has(server)]
+                self._ready[kind] = [s for s in self._of[kind] if s.accepts]
 
     @property
     def of(self) -> dict[Kind, list[Server]]:
-        """All of them by kind, in order of index."""
-        self._look()
+        """All servers by kind, in order of index."""
+        self._refresh()
         return self._of
 
     def paired(self) -> "Pool":
-        """This one without prefill servers whose KV no decode server that is ready can read."""
-        told = frozenset(server.health.kv_digest for server in self.ready(Kind.DECODE))
+        """Return this pool without unusable prefill servers.
 
-        def fits(server: Server) -> bool:
-            digest = server.health.kv_digest
-            return server.kind is Kind.DECODE or any(
-                may_pair(digest, each) for each in told
-            )
-
-        return self._part(told, fits, self._name)
-
-    def readers_of(self, digest: str) -> "Pool":
-        """Those that can read KV of this digest."""
-        return self._part(
-            digest, lambda s: may_pair(digest, s.health.kv_digest), self._name
+        These are the prefill servers whose KV no ready decode server can read.
+        """
+        reader_digests = frozenset(
+            server.health.kv_digest for server in self.ready(Kind.DECODE)
         )
 
+        def is_usable(server: Server) -> bool:
+            if server.kind is Kind.DECODE:
+                return True
+            digest = server.health.kv_digest
+            return any(may_pair(digest, reader) for reader in reader_digests)
+
+        return self._part(reader_digests, is_usable, self._name)
+
+    def readers_of(self, digest: str) -> "Pool":
+        """Return the servers that can read KV of this digest."""
+
+        def can_read(server: Server) -> bool:
+            return may_pair(digest, server.health.kv_digest)
+
+        return self._part(digest, can_read, self._name)
+
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
-        self._look()
+        self._refresh()
         ready = self._ready[kind]
         return [s for s in ready if s not in exclude] if exclude else ready
 
@@ -154,90 +170,102 @@ class Pool:
         self,
         kind: Kind,
         exclude: Collection[Server] = (),
-        alike: Hashable = None,
-        first: Callable[[list[Server]], Server] = lambda servers: servers[0],
+        turn_key: Hashable = None,
+        choose_server: Callable[[list[Server]], Server] = lambda servers: servers[0],
     ) -> Server | None:
-        """The server for the next request of this kind; None when no other is ready. Servers whose
-        circuit admits no request are only taken where there are no others.
+        """Choose the server for the next request; None if no server is ready.
+
+        Servers whose circuit admits no request are chosen only if there are no others.
 
         Args:
-            first: chooses among those that may take it; equals are best taken in their order.
-            alike: those of one value have turns for themselves: with the same for all, a client
-                that asks in a rhythm would give one server all of its long requests.
+            turn_key: requests of one key take turns. With one key for all, a client
+                with a rhythm would send all of its long requests to one server.
+            choose_server: chooses among the servers; equals are in their turn's order.
         """
-        fleet, turn, ready = (
-            self._fleet,
-            (kind, self._name, alike),
-            self.ready(kind, exclude),
-        )
+        fleet = self._fleet
+        turn = (kind, self._name, turn_key)
+        ready = self.ready(kind, exclude)
         now = fleet._clock()
-        at = bisect.bisect_left(
+        start = bisect.bisect_left(
             ready, fleet._next.get(turn, 0), key=lambda server: server.index
         )
-        usable = in_turn = [*ready[at:], *ready[:at]]
-        if any(s.health.open_until is not None for s in in_turn):
-            usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
+        in_turn = [*ready[start:], *ready[:start]]
+        usable = in_turn
+        if any(server.health.open_until is not None for server in in_turn):
+            admitting = [s for s in in_turn if health.admits(s.health, now)]
+            usable = admitting or in_turn
         if not usable:
             return None
-        server = first(usable)
+        server = choose_server(usable)
         fleet._next[turn] = server.index + 1
         fleet._set(server, health.began(server.health, now))
         return server
 
     def context(self, kind: Kind) -> int | None:
-        """The longest context of the ready servers of a kind; None unless all have said theirs."""
+        """Return the longest context of the ready servers of a kind.
+
+        None unless all of them have reported theirs.
+        """
         return max(self._contexts(kind), default=None)
 
     def shortest_context(self, kind: Kind) -> int | None:
-        """The shortest context of the ready servers of a kind; None unless all have said theirs."""
+        """Return the shortest context of the ready servers of a kind.
+
+        None unless all of them have reported theirs.
+        """
         return min(self._contexts(kind), default=None)
 
     def _contexts(self, kind: Kind) -> list[int]:
-        """Of the ready servers of a kind; none unless all have said theirs."""
+        """Return the contexts of the ready servers, or nothing unless all are known."""
         lengths = [server.health.room.max_model_len for server in self.ready(kind)]
-        known = [length for length in lengths if length is not None]
-        return known if len(known) == len(lengths) else []
+        reported = [length for length in lengths if length is not None]
+        return reported if len(reported) == len(lengths) else []
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
-        """The servers that are known to have a shorter context than that, or fewer sequences."""
+        """Return the servers that are known to refuse a request of this size."""
         return [
-            s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)
+            server
+            for server in self.of[kind]
+            if not server.health.room.holds(num_tokens, num_choices)
         ]
 
 
-def _nothing(*_: Any) -> None:
+def _ignore(*_: Any) -> None:
     pass
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What a fleet tells of its members; each is called with the server first.
+    """What is called when something about a fleet's members changes.
+
+    Each function gets the server first.
 
     Attributes:
-        on_join, on_left: it is a member; it is none any more, and has nothing to do.
-        on_change: (server, old, new) when it becomes ready or stops being so, and when the reason
-            why it is not ready is another.
-        on_circuit: when its circuit is another.
-        on_silence: (server, whether that is a LONG_SILENCE) at each health check without an
-            answer, once they have made a server not ready.
+        on_join: the server is a member now.
+        on_left: the server is no member any more, and has no requests.
+        on_change: (server, old, new): the server became ready, stopped being ready, or
+            has another reason for not being ready.
+        on_circuit: the state of the server's circuit has changed.
+        on_silence: (server, whether this is a LONG_SILENCE): a health check was not
+            answered, and the server is not ready because of that.
     """
 
-    on_join: Callable[[Server], None] = _nothing
-    on_left: Callable[[Server], None] = _nothing
-    on_change: Callable[[Server, Health, Health], None] = _nothing
-    on_circuit: Callable[[Server], None] = _nothing
-    on_silence: Callable[[Server, bool], None] = _nothing
+    on_join: Callable[[Server], None] = _ignore
+    on_left: Callable[[Server], None] = _ignore
+    on_change: Callable[[Server, Health, Health], None] = _ignore
+    on_circuit: Callable[[Server], None] = _ignore
+    on_silence: Callable[[Server, bool], None] = _ignore
 
 
 class Fleet(Pool):
-    """All servers, not ready until a health check says so.
+    """All servers. None is ready before its first health check.
 
     Args:
-        urls: by kind, in the order in which they take turns; one may be of both kinds.
+        urls: URLs by kind, in the order of turns. A server may be of both kinds.
 
     Attributes:
-        members: by kind, in order of index.
-        changes: of them, and of what decides who may be given requests.
+        members: servers by kind, in order of index.
+        changes: counts changes of the members and of the requests that they may get.
     """
 
     def __init__(
@@ -252,15 +280,14 @@ class Fleet(Pool):
         self.changes = 0
         self._clock = clock
         self._watch = watch
-        self._next: dict[Hashable, int] = {}  # whose turn it is, by index
-        self._models: list[str] | None = (
-            None  # kept, as `_parts`, until something changes
-        )
+        self._next: dict[Hashable, int] = {}  # the smallest index in turn, by turn
+        # Cached, like `_parts`, until something changes.
+        self._models: list[str] | None = None
         self.name_members(LISTED, urls)
 
     @property
     def models(self) -> list[str]:
-        """The names that its members serve, as far as they have told."""
+        """The names of the models that the members report."""
         if self._models is None:
             self._models = sorted(
                 {name for each in self.servers for name in each.health.models}
@@ -268,28 +295,38 @@ class Fleet(Pool):
         return self._models
 
     def pool(self, model: str | None) -> Pool:
-        """The servers of a model; of the only one there is, where a request names none.
+        """Return the servers of a model.
+
+        Args:
+            model: None if the request names none; then there must be only one model.
 
         Raises:
-            ModelNotFound, InvalidRequest: there is none of that name; there are several.
+            ModelNotFound: no server serves this model.
+            InvalidRequest: the request must name one of several models.
         """
         models = self.models
         if model is None:
             if len(models) > 1:
-                told = _named(models)
-                raise InvalidRequest(f"`model` must say one of {told}", param="model")
+                raise InvalidRequest(
+                    f"`model` must be one of {_join_names(models)}", param="model"
+                )
             return self
         if not models:
             return self
-        # Who has not told its names yet may have this one. What no server has told is kept as one:
-        # clients name as many as they like.
-        known = model if model in models else ""
-        pool = self._part(
-            (known,), lambda s: known in (s.health.models or (known,)), known
-        )
-        if not (known or pool.of[Kind.DECODE]):
-            told = f"{short_repr(model, 200)}; this endpoint has {_named(models)}"
-            raise ModelNotFound(f"`model` is {told}", param="model")
+        # A server that has not reported its names may have this model. Clients may name
+        # any number of unknown models, so all of them share one pool.
+        name = model if model in models else ""
+
+        def serves(server: Server) -> bool:
+            return name in (server.health.models or (name,))
+
+        pool = self._part((name,), serves, name)
+        if not (name or pool.of[Kind.DECODE]):
+            raise ModelNotFound(
+                f"`model` is {short_repr(model, 200)}; this endpoint has "
+                f"{_join_names(models)}",
+                param="model",
+            )
         return pool
 
     def _has_changed(self) -> None:
@@ -309,7 +346,7 @@ class Fleet(Pool):
         )
 
     def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
-        """These are all that the source names now."""
+        """Make these URLs the ones that a source names."""
         named = dict.fromkeys(
             (kind, url) for kind in Kind for url in urls.get(kind, ())
         )
@@ -320,12 +357,12 @@ class Fleet(Pool):
                 self.leave(server, source)
 
     def join(
-        self, kind: Kind, url: str, source: str, said: Health | None = None
+        self, kind: Kind, url: str, source: str, new_health: Health | None = None
     ) -> Server:
-        """The member of that URL, which the source names from now on.
+        """Return the member with this URL, which the source names from now on.
 
         Args:
-            said: what the source says of one that is new.
+            new_health: the health of a new member, as far as the source knows it.
         """
         server = self.find(kind, url)
         if server is not None:
@@ -334,22 +371,22 @@ class Fleet(Pool):
             return server
         taken = {each.index for each in self.members[kind]}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        server = Server(kind, url, index, said or Health(), sources={source})
+        server = Server(kind, url, index, new_health or Health(), sources={source})
         bisect.insort(self.members[kind], server, key=lambda each: each.index)
         self._has_changed()
         self._watch.on_join(server)
         return server
 
     def leave(self, server: Server, source: str) -> None:
-        """The source names it no more."""
+        """Record that a source no longer names a server."""
         server.sources.discard(source)
         self._has_changed()
         if not server.sources - {TWIN}:
-            self._twin(server, False)
-        self._end(server)
+            self._update_twin(server, False)
+        self._remove_if_done(server)
 
-    def _twin(self, server: Server, is_both: bool) -> None:
-        """A server that takes either leg is a member of both kinds, whichever it was named as."""
+    def _update_twin(self, server: Server, is_both: bool) -> None:
+        """Make a server that takes either leg a member of both kinds, or undo that."""
         if server.sources == {TWIN}:
             return
         other = Kind.DECODE if server.kind is Kind.PREFILL else Kind.PREFILL
@@ -360,37 +397,42 @@ class Fleet(Pool):
             self.leave(twin, TWIN)
 
     def drain(self, server: Server, drained: bool = True) -> None:
-        """It is given nothing new, or is again."""
+        """Exclude a server from new requests, or include it again."""
         server.drained = drained
         self._has_changed()
 
-    def works(self, server: Server, num: int) -> None:
-        """It was given so many requests more. One that has left may be, for a stream of its own."""
-        server.in_flight += num
-        self._end(server)
+    def add_in_flight(self, server: Server, num: int) -> None:
+        """Count requests of a server.
 
-    def _end(self, server: Server) -> None:
+        It may have left already: a stream can return to the server that lends its KV.
+        """
+        server.in_flight += num
+        self._remove_if_done(server)
+
+    def _remove_if_done(self, server: Server) -> None:
         if server.sources or server.in_flight or server.has_left:
             return
         server.has_left = True
-        self._next.clear()  # turns of models that nobody serves any more
+        self._next.clear()  # turns of models that no server has any more
         self.members[server.kind].remove(server)
         self._has_changed()
         self._watch.on_left(server)
 
-    # what is heard of them
+    # health
 
-    def polled(self, server: Server, said: Said, started_at: float) -> None:
-        known, channel = server.health, said.side_channel
-        if channel and not (known.ready and known.side_channel == channel):
+    def polled(self, server: Server, report: HealthReport, started_at: float) -> None:
+        """Apply the answer to a health check that started at `started_at`."""
+        before = server.health
+        channel = report.side_channel
+        if channel and not (before.ready and before.side_channel == channel):
             for other in self.members[server.kind]:
                 is_used = other is not server and other.health.ready and other.sources
                 if is_used and other.health.side_channel == channel:
                     reason = f"it is {other.name}, by another address"
-                    said = replace(said, ready=False, reason=reason)
-        self._set(server, health.polled(server.health, said, started_at))
-        if said.ready and not server.has_left:
-            self._twin(server, said.is_both and bool(server.sources))
+                    report = replace(report, ready=False, reason=reason)
+        self._set(server, health.polled(server.health, report, started_at))
+        if report.ready and not server.has_left:
+            self._update_twin(server, report.is_both and bool(server.sources))
 
     def silent(self, server: Server, reason: str) -> None:
         self._set(server, health.silent(server.health, reason))
@@ -410,9 +452,9 @@ class Fleet(Pool):
 
     def _set(self, server: Server, new: Health) -> None:
         old, server.health = server.health, new
-        if server.has_left:  # what became of its last request
+        if server.has_left:  # the change comes from its last request
             return
-        if any(getattr(old, name) != getattr(new, name) for name in _DECIDE):
+        if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
             self._has_changed()
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:
@@ -422,32 +464,5 @@ class Fleet(Pool):
             self._watch.on_change(server, old, new)
 
 
-def hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint | None:
-    """What a server is told that computes a prompt: the first of some servers that can lend it KV.
-    One that is wrong costs a question, one whose lender is dead a second.
-
-    Args:
-        lenders: each with the tokens of the prompt that it may have.
-    """
-    own = reader.health
-    if own.is_foreign or not own.subscribes:
-        return None
-    for lender, num_tokens in lenders:
-        if not isinstance(lender, Server) or lender.url == reader.url:
-            continue
-        told = lender.health
-        channel, is_well = told.side_channel, told.ready and told.open_until is None
-        is_known = told.kv_digest and own.kv_digest
-        if channel and is_well and is_known and may_pair(told.kv_digest, own.kv_digest):
-            return KVHint(
-                host=channel.host or urlsplit(lender.url).hostname or "",
-                port=channel.port,
-                engine_id=channel.engine_id,
-                incarnation=channel.incarnation,
-                num_tokens=min(num_tokens * _MAY_HAVE, _MAX_TOKENS),
-            )
-    return None
-
-
-def _named(models: Sequence[str]) -> str:
-    return ", ".join(short_repr(name, 200) for name in models[:_TOLD])
+def _join_names(models: Sequence[str]) -> str:
+    return ", ".join(short_repr(name, 200) for name in models[:_MAX_NAMES])

@@ -1,4 +1,4 @@
-"""Asks every member of the fleet whether it is ready, again and again."""
+"""Checks the health of every member of the fleet, periodically."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import contextvars
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,48 +16,55 @@ from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness
-from proxy.health import Room, Said, SideChannel, pause_s
-from proxy.knowledge import Knowledge, Totals
+from proxy.health import HealthReport, Room, SideChannel, pause_s
 from proxy.membership import Fleet, Kind, Server
+from proxy.placement.load_tracker import LoadTracker
+from proxy.placement.speed import StepTotals
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
 
 logger = get_logger(__name__)
 
-JITTER = 0.2  # of the interval, so that many proxies do not ask in step
+JITTER = 0.2  # share of the interval, so that many proxies do not poll in step
+_MAX_REASON_CHARS = 200
+
+
+class _Polling(NamedTuple):
+    """The task that checks one server, and the event that makes it check at once."""
+
+    task: asyncio.Task[None]
+    hurry: asyncio.Event
 
 
 @dataclass
 class Poller:
-    """One task per server; a server that hangs delays no other's check."""
+    """One task per server: a server that hangs delays no other server's check."""
 
     fleet: Fleet
     upstream: HttpUpstream
-    knowledge: Knowledge
+    load_tracker: LoadTracker
     settings: ProxySettings
 
     def __post_init__(self) -> None:
         self.readiness = Readiness(self.fleet, self.settings)
-        self._polls: dict[Server, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._pollings: dict[Server, _Polling] = {}
 
     def watch(self, server: Server) -> None:
-        """Checks a new member until it has left."""
-        hurry, own = asyncio.Event(), contextvars.Context()
-        # Not in the context of the request by which it joined: its log lines are not of that.
-        self._polls[server] = (
-            asyncio.create_task(self._poll(server, hurry), context=own),
-            hurry,
-        )
+        """Check a new member until it has left."""
+        hurry = asyncio.Event()
+        # The task's log lines do not belong to the request by which the server joined.
+        context = contextvars.Context()
+        task = asyncio.create_task(self._poll(server, hurry), context=context)
+        self._pollings[server] = _Polling(task, hurry)
 
     def leave(self, server: Server) -> None:
-        task, _ = self._polls.pop(server)
-        task.cancel()
+        self._pollings.pop(server).task.cancel()
 
     def hurry(self, server: Server) -> None:
-        """Asks at once: a connection broke, which may be all that is wrong with the server."""
-        self._polls[server][1].set()
+        """Check a server at once, because its connection broke."""
+        self._pollings[server].hurry.set()
 
     async def close(self) -> None:
-        tasks = [task for task, _ in self._polls.values()]
+        tasks = [polling.task for polling in self._pollings.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -67,135 +74,178 @@ class Poller:
             hurry.clear()
             try:
                 await self._check(server)
-            except Exception:  # our own bug must not leave a server unwatched
-                logger.exception("what the health check of %s found", server)
+            except Exception:  # a bug of ours must not leave a server unchecked
+                logger.exception("handling the health check of %s failed", server)
             jitter = random.uniform(1 - JITTER, 1 + JITTER)
-            interval_s = (
-                pause_s(server.health, self.settings.health_interval_s) * jitter
-            )
+            interval_s = pause_s(server.health, self.settings.health_interval_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
+                async with asyncio.timeout(interval_s * jitter):
                     await hurry.wait()
 
     async def _check(self, server: Server) -> None:
-        started_at, timeout_s = time.monotonic(), self.settings.health_timeout_s
+        started_at = time.monotonic()
+        timeout_s = self.settings.health_timeout_s
         try:
             async with within(timeout_s):
-                said = await self._ask(server)
-            if said.is_bare and not self.settings.passes_keys_on:
-                fix = "set --upstream-api-key to one of its admin keys"
-                said = Said(False, f"it has API keys: {fix}")
+                report = await self._fetch_report(server)
         except (Unreachable, Lost) as error:
-            said = Said(False, f"{error.failure.value}: {error}", answered=False)
-            self.fleet.polled(server, said, started_at)
+            reason = f"{error.failure.value}: {error}"
+            report = HealthReport(ready=False, reason=reason, answered=False)
+            self.fleet.polled(server, report, started_at)
         except (TimeoutError, TimedOut):
             self.fleet.silent(server, f"no answer within {timeout_s:g} s")
         except Exhausted:
             logger.warning("no descriptors are left for the health check of %s", server)
         except Exception:
-            logger.exception("health check of %s", server)
+            logger.exception("the health check of %s failed", server)
             self.fleet.silent(server, "the health check failed")
         else:
-            self.fleet.polled(server, said, started_at)
-            self.readiness.update()
-            health = server.health
-            if not server.has_left:
-                self.knowledge.lends(
-                    server, health.ready and health.side_channel is not None
+            if report.is_bare and not self.settings.passes_keys_on:
+                report = HealthReport(
+                    ready=False,
+                    reason="it has API keys: set --upstream-api-key to one of its "
+                    "admin keys",
                 )
-            if said.ready and said.totals is not None:
-                self.knowledge.told(
-                    server, said.capacity, said.totals, said.itl_target_s
-                )
+            self._on_report(server, report, started_at)
 
-    async def _ask(self, server: Server) -> Said:
+    def _on_report(
+        self, server: Server, report: HealthReport, started_at: float
+    ) -> None:
+        self.fleet.polled(server, report, started_at)
+        self.readiness.update()
+        if not server.has_left:
+            health = server.health
+            is_lender = health.ready and health.side_channel is not None
+            self.load_tracker.set_lender(server, is_lender)
+        if report.ready and report.totals is not None:
+            self.load_tracker.on_report(
+                server, report.capacity, report.totals, report.itl_target_s
+            )
+
+    async def _fetch_report(self, server: Server) -> HealthReport:
         if not (server.health.ready and server.health.is_foreign):
             status, body = await self._get(server, "/ready")
             if status != 404:
-                return _said(server.kind, status, body)
-        (healthy, _), (status, body) = [
-            await self._get(server, path) for path in ("/health", "/v1/models")
-        ]
-        return _foreign(healthy, status, body)
+                return _parse_ready(server.kind, status, body)
+        health_status, _ = await self._get(server, "/health")
+        models_status, models_body = await self._get(server, "/v1/models")
+        return _parse_foreign(health_status, models_status, models_body)
 
     async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
         response = await self.upstream.send(server.url, "GET", path)
         return response.status, await response.read()
 
 
-class _Card(msgspec.Struct):
+class _ModelCard(msgspec.Struct):
     id: str
     max_model_len: int | None = None
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
 
 
-def _foreign(healthy: int, status: int, body: bytes) -> Said:
-    """What the answers to /health and /v1/models say of a server without /ready, as vLLM's are."""
-    found: list[_Card] = []
-    if status == 200:
+def _parse_foreign(
+    health_status: int, models_status: int, models_body: bytes
+) -> HealthReport:
+    """Return the report of a server without /ready, such as vLLM's.
+
+    Args:
+        health_status: of its answer to GET /health.
+        models_status, models_body: of its answer to GET /v1/models.
+    """
+    cards: list[_ModelCard] = []
+    if models_status == 200:
         with contextlib.suppress(msgspec.MsgspecError):
-            found = msgspec.json.decode(body, type=_Cards).data
-    if not found and status not in (401, 403):  # which hide its names
-        return Said(False, "GET /ready answers with status 404, unlike a Baton server")
-    lengths = [card.max_model_len for card in found if card.max_model_len]
-    room = Room(max(lengths)) if lengths else None
-    names = tuple(card.id for card in found)
-    reason = f"GET /health answers with status {healthy}"
-    return Said(
-        healthy == 200, reason, room, models=names, kv_digest=FOREIGN, is_foreign=True
+            cards = msgspec.json.decode(models_body, type=_ModelList).data
+    hides_names = models_status in (401, 403)
+    if not cards and not hides_names:
+        return HealthReport(
+            ready=False,
+            reason="GET /ready answers with status 404, unlike a Baton server",
+        )
+    lengths = [card.max_model_len for card in cards if card.max_model_len]
+    return HealthReport(
+        ready=health_status == 200,
+        reason=f"GET /health answers with status {health_status}",
+        room=Room(max(lengths)) if lengths else None,
+        models=tuple(card.id for card in cards),
+        kv_digest=FOREIGN,
+        is_foreign=True,
     )
 
 
-def _said(kind: Kind, status: int, body: bytes) -> Said:
-    """What a server's answer means to a proxy that was told of it as one of `kind`."""
+def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
+    """Return the report in an answer to GET /ready.
+
+    Args:
+        kind: the kind of which the server is a member.
+    """
     ready = status == 200
     try:
-        said = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        said = None
-    if not isinstance(said, dict):
-        return Said(
-            ready, f"GET /ready answers with status {status}, unlike a Baton server"
+        answer = None
+    if not isinstance(answer, dict):
+        return HealthReport(
+            ready,
+            f"GET /ready answers with status {status}, unlike a Baton server",
         )
 
-    def told(name: str, *kinds: type) -> Any:
-        """A member, if it is of one of these types."""
-        return value if type(value := said.get(name)) in kinds else None
+    def typed(name: str, *types: type) -> Any:
+        """Return a member if it has one of these types, else None."""
+        value = answer.get(name)
+        return value if type(value) in types else None
 
-    role, error = said.get("role"), told("error", dict) or said
+    role = answer.get("role")
     if role in ("prefill", "decode") and role != kind.value:
-        return Said(
-            False, f"it is a {role} server; name it by --{role}, not by --{kind.value}"
+        return HealthReport(
+            ready=False,
+            reason=f"it is a {role} server; name it by --{role}, not by --{kind.value}",
         )
-    text = error.get("message", said.get("reason"))
-    lengths = {name: told(name, int) or 0 for name in Room.__dataclass_fields__}
-    limits = {name: length for name, length in lengths.items() if length > 0}
-    blocks, size = told("num_blocks", int), told("block_size", int)
-    totals = [n for name in ENGINE_TOTALS if (n := told(name, int, float)) is not None]
-    target_s = told("itl_target_s", float)
-    return Said(
-        ready,
-        text[:200] if isinstance(text, str) else f"status {status}",
-        Room(**limits) if limits else None,
-        None if None in (blocks, size) else blocks * size,
-        Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None,
-        target_s if target_s and target_s > 0 else None,
-        models=tuple(filter(None, [told("model", str)])),
-        kv_digest=told("kv_digest", str) or "",
-        is_bare=REDACTED.items() <= said.items(),
+    error = typed("error", dict) or answer
+    reason = error.get("message", answer.get("reason"))
+    if not isinstance(reason, str):
+        reason = f"status {status}"
+    limits = {}
+    for name in Room.__dataclass_fields__:
+        limit = typed(name, int)
+        if limit is not None and limit > 0:
+            limits[name] = limit
+    num_blocks = typed("num_blocks", int)
+    block_size = typed("block_size", int)
+    capacity = None
+    if num_blocks is not None and block_size is not None:
+        capacity = num_blocks * block_size
+    counters = [typed(name, int, float) for name in ENGINE_TOTALS]
+    totals = None if None in counters else StepTotals(*counters)
+    itl_target_s = typed("itl_target_s", float)
+    model = typed("model", str)
+    return HealthReport(
+        ready=ready,
+        reason=reason[:_MAX_REASON_CHARS],
+        room=Room(**limits) if limits else None,
+        capacity=capacity,
+        totals=totals,
+        itl_target_s=itl_target_s if itl_target_s and itl_target_s > 0 else None,
+        models=(model,) if model else (),
+        kv_digest=typed("kv_digest", str) or "",
+        is_bare=REDACTED.items() <= answer.items(),
         is_both=role == "both",
-        side_channel=_side_channel(said),
-        subscribes=bool(said.get("subscribes")),
+        side_channel=_side_channel(answer),
+        subscribes=bool(answer.get("subscribes")),
     )
 
 
-def _side_channel(said: dict[str, Any]) -> SideChannel | None:
-    told = {name: said.get(name) for name in ("engine_id", "incarnation")}
-    told |= {name: said.get(f"side_channel_{name}") for name in ("host", "port")}
+def _side_channel(answer: dict[str, Any]) -> SideChannel | None:
+    if not answer.get("subscribes"):
+        return None
+    fields = {
+        "engine_id": answer.get("engine_id"),
+        "incarnation": answer.get("incarnation"),
+        "host": answer.get("side_channel_host"),
+        "port": answer.get("side_channel_port"),
+    }
     with contextlib.suppress(msgspec.ValidationError):
-        if said.get("subscribes"):
-            return msgspec.convert(told, SideChannel)
+        return msgspec.convert(fields, SideChannel)
     return None

@@ -1,12 +1,13 @@
-"""The client's half of a request: exactly one answer, or one stream with one end.
+"""The answer to one client request: exactly one response, or one stream with one end.
 
-A stream that breaks ends in an error event without `[DONE]`. To leave that event readable, the
-beginning of an event that has not fully arrived is held back: no client could use it anyway.
+A stream that breaks ends with an error event and without `[DONE]`. To keep that event
+readable, the start of an event that has not arrived completely is held back. No client
+could use it anyway.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +15,8 @@ import msgspec
 
 from protocol.errors import BatonError
 from protocol.http import sse
-from protocol.metrics import Metrics
 from protocol.openai.token_meter import TokenMeter
-from protocol.process.logging import get_logger
-from protocol.resume import (
-    DIED,
-    FAILOVER_PREFIX,
-    HEADER,
-    MOVED,
-    FrameHistory,
-    Frames,
-    frames_request,
-)
-from protocol.settings.machine import cluster_secret
-from protocol.settings.settings import ProxySettings
-from proxy.membership import Server
+from protocol.resume import DIED, FAILOVER_PREFIX, HEADER, MOVED, FrameHistory, Frames
 from proxy.upstream import (
     Failure,
     Headers,
@@ -36,23 +24,16 @@ from proxy.upstream import (
     Response,
     Unended,
     UpstreamError,
-    as_text,
 )
-
-logger = get_logger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-_FRAMED = HEADER.encode()
-# Named by RFC 9110 as of one connection alone, or written by our own HTTP server.
+_FRAMES_HEADER = HEADER.encode()
+# RFC 9110 names these for one connection alone, or our own HTTP server writes them.
 _NOT_RELAYED = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
-    b"upgrade content-length date server x-request-id".split()
-) | {_FRAMED}
-MAX_MOVES = 16  # of a stream, that its servers hand over
-LOSS_REASONS = [
-    each for each in Failure if each not in (Failure.UNREACHABLE, Failure.FULL)
-]
+    b"connection keep-alive proxy-authenticate proxy-connection te trailer "
+    b"transfer-encoding upgrade content-length date server x-request-id".split()
+) | {_FRAMES_HEADER}
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = sse.DONE.rstrip()
 _FAILURES = (b"event: error", b"event: response.failed")
@@ -62,22 +43,30 @@ _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 @dataclass
 class RequestTrace:
-    """What became of a request: for its log line and the metrics."""
+    """How a request was served, for its log line and the metrics.
 
-    prefill: str = "-"  # URL of the server that answered
+    Attributes:
+        prefill, decode: URLs of the servers that answered.
+        decode_only: why no prefill server was used.
+        started_at: when the request had been read.
+        legs: names of the servers that were tried, and after how many seconds.
+        num_lost: decode servers that were lost while they had the request.
+        num_moved: how often a decode server handed the request over.
+        first_byte_s: seconds until the first byte of the answer.
+    """
+
+    prefill: str = "-"
     decode: str = "-"
-    decode_only: str = "-"  # why no prefill server was used
+    decode_only: str = "-"
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
-    legs: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # servers asked, and when (s)
-    num_lost: int = 0  # decode servers, that had been given it
-    num_moved: int = 0  # times that one has handed it over
+    legs: list[tuple[str, float]] = field(default_factory=list)
+    num_lost: int = 0
+    num_moved: int = 0
     first_byte_s: float | None = None
 
     def begin(self) -> None:
-        """The request is read; its time runs from here."""
+        """Start the request's time: it has been read."""
         self.started_at = time.monotonic()
 
     def elapsed_s(self) -> float:
@@ -89,29 +78,35 @@ class RequestTrace:
 
 
 class EventBuffer:
-    """Passes complete events on and keeps the rest; knows whether the stream came to its end."""
+    """Passes complete events on and holds the rest back.
+
+    It also detects whether a stream has ended as its events require.
+    """
 
     def __init__(self) -> None:
         self._held = bytearray()
-        self._last = b""  # of the events that were passed, but for a [DONE]
+        self._last_text = b""  # the latest events that were passed on, without [DONE]
         self._is_done = False
 
     def feed(self, data: bytes) -> bytes:
-        """`data` up to the end of its last event, after what was held back before."""
-        if not self._held and data.endswith(_EVENT_ENDS):  # as nearly always
+        """Return the complete events in what is held back and `data`."""
+        if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
             return self._note(data)
-        searched = max(
-            0, len(self._held) - 3
-        )  # an event may be long, and come in many pieces
+        # An event may be long and come in many pieces: search only the new ones.
+        search_start = max(0, len(self._held) - 3)
         self._held += data
-        found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)
-        return self._pass(max(at + len(end) if at >= 0 else 0 for at, end in found))
+        length = 0
+        for end in _EVENT_ENDS:
+            position = self._held.rfind(end, search_start)
+            if position >= 0:
+                length = max(length, position + len(end))
+        return self._pass(length)
 
-    def were_sent(self) -> None:
-        """The client has the events that were passed."""
+    def on_sent(self) -> None:
+        """Record that the client has the events that were passed on."""
 
     def rest(self) -> bytes:
-        """What is held back, at the end of a stream that ended well."""
+        """Return what is held back, at the end of a stream that ended properly."""
         return self._pass(len(self._held))
 
     def _pass(self, length: int) -> bytes:
@@ -122,106 +117,112 @@ class EventBuffer:
     def _note(self, passed: bytes) -> bytes:
         if text := passed.rstrip():
             self._is_done = text.endswith(_DONE)
-            self._last = text.removesuffix(_DONE) or self._last
+            self._last_text = text.removesuffix(_DONE) or self._last_text
         return passed
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last event was one that ends a stream: [DONE], an error, a whole response."""
-        return (
-            self._is_done
-            or self._last_event().startswith(_LAST_EVENTS)
-            or self.has_failed
-        )
+        """Whether the last event ends a stream: [DONE], an error, a full response."""
+        if self._is_done or self._last_event().startswith(_LAST_EVENTS):
+            return True
+        return self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last event was an error, be it before a [DONE] as vLLM's are."""
+        """Whether the last event before any [DONE] was an error."""
         last = self._last_event()
         return last.startswith(_FAILURES) or _is_error(last)
 
     def _last_event(self) -> bytes:
-        text = self._last.replace(b"\r\n", b"\n").strip()
+        text = self._last_text.replace(b"\r\n", b"\n").strip()
         return text[text.rfind(b"\n\n") + 1 :].strip()
 
 
-class HandedBack(UpstreamError):
-    """A server ends a stream with an error, after which another one may go on.
+class Migrated(UpstreamError):
+    """A server ended a stream with an error, and another server may continue.
 
     Args:
-        event: that error's, for a client whose stream does not go on.
+        frame_text: the server's reason, from the frame of the error event.
+        event: the error event, for a client whose stream does not continue.
 
     Attributes:
-        params: of the KV that it has lent to who goes on.
+        params: kv_transfer_params of the KV that the server lends to its successor.
     """
 
-    def __init__(self, text: bytes, event: bytes) -> None:
-        super().__init__(
-            "its engine ended" if text == DIED else "it does not go on with this"
-        )
-        self.failure = Failure.DIED if text == DIED else Failure.BUSY
-        self.event, self.params = event, None
-        if text.startswith(MOVED):
-            self.failure, self.params = Failure.MOVED, msgspec.Raw(text[len(MOVED) :])
+    def __init__(self, frame_text: bytes, event: bytes) -> None:
+        has_died = frame_text == DIED
+        message = "its engine ended" if has_died else "it does not continue the answer"
+        super().__init__(message)
+        self.failure = Failure.DIED if has_died else Failure.BUSY
+        self.event = event
+        self.params: msgspec.Raw | None = None
+        if frame_text.startswith(MOVED):
+            self.failure = Failure.MOVED
+            self.params = msgspec.Raw(frame_text[len(MOVED) :])
 
 
 class FramedEvents(EventBuffer):
-    """A stream in frames: the client gets whole ones, their texts are kept; see protocol.resume."""
+    """A stream in frames: the client gets the events, the history gets the texts.
 
-    def __init__(self, kept: FrameHistory, meter: TokenMeter | None = None) -> None:
+    See protocol.resume.
+    """
+
+    def __init__(
+        self, frame_history: FrameHistory, meter: TokenMeter | None = None
+    ) -> None:
         super().__init__()
-        self._kept, self._frames = kept, Frames()
+        self._frame_history = frame_history
+        self._frames = Frames()
         self._meter = meter
-        self._texts = b""  # of what was passed and may not have been sent
-        self._handed_back: HandedBack | None = None
+        self._unsent_texts = b""  # texts of events that may not have been sent
+        self._migrated: Migrated | None = None
 
     def feed(self, data: bytes) -> bytes:
         try:
             frames = self._frames.feed(data)
         except ValueError:
-            raise Lost("what it sends are no frames") from None
+            raise Lost("its stream is not in frames") from None
         passed = b""
         for text, events in frames:
             if text[:1] == FAILOVER_PREFIX:
-                self._handed_back = HandedBack(text, events)
+                self._migrated = Migrated(text, events)
                 break
-            self._texts += text + b","
+            self._unsent_texts += text + b","
             if self._meter is not None:
                 self._meter.on_frame(text)
             passed = passed + events if passed else events
         return self._note(passed)
 
-    def were_sent(self) -> None:
-        if self._texts:
-            self._kept.add(self._texts)
-            self._texts = b""
-        if self._handed_back is not None:
-            raise self._handed_back
+    def on_sent(self) -> None:
+        if self._unsent_texts:
+            self._frame_history.add(self._unsent_texts)
+            self._unsent_texts = b""
+        if self._migrated is not None:
+            raise self._migrated
 
 
 def _is_error(event: bytes) -> bool:
-    """Whether what an event says is an error: a member of its own, no schema's or response's."""
+    """Return whether an event's data has an `error` object at the top level."""
     if b'"error"' not in event:
         return False
     lines = (line.partition(b":") for line in event.splitlines())
+    data = b"".join(value for name, _, value in lines if name == b"data")
     try:
-        said = _decode_event(
-            b"".join(value for name, _, value in lines if name == b"data")
-        )
+        members = _decode_event(data)
     except (msgspec.DecodeError, RecursionError):
         return False
-    return bytes(said.get("error", b"")).startswith(b"{")
+    return bytes(members.get("error", b"")).startswith(b"{")
 
 
-class _Numbered(msgspec.Struct):
+class _NumberedEvent(msgspec.Struct):
     sequence_number: int
 
 
-def _next_number(sent: bytes) -> int:
-    """Of the event that follows those of /v1/responses which were sent."""
+def _next_sequence_number(sent: bytes) -> int:
+    """Return the number of the event that follows these events of /v1/responses."""
     try:
         last = (b"\n" + sent).rpartition(b"\ndata:")[2]
-        return msgspec.json.decode(last, type=_Numbered).sequence_number + 1
+        return msgspec.json.decode(last, type=_NumberedEvent).sequence_number + 1
     except (msgspec.DecodeError, RecursionError):
         return 0
 
@@ -231,87 +232,98 @@ ErrorPage = Callable[[BatonError], tuple[list[tuple[bytes, bytes]], bytes]]
 
 
 class Reply:
-    """Answers one client request. Whatever happens, it sends one head and one end."""
+    """The answer to one client request. It always sends one head and one end.
+
+    Attributes:
+        headers: sent in addition to a server's headers.
+        error_page: set if a browser displays the response.
+        status: the HTTP status, once the head has been sent.
+        is_broken: the stream ended with an error, whatever its status is.
+        frame_history: frames of a stream, with which another server can continue.
+        meter: counts tokens, if the API key limits them.
+    """
 
     def __init__(self, send: Send, request_id: bytes, path: str = "") -> None:
-        self._send, self._path = send, path
-        self._sent = b""  # of a stream's events, the last ones
+        self._send = send
+        self._path = path
+        self._last_sent = b""  # the latest events of a stream
         self.request_id = request_id
-        self.headers: Mapping[str, str] = {}  # beside an answer's own
-        self.error_page: ErrorPage | None = (
-            None  # set where a browser displays the response
-        )
+        self.headers: Mapping[str, str] = {}
+        self.error_page: ErrorPage | None = None
         self.trace = RequestTrace()
-        self.status: int | None = None  # once the head is sent
+        self.status: int | None = None
         self.finished = False
         self.is_stream = False
-        self.is_broken = False  # the stream ended in an error, whatever its status says
-        self.kept = FrameHistory()  # of a stream, by which another server may go on
-        self.meter: TokenMeter | None = None  # where the key's tokens are limited
+        self.is_broken = False
+        self.frame_history = FrameHistory()
+        self.meter: TokenMeter | None = None
 
     @property
     def has_succeeded(self) -> bool:
-        """The client was sent all of an answer that is no error."""
+        """Whether the client was sent all of an answer that is not an error."""
         is_error = self.is_broken or self.status is None or self.status >= 400
         return self.finished and not is_error
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Sends a whole response."""
-        await self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self._body(body, more=False)
+        """Send a complete response."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._send_head(status, [*headers, length])
+        await self._send_body(body, more=False)
 
     async def answer_json(
         self, status: int, value: object, headers: Headers = ()
     ) -> None:
+        content_type = (b"content-type", b"application/json")
         body = msgspec.json.encode(value)
-        await self.answer(
-            status, [(b"content-type", b"application/json"), *headers], body
-        )
+        await self.answer(status, [content_type, *headers], body)
 
     async def fail(self, error: BatonError) -> None:
-        """Ends in `error`: as the response, or as the last event of a stream that has begun."""
+        """Send `error`: as the response, or as the last event of a stream."""
         if self.finished:
             return
-        if self.status is None:
-            headers = [(b"retry-after", b"1")] if error.status == 503 else []
-            headers += [
-                (name.encode(), text.encode()) for name, text in error.headers.items()
-            ]
-            if self.error_page is None:
-                await self.answer_json(error.status, error.to_openai(), headers)
-            else:
-                own, page = self.error_page(error)
-                await self.answer(error.status, [*own, *headers], page)
+        if self.status is not None:
+            sequence_number = None
+            if self._path == "/v1/responses":
+                sequence_number = _next_sequence_number(self._last_sent)
+            await self.break_off(sse.error_event(error, sequence_number))
+            return
+        headers = [(b"retry-after", b"1")] if error.status == 503 else []
+        headers += [
+            (name.encode(), text.encode()) for name, text in error.headers.items()
+        ]
+        if self.error_page is None:
+            await self.answer_json(error.status, error.to_openai(), headers)
         else:
-            is_numbered = self._path == "/v1/responses"
-            number = _next_number(self._sent) if is_numbered else None
-            await self.break_off(sse.error_event(error, number))
+            page_headers, page = self.error_page(error)
+            await self.answer(error.status, [*page_headers, *headers], page)
 
     async def relay(self, response: Response) -> None:
-        """Sends what a server answers: an event stream as it comes, perhaps as the rest of one that
-        has begun; anything else whole.
+        """Send a server's response.
+
+        An event stream is sent as it arrives, perhaps as the rest of a stream that has
+        begun. Anything else is sent when it is complete.
 
         Raises:
-            UpstreamError: the server broke it off before its end, so that `fail` has to end it.
+            UpstreamError: the response broke off; call `fail`, or relay another one.
         """
         if response.body is None and response.is_event_stream:
             await self._relay_stream(response)
             return
-        body = (
-            await response.read()
-        )  # whole: a failure up to here is still an HTTP error
+        # A failure up to the last byte can still be reported as an HTTP error.
+        body = await response.read()
         self.trace.on_bytes()
         if self.meter is not None:
             self.meter.on_response(body)
         await self.answer(response.status, end_to_end(response.headers), body)
 
     async def _relay_stream(self, response: Response) -> None:
-        is_framed = _is_framed(response)
-        events = FramedEvents(self.kept, self.meter) if is_framed else EventBuffer()
-        if not is_framed:
+        if _is_framed(response):
+            events: EventBuffer = FramedEvents(self.frame_history, self.meter)
+        else:
+            events = EventBuffer()
             await self._begin_stream(response)
-            self.kept.forget()
-        is_sent = True  # what came
+            self.frame_history.forget()
+        is_sent = True  # the client has all that arrived
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
@@ -320,58 +332,70 @@ class Reply:
                     if self.meter is not None:
                         self.meter.on_events(complete)
                     await self._begin_stream(response)
-                    await self._body(complete, more=True)
-                    self._sent = complete
+                    await self._send_body(complete, more=True)
+                    self._last_sent = complete
                 is_sent = True
-                events.were_sent()
+                events.on_sent()
         except asyncio.CancelledError:
-            self.finished = (
-                is_sent and events.has_ended
-            )  # many clients hang up at [DONE]
+            # Many clients close the connection at [DONE].
+            self.finished = is_sent and events.has_ended
             self.is_broken = events.has_failed
             raise
         except UpstreamError:
-            if not events.has_ended:  # all that is missing is HTTP's own end
+            # After the last event, only the end of the HTTP body is missing.
+            if not events.has_ended:
                 raise
         else:
             if rest := events.rest():
-                await self._body(rest, more=True)
+                await self._send_body(rest, more=True)
         if not events.has_ended:
             raise Unended("it ended the stream before its last event")
         self.is_broken = events.has_failed
         await self.end()
 
     async def end(self) -> None:
-        """Ends a stream whose last event was sent."""
-        await self._body(b"", more=False)
+        """End a stream whose last event has been sent."""
+        await self._send_body(b"", more=False)
 
     async def _begin_stream(self, response: Response) -> None:
-        """Not before there is an event in a frame: what moves may be no stream to the client."""
+        """Send the head of a stream, unless it was sent before.
+
+        A stream in frames begins with its first event: an answer that migrates may not
+        be a stream to the client.
+        """
         self.is_stream = True
         if self.status is None:
-            await self._head(response.status, end_to_end(response.headers))
+            await self._send_head(response.status, end_to_end(response.headers))
 
-    def can_go_on_with(self, response: Response) -> bool:
-        """Whether this is the rest of the stream that the client has begun to read."""
+    def can_continue_with(self, response: Response) -> bool:
+        """Return whether a response is the rest of the stream that has begun."""
         is_stream = response.status == 200 and response.is_event_stream
-        return is_stream and (_is_framed(response) or not self.kept)
+        return is_stream and (_is_framed(response) or not self.frame_history)
 
     async def break_off(self, event: bytes) -> None:
-        """Ends a stream with a server's error event."""
+        """End a stream with an error event."""
         self.is_broken = True
-        await self._body(event, more=False)
+        await self._send_body(event, more=False)
 
-    async def _head(self, status: int, headers: Headers) -> None:
-        own = [(name.encode(), text.encode()) for name, text in self.headers.items()]
-        identified = [*headers, *own, (b"x-request-id", self.request_id)]
+    async def _send_head(self, status: int, headers: Headers) -> None:
+        headers_of_proxy = [
+            (name.encode(), text.encode()) for name, text in self.headers.items()
+        ]
         await self._send(
-            {"type": "http.response.start", "status": status, "headers": identified}
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    *headers,
+                    *headers_of_proxy,
+                    (b"x-request-id", self.request_id),
+                ],
+            }
         )
-        self.status = (
-            status  # being cancelled while it waited for room, nothing was sent
-        )
+        # If the task is cancelled while it waits to send, nothing was sent.
+        self.status = status
 
-    async def _body(self, data: bytes, *, more: bool) -> None:
+    async def _send_body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more
         await self._send(
             {"type": "http.response.body", "body": data, "more_body": more}
@@ -379,115 +403,9 @@ class Reply:
 
 
 def _is_framed(response: Response) -> bool:
-    return any(name == _FRAMED for name, _ in response.headers)
-
-
-@dataclass(eq=False)
-class Loss(Exception):
-    """A decode server did not come to the end of an answer.
-
-    Args:
-        told: what the client is told if no other server goes on.
-        event: the server's own error event, to be told instead.
-        has_begun: the client has some of the answer.
-        params: of the KV that the server has lent to who goes on.
-    """
-
-    told: BatonError
-    reason: Failure
-    server: Server
-    event: bytes | None
-    has_begun: bool
-    params: msgspec.Raw | None
-
-
-class Losses:
-    """Those of one request, and whether another server may go on.
-
-    Args:
-        limit: of losses, after which another one may.
-        secret: of the cluster; empty: a stream that has begun ends with its server.
-    """
-
-    def __init__(
-        self, reply: Reply, metrics: Metrics, limit: int, secret: bytes
-    ) -> None:
-        self._reply, self._metrics, self._limit, self._secret = (
-            reply,
-            metrics,
-            limit,
-            secret,
-        )
-        self.avoided: list[Server] = []  # asked again only where there is no other
-        self.may_go_on = False  # of an answer that is generated
-        self._reason: str | None = (
-            None  # of the last loss, until somebody has taken over
-        )
-        self._failures = 0  # of servers that took the request and were not lost
-
-    @property
-    def num(self) -> int:
-        """Of all, those that were moves among them."""
-        return self._reply.trace.num_lost + self._reply.trace.num_moved
-
-    def max_deliveries(self) -> int:
-        """To how many servers the request may be given before one of them has begun to answer."""
-        return max(1, 1 + self._limit - self._reply.trace.num_lost - self._failures)
-
-    def take_failure(self, failure: Failure | None) -> bool:
-        """Whether another server may be given the request, after those that failed with it."""
-        self._failures += failure is Failure.ERROR
-        is_left = self._reply.trace.num_lost + self._failures <= self._limit
-        return is_left and failure is not Failure.TIMEOUT
-
-    def headers(self) -> Headers:
-        """By which a server of ours is asked for a stream that can go on elsewhere."""
-        if not (self._secret and self.may_go_on):
-            return ()
-        request_id = as_text(self._reply.request_id).encode()  # as it is sent
-        return [(_FRAMED, frames_request(self._secret, request_id))]
-
-    def resume(self) -> bytes | None:
-        """What the next server is told of a stream, if any of it was sent."""
-        return self._reply.kept.sign(self._secret) if self._reply.kept else None
-
-    def take(self, loss: Loss, servers: Iterable[Server]) -> bool:
-        """Whether another one of these servers may go on."""
-        self.count("lost_again")
-        self._reason = loss.reason.value
-        health = loss.server.health
-        trace = self._reply.trace
-        if trace.num_lost > self._limit or trace.num_moved > MAX_MOVES:
-            self.count("limit_reached")
-        elif health.is_foreign or (loss.has_begun and not self._reply.kept.is_whole):
-            self.count("not_resumable")
-        else:  # servers of another model or dtype would not go on with its stream
-            like = health.kv_digest
-            self.avoided += [
-                s for s in servers if s is loss.server or s.health.kv_digest != like
-            ]
-            return True
-        return False
-
-    def count(self, outcome: str) -> None:
-        """What became of the last loss, if that is not known yet."""
-        reason, self._reason = self._reason, None
-        if reason is not None:
-            self._metrics.inc("baton_proxy_resumes", reason=reason, outcome=outcome)
+    return any(name == _FRAMES_HEADER for name, _ in response.headers)
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers of a server's response that are meant for the client."""
+    """Return the headers of a server's response that are meant for the client."""
     return [(name, value) for name, value in headers if name not in _NOT_RELAYED]
-
-
-def signing_secret(settings: ProxySettings) -> bytes:
-    """With which servers are named to each other, and asked for streams that can go on elsewhere;
-    empty where there is none."""
-    try:
-        return cluster_secret(settings.cluster_secret)
-    except (OSError, ValueError) as error:
-        logger.warning(
-            "decode servers are asked last, and streams end with them: %s", error
-        )
-        return b""

@@ -1,11 +1,12 @@
-"""HTTP/1.1 to the servers over aiohttp, with as many connections as there are requests in flight.
+"""HTTP/1.1 to the servers over aiohttp, with one connection per request in flight.
 
-    send() -> head -> chunks... -> end       the connection is kept for the next request
-          \\-> error or close() on the way    the connection is closed, which the server sees
+    send() -> head -> chunks... -> end       the connection is reused
+          \\-> error or close() on the way    the connection is closed
 
-A connection that was idle for longer than IDLE_S is not used again, as its server may be closing it
-at that moment. So a request whose connection ends is not sent again from here, unless not a byte of
-it was: it is the likelier reason, and another server's turn.
+A connection that was idle for longer than IDLE_S is not used again, because its server
+may be closing it at that moment. A request whose connection ends is therefore not sent
+again here, unless none of it was sent: the request may have crashed the server, and
+another server is tried.
 """
 
 import asyncio
@@ -34,62 +35,82 @@ from protocol.ipc.wire import keep_alive
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-IDLE_S = 1.0  # servers drop theirs after 5 s
-_LOOK_INTERVAL_S = 1.0  # at a connection that is silent
+IDLE_S = 1.0  # servers close idle connections after 5 s
+_CHECK_INTERVAL_S = 1.0  # between checks of a silent connection
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
-_QUOTE = re.compile("[:'\"]")  # before it, an error of the parser quotes nothing
-_UNSENT = (
-    "accept",
-    "accept-encoding",
-    "content-type",
-    "user-agent",
-)  # unless they are given
-_WHOLE_BYTES = 1 << 16  # of a body, that are written at once
+# A parser's error quotes what it received after the first of these characters.
+_QUOTE = re.compile("[:'\"]")
+# aiohttp adds these headers by itself unless they are given.
+_NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
+_MAX_SINGLE_WRITE_BYTES = 1 << 16  # a larger body is written in pieces
 
 
 class Failure(Enum):
-    """What became of a request that a server was given, or was to be given."""
+    """How a request to a server failed."""
 
     UNREACHABLE = "unreachable"  # nothing was delivered
-    LOST = "lost"  # delivered; the connection ended before the answer's head
-    TIMEOUT = "timeout"  # delivered; silent for too long
-    FULL = "full"  # 429: refused, its queue is full
-    BUSY = "busy"  # 503: refused, or handed back
-    MOVED = "moved"  # handed over to another one, with its KV
-    DIED = (
-        "died"  # 503: delivered; the server's engine ended before there was an answer
-    )
+    LOST = "lost"  # delivered; the connection ended before the response's head
+    TIMEOUT = "timeout"  # delivered; the server was silent for too long
+    FULL = "full"  # 429: refused, the queue is full
+    BUSY = "busy"  # 503: refused, or returned before it was finished
+    MOVED = "moved"  # handed over to another server, with its KV
+    DIED = "died"  # 503: delivered; the server's engine ended before the response
     ERROR = "error"  # any other 5xx
 
 
 class UpstreamError(Exception):
-    """The server could not be talked to."""
+    """The exchange with a server failed.
+
+    Attributes:
+        client_message: the message for clients, without addresses.
+    """
 
     failure: Failure
-    told = property(str)  # to clients: without addresses
+    client_message = property(str)
 
 
-# fmt: off
-class Unreachable(UpstreamError):  # no connection: nothing was sent
-    failure, told = Failure.UNREACHABLE, "unreachable"
-class Exhausted(UpstreamError):  # as that, for want of descriptors or ports here: no server's fault
-    failure, told = Failure.BUSY, "exhausted"
-class Lost(UpstreamError):  # the connection ended, or spoke no HTTP, after the request was sent
+class Unreachable(UpstreamError):
+    """No connection could be opened: nothing was sent."""
+
+    failure = Failure.UNREACHABLE
+    client_message = "unreachable"
+
+
+class Exhausted(UpstreamError):
+    """The proxy has no descriptors or ports left: nothing was sent.
+
+    The server has no fault.
+    """
+
+    failure = Failure.BUSY
+    client_message = "exhausted"
+
+
+class Lost(UpstreamError):
+    """The connection ended, or was not HTTP, after the request had been sent."""
+
     failure = Failure.LOST
-class TimedOut(UpstreamError):  # nothing came for the read timeout
+
+
+class TimedOut(UpstreamError):
+    """Nothing arrived for the read timeout."""
+
     failure = Failure.TIMEOUT
-class Unended(UpstreamError):  # a stream that ended as HTTP has it, and not as its events do
+
+
+class Unended(UpstreamError):
+    """A stream ended as HTTP requires, and not as its events require."""
+
     failure = Failure.ERROR
-# fmt: on
 
 
 @asynccontextmanager
 async def within(timeout_s: float) -> AsyncIterator[None]:
-    """asyncio.timeout for answers of others, which a loop that is late does not hold against them.
+    """Like asyncio.timeout, but a delay of this event loop does not count.
 
     Raises:
-        TimeoutError: nothing came for `timeout_s`, or for longer where the loop was late.
+        TimeoutError: the block took `timeout_s`, not counting such delays.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
@@ -101,8 +122,10 @@ async def within(timeout_s: float) -> AsyncIterator[None]:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connects within a time that a late loop does not shorten: or the proxy would find servers
-    unreachable, all of them, when very many requests come at once."""
+    """Connects within a time that delays of the event loop do not shorten.
+
+    Otherwise all servers would look unreachable when very many requests arrive at once.
+    """
 
     def __init__(self, connect_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
@@ -117,21 +140,21 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class Response:
-    """A response whose head has arrived. Read it to its end or `close` it, always.
+    """A response whose head has arrived. Read it to its end, or `close` it.
 
     Attributes:
-        body: once it was read whole.
+        body: the complete body, once `read` has returned it.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, read_timeout_s: float) -> None:
         self._response = response
-        self._connection = response.connection  # None: the whole body is here
+        self._connection = response.connection  # None: the body is complete
         self._read_timeout_s = read_timeout_s
-        self._look_s = min(_LOOK_INTERVAL_S, read_timeout_s / 4)
-        self._num_looks = -1  # since the reader began to wait; -1: it does not
-        self._timer: asyncio.TimerHandle | None = (
-            None  # one for the whole body, not for a chunk
-        )
+        self._check_s = min(_CHECK_INTERVAL_S, read_timeout_s / 4)
+        # Checks since the reader began to wait; -1 if it does not wait.
+        self._num_checks = -1
+        # One timer for the whole body: a timer per chunk would cost more.
+        self._timer: asyncio.TimerHandle | None = None
         self.status = response.status
         self.headers: Headers = [
             (name.lower(), value) for name, value in response.raw_headers
@@ -143,60 +166,67 @@ class Response:
         return self._response.content_type == sse.MEDIA_TYPE
 
     async def next_chunk(self) -> bytes | None:
-        """The next bytes of the body as they come; None at the end.
+        """Return the next bytes of the body as they arrive; None at the end.
 
         Raises:
-            Lost, TimedOut: the rest will not come.
+            Lost, TimedOut: the rest will not arrive.
         """
         content = self._response.content
         try:
             if content.exception() is not None or self._is_cut_off():
-                # `read_nowait` keeps back what came before the connection broke.
+                # `read_nowait` withholds what arrived before the connection broke.
                 if data := content._read_nowait(-1):
                     return data
                 raise content.exception() or Lost(_CUT_OFF)
-            self._num_looks = 0
+            self._num_checks = 0
             if self._timer is None:
-                self._look_later()
+                self._schedule_check()
             data = await content.readany()
-            self._num_looks = -1
+            self._num_checks = -1
             if data:
                 return data
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._stop_looking()
+            self._stop_checks()
             raise _translated(error, self._read_timeout_s) from None
-        self._stop_looking()
+        self._stop_checks()
         return None
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._look_s, self._look)
+        self._timer = loop.call_later(self._check_s, self._check)
 
-    def _look(self) -> None:
-        """Ends a wait that is too long. Looks are counted, not their time: the loop may be late."""
+    def _check(self) -> None:
+        """End a wait that is too long, or whose connection has ended.
+
+        Checks are counted, rather than their time, because the loop may be delayed.
+        """
         content = self._response.content
         self._timer = None
-        self._num_looks += self._num_looks >= 0
+        if self._num_checks >= 0:
+            self._num_checks += 1
         if self._is_cut_off():
             content.set_exception(Lost(_CUT_OFF))
-        elif self._num_looks * self._look_s > self._read_timeout_s:
+        elif self._num_checks * self._check_s > self._read_timeout_s:
             content.set_exception(TimeoutError())
         elif not content.is_eof() and content.exception() is None:
-            self._look_later()
+            self._schedule_check()
 
     def _is_cut_off(self) -> bool:
-        """Whether the connection has ended without a word to who waits for the body: so aiohttp
-        ends one with a malformed chunk."""
-        content, connection = self._response.content, self._connection
-        is_told = content.is_eof() or content.exception() is not None
-        return not is_told and connection is not None and connection.closed
+        """Return whether the connection ended without an error for the body's reader.
 
-    def _stop_looking(self) -> None:
+        aiohttp does that after a malformed chunk.
+        """
+        content = self._response.content
+        if content.is_eof() or content.exception() is not None:
+            return False
+        return self._connection is not None and self._connection.closed
+
+    def _stop_checks(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     async def read(self) -> bytes:
-        """The whole body; the connection is free afterwards."""
+        """Return the complete body; the connection is free afterwards."""
         if self.body is not None:
             return self.body
         parts = []
@@ -209,19 +239,22 @@ class Response:
         return self.body
 
     def close(self) -> None:
-        """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
-        self._stop_looking()
+        """End the exchange.
+
+        The server sees a disconnect unless its body was read to the end.
+        """
+        self._stop_checks()
         self._response.close()
 
 
 @dataclass(kw_only=True)
 class HttpUpstream:
-    """Sends requests over kept connections.
+    """Sends requests over connections that are reused.
 
-    Args:
-        connect_timeout_s: longest connect.
-        read_timeout_s: longest silence of a server that owes bytes, or takes none.
-        ca_file: authorities for servers at https:// (None: the system's).
+    Attributes:
+        connect_timeout_s: longest time for opening a connection.
+        read_timeout_s: longest silence of a server that must send or receive bytes.
+        ca_file: certificate authorities for https:// servers; None: the system's.
         api_key: sent with every request.
     """
 
@@ -232,11 +265,11 @@ class HttpUpstream:
 
     def __post_init__(self) -> None:
         key = self.api_key and self.api_key.get_secret_value().encode()
-        self._own = [(b"authorization", b"Bearer " + key)] if key else []
+        self._key_headers = [(b"authorization", b"Bearer " + key)] if key else []
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Made on the loop that it runs on."""
+        """The session, created on the event loop that uses it."""
         return aiohttp.ClientSession(
             connector=_Connector(
                 self.connect_timeout_s,
@@ -246,13 +279,13 @@ class HttpUpstream:
             ),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=_UNSENT,
+            skip_auto_headers=_NOT_ADDED,
             auto_decompress=False,
         )
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        return client_context(self.ca_file)  # reads the certificate store: slow
+        return client_context(self.ca_file)  # slow: reads the certificate store
 
     async def send(
         self,
@@ -263,26 +296,28 @@ class HttpUpstream:
         headers: Headers = (),
         body: bytes = b"",
     ) -> Response:
-        """Sends a request and waits for the head of its answer.
+        """Send a request and wait for the head of the response.
 
         Args:
-            url: the server's, such as `http://host:8000`.
-            path: sent as it is, with the query.
+            url: the server's URL, such as `http://host:8000`.
+            path: path and query, sent unchanged.
 
         Raises:
             Unreachable, Exhausted: nothing was sent.
-            Lost, TimedOut: it was sent, and no head came.
+            Lost, TimedOut: the request was sent, and no head arrived.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
 
-        async def ask() -> aiohttp.ClientResponse:
+        async def request() -> aiohttp.ClientResponse:
             return await self._session.request(
                 method,
                 URL(url + path, encoded=True),
                 headers=CIMultiDict(
-                    (as_text(n), as_text(v)) for n, v in (*headers, *self._own)
+                    (as_text(n), as_text(v)) for n, v in (*headers, *self._key_headers)
                 ),
-                data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
+                data=BytesIO(body)
+                if len(body) > _MAX_SINGLE_WRITE_BYTES
+                else body or None,
                 allow_redirects=False,
                 ssl=self._tls if url.startswith("https:") else False,
             )
@@ -290,43 +325,56 @@ class HttpUpstream:
         try:
             async with within(self.read_timeout_s):
                 try:
-                    response = await ask()
+                    response = await request()
                 except aiohttp.ClientOSError as error:
                     if not _is_unsent(error, body):
                         raise
-                    response = await ask()
+                    response = await request()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _translated(
                 error, self.read_timeout_s, self.connect_timeout_s
             ) from None
         except ValueError as error:
-            raise InvalidRequest(f"the request cannot be passed on: {error}") from None
+            raise InvalidRequest(
+                f"the request cannot be sent to a server: {error}"
+            ) from None
         _check_is_ours(response, headers)
         return Response(response, self.read_timeout_s)
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         await self._session.close()
 
 
 def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
-    """Whether the first byte was refused, as a kept connection's whose end was seen in the same
-    turn of the loop. Of a body in pieces any may have been."""
+    """Return whether not a byte of the request was sent.
+
+    A reused connection refuses the first byte if its end was noticed in the same
+    iteration of the event loop. Of a body in pieces, some may have been sent.
+    """
     is_refused = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
-    return is_refused and len(body) <= _WHOLE_BYTES
+    return is_refused and len(body) <= _MAX_SINGLE_WRITE_BYTES
 
 
 def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
-    """Raises Lost for a status that no server of ours answers with, as one by which a gateway leads
-    elsewhere, and for the answer to another request: servers return the id of each. A server that
-    says more than it was asked for would otherwise be heard by whoever comes next."""
-    sent = next(
-        (as_text(value) for name, value in headers if name == b"x-request-id"), None
-    )
+    """Check that a response is a server's answer to this request.
+
+    Servers return the id of each request. A server that sent more than one response
+    would otherwise answer whatever request comes next.
+
+    Raises:
+        Lost: it answers another request, or its status is one that no server sends,
+            such as a gateway's redirect.
+    """
+    request_id = None
+    for name, value in headers:
+        if name == b"x-request-id":
+            request_id = as_text(value)
+            break
     problem = ""
     if response.status // 100 not in (2, 4, 5):
         problem = f"it answers with status {response.status}"
-    elif sent not in (None, response.headers.get("x-request-id", sent)):
+    elif request_id not in (None, response.headers.get("x-request-id", request_id)):
         problem = "the server answered another request"
     if problem:
         response.close()
@@ -334,7 +382,7 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
 
 
 def as_text(header: bytes) -> str:
-    """As aiohttp takes it: it writes UTF-8."""
+    """Return a header as the text that aiohttp expects: it writes UTF-8."""
     try:
         return header.decode()
     except UnicodeDecodeError:
@@ -344,7 +392,7 @@ def as_text(header: bytes) -> str:
 def _make_socket(address: Any) -> socket.socket:
     made = socket.socket(*address[:3])
     made.setblocking(False)
-    # A server may rightly be silent for minutes; a host that is gone is found in half of one.
+    # A server may be silent for minutes. A dead host is detected in half a minute.
     keep_alive(made, idle_s=15, interval_s=5)
     return made
 
@@ -352,7 +400,7 @@ def _make_socket(address: Any) -> socket.socket:
 def _translated(
     error: Exception, read_timeout_s: float, connect_timeout_s: float = 0.0
 ) -> UpstreamError:
-    """The error of this module for one of aiohttp."""
+    """Return this module's error for an error of aiohttp."""
     match error:
         case aiohttp.ConnectionTimeoutError():
             return Unreachable(f"no connection within {connect_timeout_s:g} s")
@@ -361,11 +409,14 @@ def _translated(
             return (Exhausted if is_ours else Unreachable)(str(error.os_error))
         case TimeoutError():
             return TimedOut(f"silent for {read_timeout_s:g} s")
-        case aiohttp.ClientResponseError():  # its text names the URL, and quotes what has come
+        case aiohttp.ClientResponseError():
+            # str(error) names the URL and quotes what arrived.
             return Lost(f"no HTTP: {_QUOTE.split(error.message)[0]}")
-        case aiohttp.ServerDisconnectedError():  # whose text is what was there of a head
+        case aiohttp.ServerDisconnectedError():
+            # str(error) is the partial response head.
             return Lost("connection ended: Server disconnected")
         case aiohttp.ClientPayloadError():
             return Lost(_CUT_OFF)
-        case _:  # what was behind it names no URL
+        case _:
+            # The cause's text names no URL.
             return Lost(f"connection ended: {error.__cause__ or error}")

@@ -59,6 +59,7 @@ CONVERTED = (
     "decode_server/",
     "kvcache/",
     "prefill_server/",
+    "proxy/",
     "protocol/",
     "tests/attention/",
     "tests/benchmarks/",

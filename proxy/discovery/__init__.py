@@ -1,1 +1,1 @@
-"""How servers become members: a file, a DNS name, their own registration, an operator."""
+"""The sources of members: a file, a DNS name, registrations, operators."""

@@ -1,10 +1,11 @@
-"""What operators ask a proxy about its members, and tell it: JSON in, JSON out.
+"""The members of a proxy, as operators list and change them: JSON in, JSON out.
 
-GET  /admin/members                                    all, with URL, sources and health
-POST /admin/members          {"role": .., "url": ..}   a member from now on, until it is removed
-POST /admin/members/remove   {"server": NAME or URL}   whoever names it; a source may name it again
-POST /admin/members/drain    {"server": NAME or URL}   no new requests; it stays a member
-POST /admin/members/undrain  {"server": NAME or URL}
+GET  /admin/members                                    all members
+POST /admin/members          {"role": .., "url": ..}   add a member until it is removed
+POST /admin/members/remove   {"server": NAME or URL}   from all sources; a source may
+                                                       name it again
+POST /admin/members/drain    {"server": NAME or URL}   no new requests; it stays
+POST /admin/members/undrain  {"server": NAME or URL}   new requests again
 """
 
 from typing import Any
@@ -22,68 +23,75 @@ logger = get_logger(__name__)
 
 MEMBERS_PATH = "/admin/members"
 _ACTIONS = {f"{MEMBERS_PATH}/{name}": name for name in ("remove", "drain", "undrain")}
-ADMIN_PATHS = (
-    MEMBERS_PATH,
-    *_ACTIONS,
-)  # for admin keys alone, or clients of this machine
+# These paths are for admin keys, and for clients of this machine if there are no keys.
+ADMIN_PATHS = (MEMBERS_PATH, *_ACTIONS)
 MAX_BODY_BYTES = 4096
-OPERATOR = "operator"  # the source
+OPERATOR = "operator"  # the name of this source
+_MAX_NAMES = 64  # in an error message
 
 
-class _Member(msgspec.Struct, forbid_unknown_fields=True):
+class _NewMember(msgspec.Struct, forbid_unknown_fields=True):
     role: Kind
     url: str
 
 
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
+class _ServerName(msgspec.Struct, forbid_unknown_fields=True):
     server: str
 
 
 def members(fleet: Fleet) -> dict[str, Any]:
-    return {"members": [_told(server) for server in fleet.servers]}
+    """Return the answer that lists all members."""
+    return {"members": [_describe(server) for server in fleet.servers]}
 
 
 def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
-    """Does what a POST to one of ADMIN_PATHS asks; returns the members it was about.
+    """Execute a POST to one of ADMIN_PATHS; return the members that it changed.
 
     Raises:
-        InvalidRequest, UnknownServer: it says something else.
+        InvalidRequest: the body is wrong.
+        UnknownServer: no member has this name or URL.
     """
     try:
         if path == MEMBERS_PATH:
-            asked = msgspec.json.decode(body, type=_Member)
-            found = [fleet.join(asked.role, base_url(asked.url), OPERATOR)]
+            new = msgspec.json.decode(body, type=_NewMember)
+            servers = [fleet.join(new.role, base_url(new.url), OPERATOR)]
         else:
-            name = msgspec.json.decode(body, type=_Named).server
-            found = [each for each in fleet.servers if name in (each.name, each.url)]
-            if not found:
-                known = ", ".join(server.name for server in fleet.servers[:64])
-                told = f"`server` is {short_repr(name, 200)}; the members are {known or 'none'}"
-                raise UnknownServer(told, param="server")
+            name = msgspec.json.decode(body, type=_ServerName).server
+            servers = _find(fleet, name)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the body of {path}: {error}") from None
     action = _ACTIONS.get(path, "add")
-    logger.info("operator: %s %s", action, ", ".join(map(str, found)))
-    for server in found:
+    logger.info("operator: %s %s", action, ", ".join(map(str, servers)))
+    for server in servers:
         if action == "remove":
             for source in list(server.sources):
                 fleet.leave(server, source)
         elif action != "add":
             fleet.drain(server, action == "drain")
-    return {"members": [_told(server) for server in found]}
+    return {"members": [_describe(server) for server in servers]}
 
 
-def _told(server: Server) -> dict[str, Any]:
-    health = server.health
+def _find(fleet: Fleet, name: str) -> list[Server]:
+    """Return the members with this name or URL. Raises UnknownServer."""
+    servers = [each for each in fleet.servers if name in (each.name, each.url)]
+    if servers:
+        return servers
+    names = ", ".join(server.name for server in fleet.servers[:_MAX_NAMES]) or "none"
+    raise UnknownServer(
+        f"`server` is {short_repr(name, 200)}; the members are {names}", param="server"
+    )
+
+
+def _describe(server: Server) -> dict[str, Any]:
     return {
         "server": server.name,
         "role": server.kind.value,
         "url": server.url,
         "sources": sorted(server.sources),
         "state": server.state,
-        "reason": health.reason,
+        "reason": server.health.reason,
         "circuit": server.circuit,
         "in_flight": server.in_flight,
-        "models": list(health.models),
-        "kv_digest": health.kv_digest,
+        "models": list(server.health.models),
+        "kv_digest": server.health.kv_digest,
     }

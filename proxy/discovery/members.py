@@ -1,4 +1,4 @@
-"""The members of one proxy: who they are, how each is, and what is shown of that."""
+"""The members of one proxy: their sources, their health checks and their metrics."""
 
 import logging
 import re
@@ -17,8 +17,8 @@ from proxy.discovery import admin
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
 from proxy.discovery.sources import Discovery
 from proxy.health import CIRCUITS, Health
-from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
+from proxy.placement.load_tracker import LoadTracker
 from proxy.poller import Poller
 from proxy.relay import Reply
 from proxy.upstream import HttpUpstream
@@ -26,20 +26,22 @@ from proxy.upstream import HttpUpstream
 logger = get_logger(__name__)
 
 MODELS_PATH = "/v1/models"
-SERIES = ("ready", "circuit", "in_flight")  # of each member
+SERIES = ("ready", "circuit", "in_flight")  # metrics of each member
 _DIGITS = re.compile(r"\d+")
 
 
 class Members:
-    """A fleet, its checks and where its members come from; lives on one event loop.
+    """A fleet, its health checks and the sources of its members.
+
+    All of it runs on one event loop.
 
     Args:
         on_silence: see Watch.
     """
 
-    open_paths = frozenset((Registry.path,))  # signed
+    open_paths = frozenset((Registry.path,))  # their requests are signed
     paths = open_paths | {*admin.ADMIN_PATHS}
-    read_paths = (admin.MEMBERS_PATH,)  # of those
+    read_paths = (admin.MEMBERS_PATH,)  # the paths that also answer GET
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Members:
         on_silence: Callable[[Server, bool], None],
     ) -> None:
         self._metrics = metrics
-        self.knowledge = Knowledge(
+        self.load_tracker = LoadTracker(
             settings.routing,
             settings.disaggregate,
             max_blocks=settings.prefix_blocks,
@@ -58,10 +60,14 @@ class Members:
         self._is_ending = False
         self._created = int(time.time())
         watch = Watch(
-            self._joins, self._has_left, self._changed, self._circuit, on_silence
+            on_join=self._on_join,
+            on_left=self._on_left,
+            on_change=self._on_change,
+            on_circuit=self._on_circuit,
+            on_silence=on_silence,
         )
         self.fleet = Fleet(watch=watch)
-        self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
+        self._poller = Poller(self.fleet, upstream, self.load_tracker, settings)
         self.readiness = self._poller.readiness
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
@@ -72,7 +78,10 @@ class Members:
         self._discovery.start()
 
     def end(self) -> None:
-        """With the proxy servers may end unremarked, and who can register no more stays."""
+        """Stop accepting registrations, and log no warnings about servers that stop.
+
+        Servers may stop together with the proxy. Registered servers stay members.
+        """
         self._is_ending = True
         self._registry.close()
 
@@ -82,76 +91,81 @@ class Members:
         await self._poller.close()
 
     async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
-        """Answers a POST to one of `paths`, or a GET to one of `read_paths`. Raises BatonError."""
-        path, is_read = scope["path"], scope["method"] != "POST"
+        """Answer a POST to one of `paths`, or a GET to one of `read_paths`.
+
+        Raises:
+            BatonError: the error for the client.
+        """
+        path = scope["path"]
         read = partial(read_body, scope, receive, is_held=False)
-        if path == Registry.path:  # signed
-            told = self._registry.take(await read(MAX_RECORD_BYTES))
+        if path == Registry.path:
+            answer = self._registry.take(await read(MAX_RECORD_BYTES))
         else:
             check_operator(scope)
-            body = b"" if is_read else await read(admin.MAX_BODY_BYTES)
-            told = (
-                admin.members(self.fleet)
-                if is_read
-                else admin.change(self.fleet, path, body)
-            )
-        await reply.answer_json(200, told)
+            if scope["method"] == "POST":
+                body = await read(admin.MAX_BODY_BYTES)
+                answer = admin.change(self.fleet, path, body)
+            else:
+                answer = admin.members(self.fleet)
+        await reply.answer_json(200, answer)
 
     def models(self, path: str) -> dict[str, Any] | None:
-        """The body of /v1/models, of all servers together, or of /v1/models/NAME; None of other
-        paths, and of names that no server has told."""
-        lengths = {
-            name: self.fleet.pool(name).context(Kind.DECODE)
-            for name in self.fleet.models
-        }
-        cards = {
-            name: model_card(name, self._created, n) for name, n in lengths.items()
-        }
+        """Return the answer to GET /v1/models, or to /v1/models/NAME.
+
+        None for other paths, and for models that no server reports.
+        """
+        cards = {}
+        for name in self.fleet.models:
+            context = self.fleet.pool(name).context(Kind.DECODE)
+            cards[name] = model_card(name, self._created, context)
         if path == MODELS_PATH and cards:
             return {"object": "list", "data": [*cards.values()]}
         return cards.get(path.removeprefix(MODELS_PATH + "/"))
 
-    def show(self) -> None:
-        """Tells the metrics how each member is."""
+    def update_metrics(self) -> None:
+        """Set the metrics of each member."""
         for server in self.fleet.servers:
-            told = server.health.ready, CIRCUITS.index(server.circuit), server.in_flight
-            for name, value in zip(SERIES, told, strict=True):
+            values = {
+                "ready": server.health.ready,
+                "circuit": CIRCUITS.index(server.circuit),
+                "in_flight": server.in_flight,
+            }
+            for name, value in values.items():
                 self._metrics.set(
                     f"baton_proxy_upstream_{name}", value, **server.labels
                 )
 
-    # what the fleet tells
+    # events of the fleet
 
-    def _joins(self, server: Server) -> None:
-        for twin in [
-            s for s in self.fleet.servers if s.url == server.url and s is not server
-        ]:
-            self.knowledge.are_one(server, twin)
+    def _on_join(self, server: Server) -> None:
+        for other in self.fleet.servers:
+            if other.url == server.url and other is not server:
+                self.load_tracker.share_load(server, other)
         self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
 
-    def _has_left(self, server: Server) -> None:
+    def _on_left(self, server: Server) -> None:
         self._poller.leave(server)
-        self.knowledge.left(server)
+        self.load_tracker.remove(server)
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
 
-    def _circuit(self, server: Server) -> None:
+    def _on_circuit(self, server: Server) -> None:
         if server.circuit != "half_open":
             logger.warning("the circuit of %s is %s", server, server.circuit)
 
-    def _changed(self, server: Server, old: Health, new: Health) -> None:
+    def _on_change(self, server: Server, old: Health, new: Health) -> None:
         if new.ready:
             logger.info("%s is ready", server)
             return
-        self.knowledge.forget(server)
+        self.load_tracker.forget_cache(server)
         if old.ready:
             self._poller.hurry(server)
-        # All may end together, one that leaves was to, and one that starts tells how far it is.
-        is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub(
-            "", new.reason
-        )
-        is_expected = self._is_ending or not server.sources or is_as_before
+        # A server that starts reports its progress in numbers.
+        old_reason = _DIGITS.sub("", old.reason)
+        is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
+        # No warning is due if all servers are stopping, or if this one is leaving.
+        is_expected = self._is_ending or not server.sources or is_same_reason
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

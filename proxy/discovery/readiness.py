@@ -1,15 +1,16 @@
 """Whether the proxy reports that it is ready, and what it waits for until then.
 
-A decode server alone can answer every request, but without its prefill server the answer is not
-disaggregated. For each model that a decode server has, the proxy therefore waits for both:
+A decode server alone can answer every request, but without its prefill server the
+answer is not disaggregated. The proxy waits for both, for each model of a decode
+server:
 
-    WAITING --a prefill server is ready whose KV a ready decode server can read--> STARTED
-            --no prefill server of the model is expected------------------------->
-            --`--prefill-wait-s` after the proxy's start, or `--disaggregate never`->
+    WAITING --a ready decode server can read a ready prefill server's KV----> STARTED
+            --no prefill server of the model is expected-------------------->
+            --`--prefill-wait-s` has passed, or `--disaggregate never`------>
 
-Once every such model has started, one ready decode server is enough: the loss of all prefill
-servers makes answers slower, and must not take the endpoint out of a load balancer. Does no I/O
-after its construction.
+Once every such model has started, one ready decode server is enough. The loss of all
+prefill servers makes answers slower, and must not take the endpoint out of a load
+balancer. Does no I/O after its construction.
 """
 
 import time
@@ -31,7 +32,7 @@ class ReadyReport(NamedTuple):
     """The answer to a readiness probe.
 
     Attributes:
-        missing: what no server provides at the moment, for people; some of it may be optional.
+        missing: what no server provides now, as sentences; some may be optional.
     """
 
     is_ready: bool
@@ -42,7 +43,8 @@ class Readiness:
     """The readiness of one proxy.
 
     Args:
-        clock: returns monotonic seconds; the wait for prefill servers begins with this object.
+        clock: returns monotonic seconds. The wait for prefill servers starts when this
+            object is created.
     """
 
     def __init__(
@@ -54,11 +56,10 @@ class Readiness:
         self._fleet = fleet
         self._clock = clock
         self._is_over = settings.disaggregate == "never"
-        self._started: set[str] = (
-            set()
-        )  # models; "": that of servers which have not named theirs
-        # Prefill servers may be expected although none is a member yet: a DNS name may have no
-        # addresses, and with an explicit wait a server may still have to register.
+        # Models that have started; "" for servers that do not report their models.
+        self._started: set[str] = set()
+        # Prefill servers may be expected although none is a member yet: a DNS name may
+        # have no addresses, and with an explicit wait a server may still register.
         self._names_prefill = _names_prefill(settings)
         self._needs_prefill = bool(settings.prefill_wait_s)
         wait_s = settings.prefill_wait_s
@@ -66,8 +67,11 @@ class Readiness:
         self._deadline = clock() + self._wait_s
 
     def update(self) -> None:
-        """Ends the wait for prefill servers as soon as its condition holds. To be called after
-        every health check: a server that is ready now may be gone at the next readiness probe."""
+        """End the wait for prefill servers as soon as its condition holds.
+
+        Call it after every health check: a server that is ready now may have left at
+        the next readiness probe.
+        """
         if self._is_over:
             return
         gaps = self._gaps()
@@ -75,18 +79,21 @@ class Readiness:
         if self._clock() < self._deadline:
             return
         self._is_over = True
-        late = [gap for model, gap in gaps.items() if model not in self._started]
-        if late:
+        unstarted = [gap for model, gap in gaps.items() if model not in self._started]
+        if unstarted:
             logger.warning(
-                "%s within %g s (--prefill-wait-s); GET /ready is 200 from now on, and decode "
-                "servers compute the prompts. Check the prefill servers.",
-                "; ".join(late),
+                "%s within %g s (--prefill-wait-s); GET /ready is 200 from now on, and "
+                "decode servers compute the prompts. Check the prefill servers.",
+                "; ".join(unstarted),
                 self._wait_s,
             )
 
     def report(self) -> ReadyReport:
-        """Returns whether a request would be served, and until its model has started, whether it
-        would be disaggregated where prefill servers are expected."""
+        """Return whether requests would be served.
+
+        Until a model has started, its requests must also be disaggregated, if prefill
+        servers are expected.
+        """
         self.update()
         gaps = self._gaps()
         missing = [
@@ -99,8 +106,11 @@ class Readiness:
         return ReadyReport(bool(gaps) and has_started, missing)
 
     def _gaps(self) -> dict[str, str]:
-        """For each model that a ready decode server has: why its requests would be served by that
-        alone, in a sentence; empty where they would not, or where that is intended."""
+        """Return why requests would not be disaggregated, for each model.
+
+        The models are those of ready decode servers. The reason is a sentence. It is
+        empty if requests would be disaggregated, or if decode-only is intended.
+        """
         ready = self._fleet.ready(Kind.DECODE)
         if not ready:
             return {}
@@ -120,7 +130,10 @@ class Readiness:
         if pool.paired().ready(Kind.PREFILL) or not self._expects_prefill(pool):
             return ""
         if pool.ready(Kind.PREFILL):
-            return f"no prefill server{of_model} has KV that a ready decode server can read"
+            return (
+                f"no prefill server{of_model} has KV that a ready decode server can "
+                "read"
+            )
         return f"no prefill server{of_model} is ready"
 
     def _expects_prefill(self, pool: Pool) -> bool:
@@ -132,7 +145,7 @@ class Readiness:
 
 
 def _names_prefill(settings: ProxySettings) -> bool:
-    """Whether the command line or the file of servers names a prefill server."""
+    """Return whether the command line or the file of servers names a prefill server."""
     if settings.prefill or settings.servers_file is None:
         return bool(settings.prefill)
     try:

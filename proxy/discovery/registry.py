@@ -1,4 +1,4 @@
-"""Members that registered: each stays until its time ends, or it says that it leaves."""
+"""Registered members: each stays until its registration expires, or until it leaves."""
 
 import asyncio
 import contextvars
@@ -26,134 +26,152 @@ from proxy.membership import Fleet, Kind
 
 logger = get_logger(__name__)
 
-REGISTERED = "registered"  # the source
+REGISTERED = "registered"  # the name of this source
 MAX_SERVERS = 1024
 MAX_RECORD_BYTES = 8192
-_WARNINGS = 20  # about refusals in each `_WARNINGS_S`: who has no secret may come again and again
-_WARNINGS_S = 60.0
+# Warnings about refused records in each _WARNING_PERIOD_S: a server without the secret
+# may try again and again.
+_MAX_WARNINGS = 20
+_WARNING_PERIOD_S = 60.0
 
 _Key = tuple[Kind, str]
 
 
-class _Heard(NamedTuple):
-    """Of one server: when its last record was issued, and what happens in the end."""
+class _LastRecord(NamedTuple):
+    """The newest record of one server.
+
+    Attributes:
+        timer: ends the registration, or forgets the record of a server that has left.
+    """
 
     issued_ms: int
     timer: Countdown
 
 
 class Registry:
-    """Takes the records that servers send.
+    """Handles the records that servers send.
 
     Args:
-        secret: of the cluster; None: nobody may register.
+        secret: secret of the cluster; None: no server may register.
     """
 
     path = REGISTER_PATH
 
     def __init__(self, fleet: Fleet, secret: bytes | None) -> None:
-        self._fleet, self._secret = fleet, secret
-        self._heard: dict[_Key, _Heard] = {}
-        self._warnings, self._warned_at = 0, -_WARNINGS_S
+        self._fleet = fleet
+        self._secret = secret
+        self._records: dict[_Key, _LastRecord] = {}
+        self._num_warnings = 0
+        self._period_started_at = -_WARNING_PERIOD_S
 
     def take(self, body: bytes) -> dict[str, object]:
-        """Does what an authentic record says. Returns what the server is told.
+        """Apply an authentic record; return the answer for the server.
 
         Raises:
-            RegistrationRefused: the log has it too.
+            RegistrationRefused: the record is refused, which is also logged.
         """
         try:
             if self._secret is None:
-                fix = "start it with BATON_CLUSTER_SECRET, that of the servers"
-                raise BadRecord(f"this proxy takes no registrations: {fix}")
-            return self._taken(open_record(body, self._secret, int(time.time() * 1000)))
+                raise BadRecord(
+                    "this proxy takes no registrations: start it with the servers' "
+                    "BATON_CLUSTER_SECRET"
+                )
+            record = open_record(body, self._secret, int(time.time() * 1000))
+            return self._apply(record)
         except BadRecord as error:
             self._warn(error)
             raise RegistrationRefused(
                 f"this registration is refused: {error}"
             ) from None
 
-    def _taken(self, record: Record) -> dict[str, object]:
+    def _apply(self, record: Record) -> dict[str, object]:
         try:
             url = check_advertised(base_url(record.url))
         except ValueError as error:
             raise BadRecord(str(error)) from None
-        key = (
-            Kind("decode" if record.role == "both" else record.role),
-            url,
-        )  # its twin follows
-        heard = self._heard.get(key)
-        if heard is not None and record.issued_ms <= heard.issued_ms:
+        # A server of both kinds joins as decode; the fleet adds the other member.
+        kind = Kind("decode" if record.role == "both" else record.role)
+        key = (kind, url)
+        last = self._records.get(key)
+        if last is not None and record.issued_ms <= last.issued_ms:
             raise BadRecord(
-                f"a newer record of {url} is known: it is a copy, or a clock is wrong"
+                f"there is a newer record of {url}: this one is a copy, or a clock is "
+                "wrong"
             )
         if record.leaving:
             self._end(key, record.issued_ms)
             return {"status": "leaving"}
-        if heard is None and len(self._heard) >= MAX_SERVERS:
-            raise BadRecord(f"{MAX_SERVERS} servers are registered, which are the most")
+        if last is None and len(self._records) >= MAX_SERVERS:
+            raise BadRecord(f"{MAX_SERVERS} servers are registered, which is the limit")
         try:
             self._check_model(record, key)
-        except BadRecord:  # it has started anew, with another model
+        except BadRecord:  # the server has restarted with another model
             self._end(key, record.issued_ms)
             raise
-        said = Health(models=(record.model,), kv_digest=record.kv_digest)
-        server = self._fleet.join(*key, REGISTERED, said)
-        self._again(key, record.issued_ms, record.ttl_s, self._lapse)
+        health = Health(models=(record.model,), kv_digest=record.kv_digest)
+        server = self._fleet.join(kind, url, REGISTERED, health)
+        self._store(key, record.issued_ms, record.ttl_s, self._expire)
         return {"status": REGISTERED, "server": server.name, "ttl_s": record.ttl_s}
 
     def _check_model(self, record: Record, key: _Key) -> None:
-        """Whoever joins under a name serves the model of those that were there before."""
-        own, url = self._fleet.find(*key), key[1]
-        if own is not None and own.sources and own.health.kv_digest == record.kv_digest:
-            return
+        """Check that servers with the same model name serve the same model.
+
+        Raises:
+            BadRecord: an earlier server has other weights under this name.
+        """
+        kind, url = key
+        member = self._fleet.find(kind, url)
+        if member is not None and member.sources:
+            if member.health.kv_digest == record.kv_digest:
+                return
         for other in self._fleet.servers:
-            known = other.health
-            if (
-                other.url == url
-                or record.model not in known.models
-                or not other.sources
-            ):
+            if other.url == url or not other.sources:
                 continue
-            if not same_model(known.kv_digest, record.kv_digest):
+            if record.model not in other.health.models:
+                continue
+            if not same_model(other.health.kv_digest, record.kv_digest):
                 raise BadRecord(
-                    f"{url} serves another model as {short_repr(record.model)} than {other.name}: "
-                    "their fingerprints differ; give it the same weights, or another "
-                    "--served-model-name"
+                    f"{url} serves another model as {short_repr(record.model)} than "
+                    f"{other.name}: their fingerprints differ; give it the same "
+                    "weights, or another --served-model-name"
                 )
 
-    def _lapse(self, key: _Key) -> None:
-        logger.warning(
-            "the registration of %s server %s has lapsed", key[0].value, key[1]
-        )
-        self._end(key, self._heard[key].issued_ms)
+    def _expire(self, key: _Key) -> None:
+        kind, url = key
+        logger.warning("the registration of %s server %s has expired", kind.value, url)
+        self._end(key, self._records[key].issued_ms)
 
     def _end(self, key: _Key, issued_ms: int) -> None:
+        """End a registration, and refuse older records while they are still valid."""
         if server := self._fleet.find(*key):
             self._fleet.leave(server, REGISTERED)
-        # Older records of it are copies for as long as somebody would believe them.
-        self._again(key, issued_ms, 2 * MAX_AGE_S, self._heard.pop)
+        self._store(key, issued_ms, 2 * MAX_AGE_S, self._records.pop)
 
-    def _again(
-        self, key: _Key, issued_ms: int, after_s: float, then: Callable[[_Key], object]
+    def _store(
+        self,
+        key: _Key,
+        issued_ms: int,
+        after_s: float,
+        on_timeout: Callable[[_Key], object],
     ) -> None:
-        if heard := self._heard.get(key):
-            heard.timer.cancel()
-        own = (
-            contextvars.Context()
-        )  # what it logs is not of the request that brought the record
+        """Store a server's newest record until `on_timeout` is called."""
+        if last := self._records.get(key):
+            last.timer.cancel()
+        # What the timer logs does not belong to the request with the record.
+        context = contextvars.Context()
         loop = asyncio.get_running_loop()
-        timer = own.run(Countdown, loop, after_s, partial(then, key))
-        self._heard[key] = _Heard(issued_ms, timer)
+        timer = context.run(Countdown, loop, after_s, partial(on_timeout, key))
+        self._records[key] = _LastRecord(issued_ms, timer)
 
     def _warn(self, error: BadRecord) -> None:
         now_s = time.monotonic()
-        if now_s - self._warned_at >= _WARNINGS_S:
-            self._warnings, self._warned_at = 0, now_s
-        self._warnings += 1
-        if self._warnings <= _WARNINGS:
+        if now_s - self._period_started_at >= _WARNING_PERIOD_S:
+            self._num_warnings = 0
+            self._period_started_at = now_s
+        self._num_warnings += 1
+        if self._num_warnings <= _MAX_WARNINGS:
             logger.warning("a registration is refused: %s", error)
 
     def close(self) -> None:
-        for heard in self._heard.values():
-            heard.timer.cancel()
+        for record in self._records.values():
+            record.timer.cancel()

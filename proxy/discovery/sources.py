@@ -1,7 +1,7 @@
-"""Members that a file or a DNS name tells, looked at again and again, off the event loop.
+"""Members that a file or a DNS name lists, checked periodically off the event loop.
 
-A look that fails changes nothing: a bad file keeps the last good state, a name that cannot be
-looked up its last answer, for `STALE_S`.
+A check that fails changes nothing. A bad file leaves the last good state in place. A
+name that cannot be looked up keeps its last addresses for STALE_S.
 """
 
 import asyncio
@@ -25,31 +25,35 @@ from proxy.membership import LISTED, Fleet, Kind
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 2**20
-MAX_SERVERS = 1024  # of one source
-STALE_S = 300.0
+MAX_SERVERS = 1024  # per source
+STALE_S = 300.0  # for which the last addresses of a DNS name stay valid
 LOOKUP_TIMEOUT_S = 10.0
-JITTER = 0.2  # of the interval, so that many proxies do not ask in step
+JITTER = 0.2  # share of the interval, so that many proxies do not check in step
 
 Urls = dict[Kind, list[str]]
-Found = tuple[Urls | None, str]  # None: as before; what is wrong
-Look = Callable[[], Awaitable[Found]]
+# The URLs that a source lists, or None if they are unchanged; and a problem, if any.
+CheckResult = tuple[Urls | None, str]
+Check = Callable[[], Awaitable[CheckResult]]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 class BadFile(ValueError):
-    """Says what is wrong with a file of servers."""
+    """A file of servers is wrong; the message says what."""
 
 
 def read_servers(name: str) -> Urls:
-    """The servers that a file names: YAML or JSON, `prefill` and `decode`, each a list of URLs.
+    """Return the servers of a file: `prefill` and `decode`, each a list of URLs.
+
+    Args:
+        name: a file in YAML or JSON.
 
     Raises:
-        BadFile: it cannot be read, or says anything else.
+        BadFile: the file cannot be read, or its content is wrong.
     """
     try:
         with Path(name).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
-        found = yaml.load(text.decode(), UniqueKeys)
+        content = yaml.load(text.decode(), UniqueKeys)
     except OSError as error:
         raise BadFile(error.strerror or str(error)) from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -57,13 +61,14 @@ def read_servers(name: str) -> Urls:
     kinds = [kind.value for kind in Kind]
     if len(text) > MAX_FILE_BYTES:
         raise BadFile(f"it is longer than {MAX_FILE_BYTES} bytes")
-    if not isinstance(found, dict) or not found:  # perhaps being written
-        raise BadFile("it must say `prefill: [URL, ..]` and `decode: [URL, ..]`")
-    if unknown := [key for key in found if key not in kinds]:
+    if not isinstance(content, dict) or not content:  # perhaps it is being written
+        raise BadFile("it must have `prefill: [URL, ..]` and `decode: [URL, ..]`")
+    unknown = [key for key in content if key not in kinds]
+    if unknown:
         raise BadFile(
             f"unknown key {short_repr(unknown[0])}; use {' and '.join(kinds)}"
         )
-    return {Kind(key): _urls(key, value) for key, value in found.items()}
+    return {Kind(key): _urls(key, value) for key, value in content.items()}
 
 
 def _urls(key: str, value: object) -> list[str]:
@@ -72,7 +77,7 @@ def _urls(key: str, value: object) -> list[str]:
             f"{key} is {short_repr(value)}; it must be a list of URLs, perhaps []"
         )
     if len(value) > MAX_SERVERS:
-        raise BadFile(f"{key} has {len(value)} URLs, {MAX_SERVERS} are the most")
+        raise BadFile(f"{key} has {len(value)} URLs, the limit is {MAX_SERVERS}")
     try:
         return [base_url(url) for url in value]
     except ValueError as error:
@@ -80,18 +85,18 @@ def _urls(key: str, value: object) -> list[str]:
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """All addresses of a name, looked up in a thread. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(
+    """Return all addresses of a name, looked up in a thread. Raises OSError."""
+    infos = await asyncio.get_running_loop().getaddrinfo(
         name, port, type=socket.SOCK_STREAM
     )
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in infos]
 
 
 class Discovery:
-    """Keeps a fleet to what its settings' command line, file and names tell.
+    """Keeps a fleet in line with the command line, the file and the DNS names.
 
     Args:
-        resolve: gives all addresses of a name, or raises OSError.
+        resolve: returns all addresses of a name, or raises OSError.
     """
 
     def __init__(
@@ -101,77 +106,86 @@ class Discovery:
         resolve: Resolve = resolve,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet, self._resolve, self._clock = fleet, resolve, clock
+        self._fleet = fleet
+        self._resolve = resolve
+        self._clock = clock
         self._interval_s = settings.discovery_interval_s
         self._file = settings.servers_file
-        self._seen: object = None  # of it
-        given = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
-        dns = DNS_SCHEME
-        self._listed = {
-            k: [u for u in urls if not u.startswith(dns)] for k, urls in given.items()
-        }
-        self._known_at = {
-            (k, u): clock() for k in given for u in given[k] if u.startswith(dns)
-        }
+        self._file_stamp: object = None  # of the version that was read last
+        self._listed: Urls = {}
+        # When each DNS name was last looked up successfully.
+        self._resolved_at: dict[tuple[Kind, str], float] = {}
+        urls = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
+        for kind in Kind:
+            self._listed[kind] = []
+            for url in urls[kind]:
+                if url.startswith(DNS_SCHEME):
+                    self._resolved_at[kind, url] = clock()
+                else:
+                    self._listed[kind].append(url)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._fleet.name_members(LISTED, self._listed)
-        looks: dict[str, Look] = {}
-        for kind, url in self._known_at:
-            looks[f"{kind.value} {url}"] = partial(self._look_up, kind, url)
+        checks: dict[str, Check] = {}
+        for kind, url in self._resolved_at:
+            checks[f"{kind.value} {url}"] = partial(self._look_up, kind, url)
         if self._file is not None:
-            looks[self._file] = partial(asyncio.to_thread, self._look_at, self._file)
-        self._tasks = [
-            asyncio.create_task(self._follow(*each)) for each in looks.items()
-        ]
+            checks[self._file] = partial(
+                asyncio.to_thread, self._check_file, self._file
+            )
+        for source, check in checks.items():
+            self._tasks.append(asyncio.create_task(self._follow(source, check)))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self, source: str, look: Look) -> None:
-        before = ""
+    async def _follow(self, source: str, check: Check) -> None:
+        """Check a source periodically, and update its members."""
+        last_problem = ""
         while True:
             try:
-                urls, problem = await look()
+                urls, problem = await check()
                 if urls is not None:
                     self._fleet.name_members(source, urls)
-            except Exception:  # our own bug must not leave a source unwatched
-                logger.exception("what the look at %s found", source)
-                problem = before
-            if problem and problem != before:
+            except Exception:  # a bug of ours must not leave a source unchecked
+                logger.exception("the check of %s failed", source)
+                problem = last_problem
+            if problem and problem != last_problem:
                 logger.warning("%s", problem)
-            elif before and not problem:
-                logger.info("%s is well again", source)
-            before = problem
-            await asyncio.sleep(
-                self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
-            )
+            elif last_problem and not problem:
+                logger.info("%s is usable again", source)
+            last_problem = problem
+            jitter = random.uniform(1 - JITTER, 1 + JITTER)
+            await asyncio.sleep(self._interval_s * jitter)
 
-    def _look_at(self, name: str) -> Found:
+    def _check_file(self, name: str) -> CheckResult:
         try:
-            found = Path(name).stat()
-            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-            urls = read_servers(name) if stamp != self._seen else None
-            self._seen = stamp
+            status = Path(name).stat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            urls = read_servers(name) if stamp != self._file_stamp else None
+            self._file_stamp = stamp
         except (OSError, BadFile) as error:
             return None, f"--servers-file {name}: {error}; the servers stay as they are"
         return urls, ""
 
-    async def _look_up(self, kind: Kind, url: str) -> Found:
+    async def _look_up(self, kind: Kind, url: str) -> CheckResult:
         parts = urlsplit(url.removeprefix(DNS_SCHEME))
-        host, port = parts.hostname or "", parts.port or 80
+        host = parts.hostname or ""
+        port = parts.port or 80
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                found = await self._resolve(host, port)
-        except (OSError, UnicodeError) as error:  # TimeoutError is one
-            why = f"--{kind.value} {url} cannot be looked up: {error or 'no answer'}"
-            if self._clock() - self._known_at[kind, url] <= STALE_S:
-                return None, why
-            return {}, f"{why}; its last answer, older than {STALE_S:g} s, is forgotten"
-        self._known_at[kind, url] = self._clock()
-        return {
-            kind: [http_url(each, port) for each in sorted(set(found))[:MAX_SERVERS]]
-        }, ""
+                addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+            reason = error or "no answer"
+            problem = f"--{kind.value} {url} cannot be looked up: {reason}"
+            if self._clock() - self._resolved_at[kind, url] <= STALE_S:
+                return None, problem
+            return {}, (
+                f"{problem}; its last addresses, older than {STALE_S:g} s, are dropped"
+            )
+        self._resolved_at[kind, url] = self._clock()
+        unique = sorted(set(addresses))[:MAX_SERVERS]
+        return {kind: [http_url(address, port) for address in unique]}, ""

@@ -1,1 +1,1 @@
-"""Parts of the legs of a request: their calls, charges, sizes and metric series."""
+"""The legs of a request: what is sent to a server, and what its answer means."""

@@ -1,29 +1,38 @@
-"""What the end of a leg means for its request."""
+"""Why a request is served by a decode server alone."""
 
-from protocol.errors import BatonError, ContextLengthExceeded, NoServerAvailable
-from proxy.body import error_of
-from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.upstream import Failure, Response
-from proxy.upstream_call import LegFailed
+from dataclasses import dataclass
+from enum import Enum
 
-
-def decode_error(failed: LegFailed) -> BatonError:
-    """Return the error that a client receives for a failed decode leg."""
-    match failed.failure:
-        case Failure.LOST:
-            return DecodeServerLost(f"the decode server was lost: {failed}")
-        case Failure.TIMEOUT:
-            return DecodeServerTimeout(f"the decode server did not answer: {failed}")
-    return NoServerAvailable(f"no decode server could be had: {failed}")
+from proxy.upstream import Failure
 
 
-def may_fit_elsewhere(answer: Response, own: int | None, longest: int | None) -> bool:
-    """Return whether a request that a prefill server found too long may fit another.
+class DecodeOnlyReason(Enum):
+    """The values are labels of baton_proxy_requests and appear in the access log."""
 
-    Args:
-        own: context of the server that refused it, in tokens; None if not known.
-        longest: the longest context of all servers, in tokens; None if not known.
+    PLACED = "placed"  # a decode server alone was cheaper
+    INCOMPATIBLE = "incompatible"  # no decode server can read the KV
+    NO_PREFILL_SERVER = "no_prefill_server"
+    NO_KV_PARAMS = "no_kv_params"  # the prefill server's answer has none
+    PREFILL_BODY = "prefill_body"  # the body is too large for prefill servers
+    PREFILL_CONTEXT = "prefill_context"  # the prompt is too long for prefill servers
+    PREFILL_CHOICES = "prefill_choices"  # too many choices for prefill servers
+    DECODE_CHOICES = "decode_choices"  # too many choices for decode servers
+
+
+@dataclass(frozen=True)
+class DecodeOnly:
+    """No prefill server takes part.
+
+    Attributes:
+        reason: a DecodeOnlyReason, or how the last prefill server failed.
     """
-    if error_of(answer.body or b"") != ContextLengthExceeded.code:
-        return False
-    return own is not None and longest is not None and own < longest
+
+    reason: DecodeOnlyReason | Failure
+
+    @property
+    def label(self) -> str:
+        return str(self.reason.value)
+
+    @property
+    def needs_longest_context(self) -> bool:
+        return self.reason is DecodeOnlyReason.PREFILL_CONTEXT

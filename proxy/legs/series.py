@@ -1,32 +1,33 @@
-"""Metric series of legs that exist before their first event."""
+"""The series of labelled metrics that exist from the start."""
 
 from collections.abc import Iterator
 
 from protocol.errors import BatonError, RequestError
 from proxy.errors import MethodNotAllowed
+from proxy.failover import LOSS_REASONS, OUTCOMES
+from proxy.legs.outcome import DecodeOnlyReason
 from proxy.membership import Kind
-from proxy.relay import LOSS_REASONS
 from proxy.upstream import Failure
 
-# All reasons for which a server fails. A stream that was migrated is no failure.
-_FAILURES = [failure for failure in Failure if failure.value != "moved"]
+_SERVER_FAILURES = [failure for failure in Failure if failure is not Failure.MOVED]
 
 
-def known_series() -> Iterator[tuple[str, dict[str, str]]]:
-    """Return the series with labels that are exposed from the start, with the value 0.
+def initial_series() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the name and labels of each series that is exposed with 0 from the start.
 
-    `rate()` and `increase()` do not see the event with which a series appears, and an
-    event that alerts wait for may happen only once.
+    `rate()` and `increase()` do not see the event with which a series appears, and
+    what an alert waits for may happen only once.
     """
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = ["placed", "incompatible", "no_prefill_server", "no_kv_params"]
-    unfit = ["prefill_body", "prefill_context", "prefill_choices", "decode_choices"]
-    ways = {
+    reasons_by_path = {
         "pd": ["routed"],
         "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, *unfit, *(failure.value for failure in _FAILURES)],
+        "decode_only": [
+            *(reason.value for reason in DecodeOnlyReason),
+            *(failure.value for failure in _SERVER_FAILURES),
+        ],
     }
-    for path, reasons in ways.items():
+    for path, reasons in reasons_by_path.items():
         for reason in reasons:
             yield "baton_proxy_requests", {"path": path, "reason": reason}
     for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
@@ -34,21 +35,16 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
     for kind in Kind:
         yield "baton_proxy_retries", {"leg": kind.value}
         yield "baton_proxy_hints", {"leg": kind.value}
-        for failure in _FAILURES:
+        for failure in _SERVER_FAILURES:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels
-    for failure in LOSS_REASONS:
-        for outcome in (
-            "resumed",
-            "lost_again",
-            "failed",
-            "limit_reached",
-            "not_resumable",
-        ):
-            yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
+    for reason in LOSS_REASONS:
+        for outcome in OUTCOMES:
+            labels = {"reason": reason.value, "outcome": outcome}
+            yield "baton_proxy_resumes", labels
 
 
 def _statuses(root: type[BatonError]) -> set[int]:
-    """Return the HTTP statuses of the errors below `root`, including the proxy's."""
-    below = [_statuses(kind) for kind in root.__subclasses__()]
-    return {root.status}.union(*below)
+    """Return the HTTP statuses of `root` and of all errors derived from it."""
+    derived = [_statuses(error) for error in root.__subclasses__()]
+    return {root.status}.union(*derived)

@@ -1,7 +1,7 @@
-"""The page's files, read once at the start, and its one source of data, GET /ui/state.
+"""The page's files, which are read once at the start, and its data: GET /ui/state.
 
-Nothing comes from other hosts and no script from data: the policy in HEADERS sees to that in every
-browser. The files may be had by anyone; the data are for admins.
+The policy in HEADERS keeps browsers from loading anything from other hosts and from
+running scripts in the data. Everybody may read the files; the data are for admins.
 """
 
 from html import escape
@@ -22,8 +22,8 @@ TYPES = {
     "svg": b"image/svg+xml",
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = [
     (b"content-security-policy", POLICY),
@@ -34,13 +34,14 @@ HEADERS = [
 
 
 def _files() -> dict[str, tuple[bytes, bytes]]:
-    """Type and bytes by path."""
-    found = {}
+    """Return the content type and the bytes of each file, by path."""
+    files = {}
     for file in resources.files("proxy.ui").joinpath("assets").iterdir():
-        if (suffix := file.name.rpartition(".")[2]) in TYPES:
+        suffix = file.name.rpartition(".")[2]
+        if suffix in TYPES:
             path = "/" if file.name == "index.html" else f"/ui/{file.name}"
-            found[path] = (TYPES[suffix], file.read_bytes())
-    return found
+            files[path] = (TYPES[suffix], file.read_bytes())
+    return files
 
 
 FILES = _files()
@@ -49,15 +50,17 @@ PATHS = OPEN_PATHS | {STATE_PATH}
 
 
 def is_browser(scope: dict[str, Any]) -> bool:
-    """Whether a person opened this path in a browser: programs ask for no HTML."""
-    accepted = next(
-        (value for name, value in scope["headers"] if name == b"accept"), b""
-    )
-    return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted.lower()
+    """Return whether a browser opened this path; other clients accept no HTML."""
+    if scope["method"] not in ("GET", "HEAD"):
+        return False
+    for name, value in scope["headers"]:
+        if name == b"accept":
+            return b"text/html" in value.lower()
+    return False
 
 
 class Site(State):
-    """The state of one proxy, and the answers to GET and HEAD of `paths`: none unless `is_on`."""
+    """The page of one proxy: answers GET and HEAD of `paths`, if `is_on`."""
 
     open_paths = OPEN_PATHS
 
@@ -66,8 +69,10 @@ class Site(State):
         return PATHS if self.is_on else frozenset()
 
     def error_page(self, error: BatonError) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Headers and body that show an error to a person who has opened a path in a browser, with
-        links to the paths that have something to show."""
+        """Return headers and body of a page that shows an error in a browser.
+
+        The page links to the paths that have something to show.
+        """
         links = [
             ("/v1/models", "the models that are served"),
             ("/docs", "all paths of the API"),
@@ -86,18 +91,24 @@ class Site(State):
         return [*HEADERS, (b"content-type", TYPES["html"])], page.encode()
 
     async def answer(self, scope: dict[str, Any], reply: Reply) -> None:
-        """Raises InvalidRequest."""
+        """Answer a request for one of `paths`. Raises InvalidRequest."""
         path = scope["path"]
         if path == STATE_PATH:
-            asked = parse_qs(scope["query_string"].decode("latin-1"))
-            since, epoch = (asked.get(name, [""])[0] for name in ("since", "epoch"))
-            if since.strip("0123456789"):
-                told = f"since is {short_repr(since)}: give the `number` of the answer before, or 0"
-                raise InvalidRequest(told, param="since")
-            kind, data = (
-                b"application/json",
-                await self.since(int(since[:18] or 0), epoch),
-            )
+            content_type = b"application/json"
+            data = await self._state(scope["query_string"].decode("latin-1"))
         else:
-            kind, data = FILES[path]
-        await reply.answer(200, [*HEADERS, (b"content-type", kind)], data)
+            content_type, data = FILES[path]
+        headers = [*HEADERS, (b"content-type", content_type)]
+        await reply.answer(200, headers, data)
+
+    async def _state(self, query_string: str) -> bytes:
+        query = parse_qs(query_string)
+        since = query.get("since", [""])[0]
+        epoch = query.get("epoch", [""])[0]
+        if since.strip("0123456789"):
+            raise InvalidRequest(
+                f"since is {short_repr(since)}: give the `number` of the last answer, "
+                "or 0",
+                param="since",
+            )
+        return await self.since(int(since[:18] or 0), epoch)

@@ -1,9 +1,10 @@
-"""What the page shows: the servers, a ring of points in time, and a ring of requests.
+"""The data of the page: the servers, recent points in time, and recent requests.
 
-Requests are noted always, as they begin and end: an object for each. Servers are asked for their
-numbers only while a page asks here; all of them at once, ASKS_PER_S at most on the average. Every
-change gets the next number of one count, so that a page gets what came after the last it has seen;
-it makes rates of what is counted here. No texts are kept.
+Each request is recorded as an object when it starts and ends. Servers are queried for
+their statistics only while a page polls here: all at once, and POLLS_PER_S servers per
+second at most on average. Every change gets the next number of one counter, so a page
+receives what is newer than its last answer. The page computes rates from the counts. No
+texts of requests are stored.
 """
 
 import asyncio
@@ -26,25 +27,34 @@ from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 
 logger = get_logger(__name__)
 
-MAX_REQUESTS = 200  # that have ended
-MAX_RUNNING = 50  # the newest of those that have not
+MAX_REQUESTS = 200  # finished requests
+MAX_RUNNING = 50  # the newest running requests
 MAX_POINTS = 300
-MAX_SAMPLES = 64  # of a point
-MAX_COLUMNS = 200  # numbers of a point, for each kind of server
+MAX_SAMPLES = 64  # first-byte times per point
+MAX_COLUMNS = 200  # values per point and kind of server
 INTERVAL_S = 1.0
-ASKS_PER_S = 10  # of many servers each is asked less often
-LINGER_S = 10.0  # after the last question of a page
-ASK_TIMEOUT_S = 1.0
+POLLS_PER_S = 10  # with more servers, each is queried less often
+LINGER_S = 10.0  # servers are queried until so long after the last page's poll
+POLL_TIMEOUT_S = 1.0
 
-_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # are for the log alone
+_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # only the log may have addresses
 _decode = msgspec.json.Decoder(ServerStats).decode
-_NOTHING = ServerStats({}, {}, [], 0)
+_NO_STATS = ServerStats({}, {}, [], 0)
 Row = dict[str, Any]
 
 
 @dataclass(eq=False)
 class Request:
-    """A client's request. `reply` is let go at its end: a connection's buffers hang on it."""
+    """A client's request, as the page shows it.
+
+    Attributes:
+        reply: None after the end, because a reply holds a connection's buffers.
+        changed: number of the last change.
+        at: when it started, in Unix seconds.
+        end_s: seconds from the start to the end.
+        served: what each server did for it, by the server's name.
+        progress: number of legs, and whether bytes have arrived, when last seen.
+    """
 
     number: int
     id: str
@@ -55,13 +65,8 @@ class Request:
     at: float = field(default_factory=time.time)
     status: str | None = None
     end_s: float | None = None
-    served: dict[str, FinishedRequest] = field(
-        default_factory=dict
-    )  # by the server's name
-    seen: tuple[int, bool] = (
-        0,
-        False,
-    )  # legs, and whether bytes have come, at the last look
+    served: dict[str, FinishedRequest] = field(default_factory=dict)
+    progress: tuple[int, bool] = (0, False)
 
     def row(self) -> Row:
         trace = self.trace
@@ -80,20 +85,26 @@ class Request:
 
 
 @dataclass(eq=False)
-class Known:
-    """What a server has told, and how that is shown."""
+class ServerRow:
+    """The last statistics of a server, and its row on the page.
 
-    told: ServerStats = _NOTHING
-    problem: str = ""  # why it tells nothing
+    Attributes:
+        problem: why there are no statistics.
+        changed: number of the row's last change.
+    """
+
+    stats: ServerStats = _NO_STATS
+    problem: str = ""
     row: Row = field(default_factory=dict)
     changed: int = 0
 
 
 class State:
-    """
+    """The data of one proxy's page.
+
     Args:
-        is_on: otherwise nothing is noted.
-        has_keys: the proxy asks its clients for an API key.
+        is_on: if False, nothing is recorded.
+        has_keys: the proxy requires an API key from its clients.
     """
 
     def __init__(
@@ -101,92 +112,111 @@ class State:
     ) -> None:
         self.is_on = is_on
         self._has_keys = has_keys
-        self._fleet, self._upstream = fleet, upstream
+        self._fleet = fleet
+        self._upstream = upstream
         self._epoch = secrets.token_hex(8)
-        self._count = self._num_requests = 0
+        self._num_changes = 0
+        self._num_requests = 0
         self._running: dict[Reply, Request] = {}
-        self._ended: deque[Request] = deque()
+        self._finished: deque[Request] = deque()
         self._by_id: dict[str, Request] = {}
         self._totals = Counter({"ended": 0, "failed": 0, "pd": 0, "alone": 0})
-        self._known: dict[Server, Known] = {}
-        self._columns: dict[
-            str, int
-        ] = {}  # where a number is in points; only ever longer
+        self._servers: dict[Server, ServerRow] = {}
+        # The position of each value in points; columns are only ever added.
+        self._columns: dict[str, int] = {}
         self._columns_changed = 0
         self._points: deque[tuple[int, Row]] = deque(maxlen=MAX_POINTS)
-        self._first_bytes: list[float] = []  # since the last point, of streams (s)
-        self._asked_at = 0.0
+        self._first_bytes_s: list[float] = []  # of streams, since the last point
+        self._last_poll_at = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._has_looked = asyncio.Event()
+        self._has_data = asyncio.Event()
 
     # requests
 
     def began(self, path: str, reply: Reply) -> None:
+        """Record that a request has started."""
         if not self.is_on:
             return
         self._num_requests += 1
-        sent = as_text(reply.request_id).encode()  # which the servers call it by
-        told = sent.decode("latin-1")[:MAX_ID_CHARS]
+        # The id in the form in which servers receive and report it.
+        sent_id = as_text(reply.request_id).encode()
+        request_id = sent_id.decode("latin-1")[:MAX_ID_CHARS]
         request = Request(
-            self._num_requests, told, path, reply.trace, reply, self._next()
+            number=self._num_requests,
+            id=request_id,
+            path=path,
+            trace=reply.trace,
+            reply=reply,
+            changed=self._next_change(),
         )
-        self._running[reply] = self._by_id[told] = request
+        self._running[reply] = request
+        self._by_id[request_id] = request
 
     def ended(self, reply: Reply, status: str) -> None:
-        request, trace = self._running.pop(reply, None), reply.trace
-        if request is None:  # refused to a key, or the page is off
+        """Record that a request has ended."""
+        trace = reply.trace
+        request = self._running.pop(reply, None)
+        if request is None:  # it was refused before it started, or the page is off
             return
-        request.reply, request.changed = None, self._next()
-        request.status, request.end_s = status, trace.elapsed_s()
-        is_failed = status == "broken" or status.startswith("5")
+        request.reply = None
+        request.changed = self._next_change()
+        request.status = status
+        request.end_s = trace.elapsed_s()
         self._totals["ended"] += 1
-        self._totals["failed"] += is_failed
-        self._totals["alone"] += trace.decode_only != "-"
-        self._totals["pd"] += "-" not in (trace.prefill, trace.decode)
-        if (
-            reply.is_stream
-            and trace.first_byte_s
-            and len(self._first_bytes) < MAX_SAMPLES
-        ):
-            self._first_bytes.append(trace.first_byte_s)
-        self._ended.append(request)
-        if len(self._ended) > MAX_REQUESTS:
-            old = self._ended.popleft()
-            if self._by_id.get(old.id) is old:
-                del self._by_id[old.id]
+        if status == "broken" or status.startswith("5"):
+            self._totals["failed"] += 1
+        if trace.decode_only != "-":
+            self._totals["alone"] += 1
+        if "-" not in (trace.prefill, trace.decode):
+            self._totals["pd"] += 1
+        has_room = len(self._first_bytes_s) < MAX_SAMPLES
+        if reply.is_stream and trace.first_byte_s and has_room:
+            self._first_bytes_s.append(trace.first_byte_s)
+        self._finished.append(request)
+        if len(self._finished) > MAX_REQUESTS:
+            oldest = self._finished.popleft()
+            if self._by_id.get(oldest.id) is oldest:
+                del self._by_id[oldest.id]
 
     # pages
 
     async def since(self, number: int, epoch: str) -> bytes:
-        """What has changed after `number` of this `epoch`; all there is to a page of another."""
-        self._asked_at = time.monotonic()
+        """Return the changes after `number`, as JSON.
+
+        Args:
+            epoch: the epoch of the page's last answer. A page of another proxy process
+                gets everything.
+        """
+        self._last_poll_at = time.monotonic()
         if self._task is None or self._task.done():
-            self._has_looked.clear()
-            self._task = asyncio.create_task(self._watch())
-        await self._has_looked.wait()
+            self._has_data.clear()
+            self._task = asyncio.create_task(self._poll_servers())
+        await self._has_data.wait()
         after = number if epoch == self._epoch else -1
         running = list(islice(reversed(self._running.values()), MAX_RUNNING))
-        requests = [
-            one.row() for one in chain(self._ended, running) if one.changed > after
-        ]
-        known = {server.name: known for server, known in self._known.items()}
+        requests = chain(self._finished, running)
+        servers = {server.name: row for server, row in self._servers.items()}
+        changed_rows = {
+            name: server.row
+            for name, server in servers.items()
+            if server.changed > after
+        }
+        columns = None
+        if self._columns_changed > after:
+            columns = list(self._columns)
         return msgspec.json.encode(
             {
                 "epoch": self._epoch,
-                "number": self._count,
-                "at": time.time(),  # to which running requests have lasted
+                "number": self._num_changes,
+                "at": time.time(),  # running requests have lasted until now
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
-                "names": list(known),
-                "servers": {
-                    name: one.row for name, one in known.items() if one.changed > after
-                },
-                "columns": list(self._columns)
-                if self._columns_changed > after
-                else None,
+                "names": list(servers),
+                "servers": changed_rows,
+                "columns": columns,
                 "points": [point for changed, point in self._points if changed > after],
-                "running": [one.number for one in running],
-                "requests": requests,
+                "running": [request.number for request in running],
+                "requests": [each.row() for each in requests if each.changed > after],
             }
         )
 
@@ -199,123 +229,142 @@ class State:
 
     @property
     def _needs_key(self) -> bool:
-        """Whether clients need an API key: the proxy's, or one that it passes on to servers."""
-        return self._has_keys or any(s.health.is_bare for s in self._fleet.servers)
+        """Whether clients need an API key: of the proxy, or of servers behind it."""
+        if self._has_keys:
+            return True
+        return any(server.health.is_bare for server in self._fleet.servers)
 
     @property
     def _interval_s(self) -> float:
-        return max(INTERVAL_S, len(self._fleet.servers) / ASKS_PER_S)
+        return max(INTERVAL_S, len(self._fleet.servers) / POLLS_PER_S)
 
-    async def _watch(self) -> None:
-        self._first_bytes.clear()
-        while time.monotonic() < self._asked_at + LINGER_S:
+    async def _poll_servers(self) -> None:
+        """Query all servers periodically while pages poll."""
+        self._first_bytes_s.clear()
+        while time.monotonic() < self._last_poll_at + LINGER_S:
             try:
-                await self._look()
-            except Exception:  # our own bug must not leave a page without its state
-                logger.exception("what the page's look at the servers found")
-            self._has_looked.set()
+                await self._update()
+            except Exception:  # a bug of ours must not leave a page without data
+                logger.exception("updating the page's data failed")
+            self._has_data.set()
             await asyncio.sleep(self._interval_s)
 
-    async def _look(self) -> None:
-        servers = self._fleet.servers
-        self._known = {server: self._known.get(server) or Known() for server in servers}
-        await asyncio.gather(
-            *(self._ask(server, self._known[server]) for server in servers)
-        )
+    async def _update(self) -> None:
+        """Query all servers once, and add a point."""
+        rows: dict[Server, ServerRow] = {}
+        for server in self._fleet.servers:
+            rows[server] = self._servers.get(server) or ServerRow()
+        self._servers = rows
+        await asyncio.gather(*(self._query(server, rows[server]) for server in rows))
         for request in self._running.values():
-            seen = (len(request.trace.legs), request.trace.first_byte_s is not None)
-            if seen != request.seen:
-                request.seen, request.changed = seen, self._next()
-        for server, known in self._known.items():
-            row = _row(server, known)
-            if row != known.row:
-                known.row, known.changed = row, self._next()
-        self._points.append((self._next(), self._point()))
-        self._first_bytes.clear()
+            has_bytes = request.trace.first_byte_s is not None
+            progress = (len(request.trace.legs), has_bytes)
+            if progress != request.progress:
+                request.progress = progress
+                request.changed = self._next_change()
+        for server, server_row in self._servers.items():
+            row = _row(server, server_row)
+            if row != server_row.row:
+                server_row.row = row
+                server_row.changed = self._next_change()
+        change = self._next_change()
+        self._points.append((change, self._point()))
+        self._first_bytes_s.clear()
 
-    async def _ask(self, server: Server, known: Known) -> None:
-        known.problem, before = "not ready", known.told
-        known.told = ServerStats(before.server, {}, [], before.next)
+    async def _query(self, server: Server, row: ServerRow) -> None:
+        """Query one server for its statistics."""
+        row.problem = "not ready"
+        before = row.stats
+        row.stats = ServerStats(before.server, {}, [], before.next)
         if not server.health.ready:
             return
         if server.health.is_foreign:
-            known.problem = "it speaks vLLM's dialect, and tells no numbers"
+            row.problem = "it speaks vLLM's dialect, and reports no statistics"
             return
+        path = f"{STATS_PATH}?since={before.next}"
         try:
-            async with within(ASK_TIMEOUT_S):
-                path = f"{STATS_PATH}?since={before.next}"
+            async with within(POLL_TIMEOUT_S):
                 response = await self._upstream.send(
                     server.url, "GET", path, headers=[]
                 )
-                known.told = _decode(await response.read())
+                row.stats = _decode(await response.read())
         except (UpstreamError, TimeoutError):
-            known.problem = f"no numbers within {ASK_TIMEOUT_S:g} s"
+            row.problem = f"no statistics within {POLL_TIMEOUT_S:g} s"
         except msgspec.DecodeError:
-            known.problem = f"GET {STATS_PATH} answers with status {response.status}"
+            row.problem = f"GET {STATS_PATH} answers with status {response.status}"
         else:
-            known.problem = ""
-            self._served(server.name, known.told.served)
+            row.problem = ""
+            self._add_finished(server.name, row.stats.served)
 
-    def _served(self, name: str, told: Iterable[FinishedRequest]) -> None:
-        for served in told:
+    def _add_finished(self, name: str, finished: Iterable[FinishedRequest]) -> None:
+        """Add what a server did for requests of this proxy."""
+        for served in finished:
             request = self._by_id.get(served.id)
-            if request is not None and any(
-                name == asked for asked, _ in request.trace.legs
-            ):
+            if request is None:
+                continue
+            if any(name == tried for tried, _ in request.trace.legs):
                 request.served[name] = served
-                request.changed = self._next()
+                request.changed = self._next_change()
 
     def _point(self) -> Row:
-        """Counts since the servers' starts, to be compared where `of` is the same."""
+        """Return the counts since the servers' starts.
+
+        Two points may be compared if their `of` is the same.
+        """
         sums = {kind.value: Counter[str]() for kind in Kind}
-        for server, known in self._known.items():
-            if server.kind is Kind.DECODE or not self._fleet.find(
-                Kind.DECODE, server.url
-            ):
-                sums[server.kind.value].update(
-                    known.told.values
-                )  # once, if it is of both kinds
-        for name in {
-            name for counts in sums.values() for name in counts
-        } - self._columns.keys():
+        for server, row in self._servers.items():
+            # A server of both kinds counts once, as a decode server.
+            is_counted = server.kind is Kind.DECODE
+            if is_counted or not self._fleet.find(Kind.DECODE, server.url):
+                sums[server.kind.value].update(row.stats.values)
+        names = {name for counts in sums.values() for name in counts}
+        for name in names - self._columns.keys():
             if len(self._columns) < MAX_COLUMNS:
-                self._columns[name], self._columns_changed = (
-                    len(self._columns),
-                    self._next(),
-                )
+                self._columns[name] = len(self._columns)
+                self._columns_changed = self._next_change()
         rows = {
             kind: [counts[name] for name in self._columns]
             for kind, counts in sums.items()
         }
+        counted = tuple(
+            server.name for server, row in self._servers.items() if row.stats.values
+        )
         return {
             "at": time.time(),
-            "of": hash(
-                tuple(s.name for s, known in self._known.items() if known.told.values)
-            ),
-            "first_bytes": self._first_bytes[:],
+            "of": hash(counted),
+            "first_bytes": self._first_bytes_s[:],
             "open": len(self._running),
             **self._totals,
             **rows,
         }
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
+    def _next_change(self) -> int:
+        self._num_changes += 1
+        return self._num_changes
 
 
-def _row(server: Server, known: Known) -> Row:
-    health, told = server.health, known.told.server
+def _row(server: Server, server_row: ServerRow) -> Row:
+    """Return a server's row on the page."""
+    health = server.health
+    details = server_row.stats.server
+    public = {
+        name: value
+        for name, value in details.items()
+        if not name.startswith("side_channel")
+    }
+    models = health.models
+    if not models and "model" in details:
+        models = (details["model"],)
+    reason = _ADDRESS.sub("…", health.reason)
+    if health.ready:
+        reason = server_row.problem
     return {
-        **{
-            name: one
-            for name, one in told.items()
-            if not name.startswith("side_channel")
-        },
+        **public,
         "role": server.kind.value,
         "state": server.state,
-        "models": health.models or ([told["model"]] if "model" in told else []),
-        "reason": known.problem if health.ready else _ADDRESS.sub("…", health.reason),
+        "models": models,
+        "reason": reason,
         "circuit": server.circuit,
         "in_flight": server.in_flight,
-        "values": known.told.values,
+        "values": server_row.stats.values,
     }

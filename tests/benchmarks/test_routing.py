@@ -13,8 +13,8 @@ from benchmarks import routing
 from benchmarks.loads import BLOCK, MIXES, Request, Workload
 from benchmarks.routers import ProxyRouter
 from benchmarks.simulation import Engine, EngineTimes, Fleet
-from proxy.knowledge import Totals
-from proxy.placement import Ask
+from proxy.placement.request_profile import RequestProfile
+from proxy.placement.speed import StepTotals
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ class FixedShareRouter(ProxyRouter):
     accumulated = 0.0
 
     def place_prompt(self, request: Request) -> Engine:
-        profile = Ask(
+        profile = RequestProfile(
             request.prompt_tokens, request.hashes, BLOCK, request.output_tokens
         )
         self.accumulated += self.share
@@ -179,10 +179,10 @@ def test_wrong_load_estimates_lose_no_request(seed):
     class MisledRouter(ProxyRouter):
         def place_prompt(self, request: Request) -> Engine:
             engine = rng.choice(engines)
-            wrong_totals = Totals(*(rng.random() * 10**6 for _ in range(7)))
-            self.tracker.told(engine, rng.randrange(1, 10**6), wrong_totals)
+            wrong_totals = StepTotals(*(rng.random() * 10**6 for _ in range(7)))
+            self.tracker.on_report(engine, rng.randrange(1, 10**6), wrong_totals)
             if rng.random() < 0.3:
-                self.tracker.forget(engine)
+                self.tracker.forget_cache(engine)
             return super().place_prompt(request)
 
     fleet.router = MisledRouter(fleet, "auto", "auto")

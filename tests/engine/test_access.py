@@ -21,7 +21,7 @@ from protocol.http.access import check
 from protocol.metrics import Metrics
 from protocol.settings.server_options import ListenOptions
 from protocol.settings.settings import ProxySettings
-from proxy.keys import FileAccess, LimitedKey, Line
+from proxy.keys import FileAccess, KeyLine, LimitedKey
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until
 from tests.rigs.http_server import Running, serving
 from tests.rigs.scripted_engine import ScriptedEngine
@@ -234,7 +234,7 @@ async def test_requested_tokens_are_counted(tmp_path):
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 60)), max_size=60))
 def test_key_never_exceeds_its_token_rate(charges):
     now = [5.0]
-    key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
+    key = LimitedKey(KeyLine(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0
     for tokens, pause_s in charges:
         now[0] += pause_s
@@ -371,7 +371,7 @@ async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp
         await until(lambda: caplog.text.count("stay as they were") >= 2)
         assert admit(keys)  # and its usage is kept
         written(path, [{**one, "name": "new", "requests_per_minute": 6}])
-        await until(lambda: "read anew" in caplog.text)
+        await until(lambda: "reloaded" in caplog.text)
     now[0] += 10
     assert admit(keys) == 0 and admit(keys)
     watching.cancel()
@@ -383,7 +383,7 @@ A = '{"name": "a", "key": "12345678"'
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ("", "has 0 keys, not one or more, .*: write a JSON"),
+        ("", "has 0 keys; it must have at least one, .*: write a JSON"),
         ("# none\n", "has 0 keys"),
         ("alice", "line 1: JSON is malformed"),
         ("[1]", "line 1: Expected `object`"),
@@ -407,8 +407,14 @@ A = '{"name": "a", "key": "12345678"'
             "line 1: Expected `int` >= 1 - at .*max_concurrent",
         ),
         (A + '}\n\n{"name": "a", "key": "12345679"}', "line 3: the name of a is"),
-        (A + '}\n{"name": "b", "key": "12345678"}', "line 2: the key of b is an"),
-        ('{"name": "a", "key": "sk-alice-0123456789"}', "line 1: the key of a is an"),
+        (
+            A + '}\n{"name": "b", "key": "12345678"}',
+            "line 2: the key of b is used twice",
+        ),
+        (
+            '{"name": "a", "key": "sk-alice-0123456789"}',
+            "line 1: the key of a is used twice",
+        ),
         ('{"name": "api-key-1", "key": "12345678"}', "the name of api-key-1 is"),
         (A + "}\n#" + "x" * (1 << 23), "at most 10000 keys"),
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),

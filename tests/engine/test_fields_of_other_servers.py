@@ -45,7 +45,7 @@ async def test_version_is_reported(side: str, tokenizer: Tokenizer) -> None:
 async def test_model_card_has_the_same_root_at_proxy_and_server(tokenizer):
     async with serving(tokenizer) as server:
         reported = (await server.http.get("/v1/models")).json()["data"][0]
-    async with Rig(decode=[Fake(decodes, told={"model": "m"})]) as rig:
+    async with Rig(decode=[Fake(decodes, details={"model": "m"})]) as rig:
         proxied = (await rig.client.get("/v1/models/m")).json()
     for card in (reported, proxied):
         assert (card["id"], card["root"], card["parent"]) == ("m", "m", None)

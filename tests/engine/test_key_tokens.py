@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import RateLimited
 from protocol.messages import AddRequest, TokenDelta
-from proxy.keys import LimitedKey, Line
+from proxy.keys import KeyLine, LimitedKey
 from tests.proxy.fakes import Behave, Fake, Rig, Waits, answers, fails, streams, until
 from tests.rigs.http_server import SECRET, Running, end, serving_4k
 
@@ -163,7 +163,7 @@ async def test_frames_contain_tokens_that_no_event_shows(tokenizer, tmp_path):
 )
 def test_key_never_exceeds_its_token_limit_over_time(requests):
     now = [5.0]
-    key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
+    key = LimitedKey(KeyLine(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0
     for estimated, used, pause_s in requests:
         now[0] += pause_s

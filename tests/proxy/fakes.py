@@ -1,7 +1,7 @@
-"""Real HTTP servers that play prefill and decode servers, and a proxy in front of them.
+"""HTTP servers that imitate prefill and decode servers, and a proxy in front of them.
 
-Everything runs in one event loop, over loopback: `async with Rig(...)` in a test that is a
-coroutine. What a fake does with a generation request is its `behave` coroutine.
+Everything runs in one event loop, over loopback: use `async with Rig(...)` in a test
+that is a coroutine. The `behave` coroutine of a fake answers its generation requests.
 """
 
 import asyncio
@@ -28,22 +28,27 @@ from tests.rigs.uvicorn_polls import shorten_uvicorn_polls
 shorten_uvicorn_polls()
 LIMIT_S = 120.0
 KV_PARAMS = {
-    "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "engine-1",
-    "remote_block_ids": [4, 5, 6], "remote_host": "127.0.0.1", "remote_port": 1, "lease_s": 30.0,
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "remote_engine_id": "engine-1",
+    "remote_block_ids": [4, 5, 6],
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "lease_s": 30.0,
     "signature": "00ff",
-}  # fmt: skip
-LENT = {"sender_releases": True, **KV_PARAMS}  # as a decode server gets them
+}
+LENT = {"sender_releases": True, **KV_PARAMS}  # the form that decode servers receive
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns when the condition holds; the test's own time limit ends the wait."""
+    """Return when the condition holds; the time limit of the test ends the wait."""
     while not condition():
         await asyncio.sleep(0.002)
 
 
 @dataclass
 class Call:
-    """A request that a fake got, and the means to answer it."""
+    """A request that a fake received, and the means to answer it."""
 
     path: str
     headers: dict[str, str]
@@ -62,19 +67,19 @@ class Call:
         self, status: int, value: object, headers: dict[str, str] | None = None
     ) -> None:
         body = json.dumps(value).encode()
-        of_body = {"content-type": "application/json", "content-length": str(len(body))}
-        await self.start(status, of_body | (headers or {}))
+        body_headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+        }
+        await self.start(status, body_headers | (headers or {}))
         await self.write(body, more=False)
 
     async def start(
         self, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
-        given = (
-            {"content-type": "text/event-stream; charset=utf-8"}
-            if headers is None
-            else headers
-        )
-        pairs = [(name.encode(), value.encode()) for name, value in given.items()]
+        if headers is None:
+            headers = {"content-type": "text/event-stream; charset=utf-8"}
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self.send(
             {"type": "http.response.start", "status": status, "headers": pairs}
         )
@@ -82,14 +87,14 @@ class Call:
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def gone(self) -> None:
-        """Returns when the other side has closed the connection."""
+    async def disconnected(self) -> None:
+        """Return when the other side has closed the connection."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
 
 class Drop(Exception):
-    """Raised by a behaviour: the connection ends here (after the head: without an end)."""
+    """Raised by a behaviour to close the connection at once, in the middle of a body."""
 
 
 Behave = Callable[[Call], Awaitable[None]]
@@ -98,7 +103,7 @@ Behave = Callable[[Call], Awaitable[None]]
 def answers(
     status: int, value: object, headers: dict[str, str] | None = None
 ) -> Behave:
-    """A behaviour that answers so, always."""
+    """Return a behaviour that answers every request with this response."""
 
     async def behave(call: Call) -> None:
         await call.answer(status, value, headers)
@@ -123,16 +128,24 @@ async def drops(call: Call) -> None:
 
 
 class Waits:
-    """A behaviour that begins with `sends`, if anything, and goes on with `then` once `go` is set;
-    without it, when the other side has hung up."""
+    """A behaviour that waits in the middle of a request.
+
+    Args:
+        then: the behaviour that continues when `go` is set; None: the request ends when
+            the other side disconnects.
+        sends: the start of a stream that is sent before the wait.
+
+    Attributes:
+        begun: set when a request has arrived and `sends` has been sent.
+        left: set when the other side has disconnected.
+    """
 
     def __init__(self, then: Behave | None = None, sends: bytes = b"") -> None:
-        self._then, self._sends = then, sends
-        self.begun, self.go, self.left = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self._then = then
+        self._sends = sends
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
+        self.left = asyncio.Event()
 
     async def __call__(self, call: Call) -> None:
         if self._sends:
@@ -143,16 +156,20 @@ class Waits:
             await self.go.wait()
             await self._then(call)
         else:
-            await call.gone()
+            await call.disconnected()
             self.left.set()
 
 
 async def hangs(call: Call) -> None:
-    await call.gone()
+    await call.disconnected()
 
 
 def streams(*events: bytes, ends: bool = True) -> Behave:
-    """A behaviour that streams these; without an end it drops the connection."""
+    """Return a behaviour that streams these events.
+
+    Args:
+        ends: False: it drops the connection after the events.
+    """
 
     async def behave(call: Call) -> None:
         await call.start()
@@ -166,7 +183,7 @@ def streams(*events: bytes, ends: bool = True) -> Behave:
 
 
 async def breaks_off(call: Call) -> None:
-    """An answer whose body ends too soon."""
+    """Answer with a body that ends before its announced length."""
     await call.start(200, {"content-type": "application/json", "content-length": "100"})
     await call.write(b'{"kv_tr')
     raise Drop
@@ -174,14 +191,28 @@ async def breaks_off(call: Call) -> None:
 
 async def decodes(call: Call) -> None:
     if call.body.get("stream"):
-        events = (b'data: {"text": "one"}\n\n', b'data: {"text": "two"}\n\n')
-        await streams(*events, b"data: [DONE]\n\n")(call)
+        stream = streams(
+            b'data: {"text": "one"}\n\n',
+            b'data: {"text": "two"}\n\n',
+            b"data: [DONE]\n\n",
+        )
+        await stream(call)
     else:
         await call.answer(200, {"text": "onetwo"}, D_KV)
 
 
 class Fake:
-    """One server. `calls` are the generation requests it got, `releases` what it may let go of."""
+    """One server.
+
+    Attributes:
+        details: additional members of its answer at GET /ready.
+        pages: behaviours by path, which take precedence over everything else.
+        calls: the generation requests that it received.
+        releases: the requests to release KV that it received.
+        stats_calls: the requests for statistics that the proxy's page caused.
+        polls: number of health checks.
+        silent: it does not answer health checks.
+    """
 
     def __init__(
         self,
@@ -192,11 +223,11 @@ class Fake:
         max_num_seqs: int | None = None,
         role: str | None = None,
         on_release: Behave = releases,
-        told: dict[str, Any] | None = None,
+        details: dict[str, Any] | None = None,
         pages: dict[str, Behave] | None = None,
     ) -> None:
-        self.told = told or {}  # of itself at GET /ready
-        self.pages = pages or {}  # by path, instead of all else
+        self.details = details or {}
+        self.pages = pages or {}
         self.behave = behave
         self.on_release = on_release
         self.role = role
@@ -205,19 +236,21 @@ class Fake:
         self.calls: list[Call] = []
         self.releases: list[Call] = []
         self.on_stats: Behave = answers(404, {})
-        self.looks: list[Call] = []  # of the proxy's page
+        self.stats_calls: list[Call] = []
         self.polls = 0
-        self.silent = False  # to health checks
+        self.silent = False
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._task: asyncio.Task[None] | None = None
         self._server: uvicorn.Server | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        raw, more = b"", True
+        raw = b""
+        more = True
         while more:
             message = await receive()
-            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+            raw += message.get("body", b"")
+            more = message.get("more_body", False)
         headers = {
             name.decode(): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -230,19 +263,12 @@ class Fake:
             return
         if call.path == "/ready":
             if self.silent:
-                await call.gone()
+                await call.disconnected()
                 return
-            told = {
-                **self.told,
-                **({} if self.ready else {"reason": "the engine is starting"}),
-            }
-            if self.role is not None:
-                told["role"] = self.role
-            told.update((name, n) for name, n in self.room.items() if n is not None)
-            await call.answer(200 if self.ready else 503, told)
+            await call.answer(200 if self.ready else 503, self._ready_report())
             return
         if call.path == STATS_PATH:
-            self.looks.append(call)
+            self.stats_calls.append(call)
             await self.on_stats(call)
             return
         is_release = call.path == "/release_kv"
@@ -252,6 +278,17 @@ class Fake:
         except Drop:
             scope["extensions"]["drop"]()
 
+    def _ready_report(self) -> dict[str, Any]:
+        report = dict(self.details)
+        if not self.ready:
+            report["reason"] = "the engine is starting"
+        if self.role is not None:
+            report["role"] = self.role
+        for name, limit in self.room.items():
+            if limit is not None:
+                report[name] = limit
+        return report
+
     def start(self) -> None:
         config = uvicorn.Config(
             self,
@@ -259,13 +296,14 @@ class Fake:
             log_config=None,
             access_log=False,
             http=_DroppingProtocol,
-            timeout_keep_alive=600,  # idle is not who shares a late event loop
+            # A connection is not idle only because the shared event loop is delayed.
+            timeout_keep_alive=600,
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.listener]))
 
     async def stop(self) -> None:
-        """Ends it as a crash would: connections break, the port refuses."""
+        """End it like a crash: connections break, and the port refuses new ones."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = self._server.force_exit = True
             for connection in list(self._server.server_state.connections):
@@ -284,7 +322,7 @@ class _QuietServer(uvicorn.Server):
 
 
 class _DroppingProtocol(HttpToolsProtocol):
-    """Lets an application end its connection without another byte."""
+    """Lets an application close its connection without another byte."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -292,13 +330,14 @@ class _DroppingProtocol(HttpToolsProtocol):
 
 
 class Rig:
-    """Fakes, a proxy, and a client of it.
+    """Fakes, a proxy, and a client of the proxy.
 
     Args:
-        ready: wait until the proxy has found every fake ready that says so.
+        ready: wait until the proxy has the same readiness of every fake as the fake.
+        fixed_series: check at the end that no request has added a metric series.
 
     Attributes:
-        series: exposed at the start, to which no request may add one (`fixed_series`).
+        series: the metric series that are exposed at the start.
     """
 
     def __init__(
@@ -332,7 +371,7 @@ class Rig:
         self.server = ProxyServer(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         await until(lambda: self.server.started)
-        self.series = self._counting()
+        self.series = self._counter_series()
         self.client = httpx.AsyncClient(
             base_url=self.url,
             timeout=LIMIT_S,
@@ -341,15 +380,15 @@ class Rig:
             limits=httpx.Limits(max_connections=None),
         )
         if self._wait:
-            await until(self._all_known)
+            await until(self._all_polled)
         return self
 
-    def _all_known(self) -> bool:
+    def _all_polled(self) -> bool:
         fakes = (*self.prefill, *self.decode)
         return all(self.is_ready(at) == fake.ready for at, fake in enumerate(fakes))
 
     def is_ready(self, at: int) -> bool:
-        """Whether the proxy finds a fake ready; prefill servers come first."""
+        """Whether the proxy considers a fake ready; prefill servers come first."""
         return self.app.fleet.servers[at].health.ready
 
     def in_flight(self) -> float:
@@ -363,13 +402,14 @@ class Rig:
         self.server.should_exit = True
         await self.task
         await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
-        is_same = self._counting() == self.series or not self._fixed_series
-        assert is_same, "all are exposed before they count anything"
+        if self._fixed_series:
+            # All series are exposed before they count anything.
+            assert self._counter_series() == self.series
 
-    def _counting(self) -> set[str]:
-        """The names and labels of metrics that count with labels."""
+    def _counter_series(self) -> set[str]:
+        """Return the names and labels of the proxy's metrics with labels."""
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
-        self.app._members.show()
+        self.app._members.update_metrics()
         lines = self.app.metrics.expose().decode().splitlines()
         return {
             line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))
@@ -382,7 +422,7 @@ class Rig:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        self.app._members.show()
+        self.app._members.update_metrics()
         return metric(self.app.metrics, name, **labels)
 
     def decode_only(self, reason: str) -> float:

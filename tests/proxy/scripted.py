@@ -65,6 +65,6 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
 
 
 async def until_closed(script: Script, num: int) -> None:
-    """Returns when so many of its connections have ended."""
+    """Return when this many connections of the server have ended."""
     while script.num_closed < num:
         await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Full queues, deadlines and clients that do not read: the proxy in front of scripted servers."""
+"""Full queues, deadlines and clients that do not read, with fake servers."""
 
 import asyncio
 import json
@@ -34,64 +34,57 @@ def fleet(*behaviours: Behave) -> list[Fake]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "status", "retry_after", "num_asked"),
+    ("prefill", "decode", "status", "retry_after", "num_calls"),
     [
         ((full(9), prefills), (decodes,), 200, None, (1, 1, 1)),
         ((prefills,), (full(9), decodes), 200, None, (1, 1, 1)),
-        ((full(9), full(4)), (decodes,), 429, "4", (1, 1, 0)),  # D is not to do it all
+        # The decode server does not compute the prompt instead.
+        ((full(9), full(4)), (decodes,), 429, "4", (1, 1, 0)),
         ((prefills,), (full(9), full(20)), 429, "9", (1, 1, 1)),
         ((), (full(9),), 429, "9", (1,)),
-        (
-            (prefills,),
-            (full(7, "access"), decodes),
-            429,
-            "7",
-            (1, 1, 0),
-        ),  # a key's own limit
+        # The limit of an API key is no full queue.
+        ((prefills,), (full(7, "access"), decodes), 429, "7", (1, 1, 0)),
     ],
 )
-async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_to_come_back(
-    prefill, decode, status, retry_after, num_asked
+async def test_full_server_is_skipped_and_429_has_the_shortest_wait_if_all_are_full(
+    prefill, decode, status, retry_after, num_calls
 ):
     async with Rig(fleet(*prefill), fleet(*decode), routing="round_robin") as rig:
         answer = await rig.complete()
-        assert (answer.status_code, answer.headers.get("retry-after")) == (
-            status,
-            retry_after,
-        )
+        assert answer.status_code == status
+        assert answer.headers.get("retry-after") == retry_after
         if status == 429:
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         fakes = (*rig.prefill, *rig.decode)
-        assert tuple(len(fake.calls) for fake in fakes) == num_asked
+        assert tuple(len(fake.calls) for fake in fakes) == num_calls
         if status == 429 and prefill and rig.prefill[0].behave is prefills:
-            await until(lambda: len(rig.prefill[0].releases) == 1)  # its KV goes home
-        assert rig.in_flight() == 0 and all(map(rig.is_ready, range(len(fakes))))
+            await until(lambda: len(rig.prefill[0].releases) == 1)
+        assert rig.in_flight() == 0
+        assert all(rig.is_ready(index) for index in range(len(fakes)))
 
 
-async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_urgent():
-    prefill, decode = fleet(prefills), fleet(full(50))
+async def test_full_server_still_receives_shorter_and_more_urgent_requests():
+    prefill = fleet(prefills)
+    decode = fleet(full(50))
     async with Rig(prefill, decode) as rig:
-        for priority, length, num_asked in (
+        for priority, length, num_calls in (
             *((0, 400, 1), (0, 400, 1), (3, 400, 1), (0, 900, 1)),
             *((-1, 400, 2), (0, 400, 2), (0, 100, 3), (3, 100, 3), (0, 300, 3)),
         ):
             refused = await rig.complete(prompt="x" * length, priority=priority)
-            assert (
-                refused.status_code == 429
-                and 49 <= int(refused.headers["retry-after"]) <= 50
-            )
-            assert len(prefill[0].calls) == len(decode[0].calls) == num_asked
+            assert refused.status_code == 429
+            assert 49 <= int(refused.headers["retry-after"]) <= 50
+            assert len(prefill[0].calls) == len(decode[0].calls) == num_calls
         answer = await rig.client.post("/tokenize", json={"prompt": "a"})
-        assert answer.status_code == 429 and len(decode[0].calls) == num_asked + 1
+        assert answer.status_code == 429 and len(decode[0].calls) == num_calls + 1
 
 
-async def test_prompts_that_foreign_prefill_servers_have_yet_to_compute_are_a_queue():
-    """Servers without an admission of their own, as vLLM's, are full by estimate."""
+async def test_foreign_prefill_servers_are_full_by_estimate():
+    """Servers such as vLLM's have no admission control. The prompt takes 0.1 s."""
     waits = Waits(prefills_as_vllm)
-    slow = vllm(waits, "m"), vllm(decodes_as_vllm, "m")
-    async with Rig(
-        [slow[0]], [slow[1]], max_queue_s=0.05
-    ) as rig:  # it takes 0.1 s, as estimated
+    prefill = vllm(waits, "m")
+    decode = vllm(decodes_as_vllm, "m")
+    async with Rig([prefill], [decode], max_queue_s=0.05) as rig:
         first = asyncio.create_task(rig.complete(prompt="x" * 40_000))
         await waits.begun.wait()
         refused = await rig.complete()
@@ -105,7 +98,7 @@ CONTEXT = 1000
 
 
 def refuses_then(then: Behave) -> Behave:
-    """A behaviour that refuses prompts of more than 10,000 bytes, as too long for the context."""
+    """Return a behaviour that refuses bodies of more than 10,000 bytes as too long."""
 
     async def behave(call: Call) -> None:
         if len(call.raw) > 10_000:
@@ -117,65 +110,68 @@ def refuses_then(then: Behave) -> Behave:
     return behave
 
 
-async def test_a_prompt_that_will_be_refused_locks_no_other_out():
-    """However long it takes its server to see that, and however many tokens its bytes might be."""
+async def test_prompt_that_will_be_refused_counts_as_one_full_context():
+    """Its bytes may be many tokens, and its server may take long to refuse it."""
     waits = Waits(refuses_then(prefills))
     prefill = Fake(waits, max_model_len=CONTEXT)
     decode = Fake(decodes, max_model_len=CONTEXT)
     async with Rig([prefill], [decode], max_queue_s=0.01) as rig:
-        knowledge = rig.app.knowledge
+        load_tracker = rig.app.load_tracker
         first = asyncio.create_task(rig.complete(prompt="x" * 4_000_000))
         await waits.begun.wait()
         server = rig.app.fleet.of[Kind.PREFILL][0]
-        assert knowledge.wait_s(server) < 1.0, "as one prompt that fills the context"
+        assert load_tracker.wait_s(server) < 1.0
         prefill.behave = refuses_then(prefills)
         for number in range(5):
             assert (await rig.complete(prompt=f"{number}")).status_code == 200
-        known = len(knowledge._prefixes), len(knowledge._ends)
+        sizes = (len(load_tracker._prefixes), len(load_tracker._tails))
         waits.go.set()
         assert (await first).status_code == 400
         for number in range(5):
             refused = await rig.complete(prompt=f"{number}" * 20_000)
             assert refused.status_code == 400
-        assert (len(knowledge._prefixes), len(knowledge._ends)) == known, (
-            "it leaves no trace"
-        )
-        assert not knowledge._coming and knowledge.loads[server].prompts == 0
+        # The refused prompts leave nothing behind.
+        assert (len(load_tracker._prefixes), len(load_tracker._tails)) == sizes
+        assert not load_tracker._pending_blocks
+        assert load_tracker.loads[server].num_prompts == 0
 
 
-async def test_a_server_of_ours_refuses_by_itself_what_the_proxy_believes_to_be_too_much():
+async def test_proxy_leaves_the_refusal_to_servers_with_admission_control():
     waits = Waits(prefills)
     async with Rig(fleet(waits), max_queue_s=0.01) as rig:
-        asked = [
+        requests = [
             asyncio.create_task(rig.complete(prompt="x" * 400_000)) for _ in range(3)
         ]
         await until(lambda: len(rig.prefill[0].calls) == 3)
         waits.go.set()
-        assert {(await one).status_code for one in asked} == {200}
+        assert {(await request).status_code for request in requests} == {200}
 
 
-@pytest.mark.parametrize("given", [61, 2146, 26_970])
-async def test_no_client_is_told_to_wait_for_more_than_a_minute(given):
-    async with Rig([], fleet(full(given))) as rig:
+@pytest.mark.parametrize("retry_after", [61, 2146, 26_970])
+async def test_retry_after_is_at_most_a_minute(retry_after):
+    async with Rig([], fleet(full(retry_after))) as rig:
         refused = await rig.complete()
         assert refused.headers["retry-after"] == f"{MAX_RETRY_AFTER_S}" == "60"
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-async def test_a_full_trial_queue_concerns_requests_with_new_schemas_alone(kind):
+async def test_full_trial_queue_refuses_only_requests_with_new_schemas(kind):
     def refuses_schemas(then: Behave) -> Behave:
         async def behave(call: Call) -> None:
-            await (full(5, "grammar") if "structured_outputs" in call.body else then)(
-                call
-            )
+            if "structured_outputs" in call.body:
+                await full(5, "grammar")(call)
+            else:
+                await then(call)
 
         return behave
 
-    prefill, decode = fleet(refuses_schemas(prefills)), fleet(refuses_schemas(decodes))
-    (decode if kind is Kind.PREFILL else prefill)[0].behave = (
-        decodes if kind is Kind.PREFILL else prefills
-    )
-    async with Rig(prefill, decode) as rig:
+    prefill: Behave = prefills
+    decode: Behave = decodes
+    if kind is Kind.PREFILL:
+        prefill = refuses_schemas(prefill)
+    else:
+        decode = refuses_schemas(decode)
+    async with Rig(fleet(prefill), fleet(decode)) as rig:
         for _ in range(3):
             refused = await rig.complete(structured_outputs={"regex": "a"})
             error = refused.json()["error"]
@@ -185,7 +181,7 @@ async def test_a_full_trial_queue_concerns_requests_with_new_schemas_alone(kind)
 
 
 @pytest.mark.parametrize("bound", ["max_in_flight", "max_held_bytes"])
-async def test_only_so_many_requests_are_under_way(bound):
+async def test_requests_in_flight_have_a_limit(bound):
     waits = Waits(decodes)
     async with Rig([], fleet(waits), **{bound: 1}) as rig:
         first = asyncio.create_task(rig.complete())
@@ -199,37 +195,35 @@ async def test_only_so_many_requests_are_under_way(bound):
         assert (await rig.complete()).status_code == 200
 
 
-# -- deadlines -----------------------------------------------------------------------------------
+# -- deadlines
 
 SOON = {"x-request-timeout-s": "0.2"}
 SOON_LINE = "x-request-timeout-s: 0.02"
 
 
-@pytest.mark.parametrize("given", ["0", "soon", "-3"])
-async def test_a_time_that_is_none_is_refused(given):
+@pytest.mark.parametrize("timeout", ["0", "soon", "-3"])
+async def test_invalid_timeout_is_refused(timeout):
     async with Rig() as rig:
-        answer = await rig.complete(headers={"x-request-timeout-s": given})
+        answer = await rig.complete(headers={"x-request-timeout-s": timeout})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "x-request-timeout-s")
         assert not rig.prefill[0].calls
 
 
 @pytest.mark.parametrize("default", [False, True])
-async def test_servers_are_told_what_is_left_of_the_time(default):
+async def test_servers_receive_the_time_that_is_left(default):
     options = {"request_timeout_s": 50.0} if default else {}
     async with Rig(**options) as rig:
-        given = None if default else {"x-request-timeout-s": "50"}
-        assert (await rig.complete(headers=given)).status_code == 200
-        told = [
+        headers = None if default else {"x-request-timeout-s": "50"}
+        assert (await rig.complete(headers=headers)).status_code == 200
+        times_left_s = [
             float(fake.calls[0].headers["x-request-timeout-s"])
             for fake in (*rig.prefill, *rig.decode)
         ]
-        assert 51.0 >= told[0] >= told[1] > 1.0
+        assert 51.0 >= times_left_s[0] >= times_left_s[1] > 1.0
     now = asyncio.get_running_loop().time()
-    for left_s, header in (
-        (0, b"1.000"),
-        (MAX_S, b"1000000.000"),
-    ):  # the proxy's end comes first
+    # Servers get one second more, so that the proxy ends the request first.
+    for left_s, header in ((0, b"1.000"), (MAX_S, b"1000000.000")):
         assert Deadline(50.0, now + left_s).header()[1] == header
 
 
@@ -239,7 +233,7 @@ async def test_servers_are_told_what_is_left_of_the_time(default):
     ids=["in prefill", "in decode"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_expired_request_is_504_and_its_legs_end(
+async def test_expired_request_is_504_and_its_legs_end(
     prefill, decode, gives_back, stream
 ):
     async with Rig(fleet(prefill), fleet(decode)) as rig:
@@ -248,10 +242,11 @@ async def test_an_expired_request_is_504_and_its_legs_end(
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         await until(lambda: len(rig.prefill[0].releases) == 1)
         assert gives_back in rig.prefill[0].releases[0].body["kv_transfer_params"]
-        assert rig.in_flight() == 0 and all(map(rig.is_ready, range(2)))
+        assert rig.in_flight() == 0
+        assert rig.is_ready(0) and rig.is_ready(1)
 
 
-async def test_an_expired_stream_ends_in_an_error_event():
+async def test_expired_stream_ends_with_an_error_event():
     waits = Waits(sends=b'data: {"text": "one"}\n\ndata: {"te')
     async with Rig(decode=fleet(waits)) as rig:
         answer = await rig.complete(headers=SOON, stream=True)
@@ -264,7 +259,7 @@ async def test_an_expired_stream_ends_in_an_error_event():
         assert rig.in_flight() == 0
 
 
-async def test_a_body_that_comes_too_late_is_504():
+async def test_body_that_arrives_too_late_is_504():
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         lines = (
@@ -279,9 +274,11 @@ async def test_a_body_that_comes_too_late_is_504():
         assert not rig.prefill[0].calls
 
 
-async def test_a_client_that_does_not_read_holds_its_server_back():
-    """Nothing piles up here: the server's own connection fills, and the server knows what to do."""
-    sent, is_over, piece = 0, False, b'data: {"text": "' + b"x" * 60_000 + b'"}\n\n'
+async def test_client_that_does_not_read_slows_its_server_down():
+    """The proxy buffers a bounded amount: the server's own connection fills up."""
+    sent = 0
+    is_over = False
+    piece = b'data: {"text": "' + b"x" * 60_000 + b'"}\n\n'
 
     async def floods(call: Call) -> None:
         nonlocal sent
@@ -299,12 +296,11 @@ async def test_a_client_that_does_not_read_holds_its_server_back():
         )
         sock.sendall(head + body)
         before = -1
-        while before < sent or not sent:  # until half a second brings no more
+        while before < sent or not sent:  # until nothing is sent for half a second
             before = sent
             await asyncio.sleep(0.5)
-        assert (
-            sent < 64 << 20
-        )  # what five sockets hold, however large the system lets them grow
+        # Five sockets hold less than this, however large the system lets them grow.
+        assert sent < 64 << 20
         is_over = True
         sock.close()
         await until(lambda: rig.in_flight() == 0)

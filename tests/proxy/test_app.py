@@ -1,4 +1,4 @@
-"""What the proxy answers by itself, how requests end, and how the proxy ends."""
+"""The proxy's own answers, the ends of requests, and the shutdown of the proxy."""
 
 import asyncio
 import json
@@ -26,12 +26,10 @@ async def _pieces() -> Any:
         (b"", 400, "not valid JSON"),
         (b'{"prompt": "' + b"x" * 1000 + b'"}', 413, "the limit is 1000"),
         (b'{"prompt": "' + b"x" * 100_000 + b'"}', 413, "the limit is 1000"),
-        (None, 413, "more than 1000 bytes"),  # whose length is not announced
+        (None, 413, "more than 1000 bytes"),  # sent without a Content-Length
     ],
 )
-async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
-    content, status, words
-):
+async def test_invalid_bodies_are_refused_and_reach_no_server(content, status, words):
     async with Rig(max_body_bytes=1000) as rig:
         sent = _pieces() if content is None else content
         response = await rig.client.post("/v1/completions", content=sent)
@@ -43,10 +41,8 @@ async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
         assert rig.prefill[0].calls == rig.decode[0].calls == []
         longest = b'{"p": "' + b"x" * 991 + b'"}'
         again = await rig.client.post("/v1/completions", content=longest)
-        assert (len(longest), again.status_code) == (
-            1000,
-            200,
-        )  # the connection is fit for use
+        # The connection can still be used.
+        assert (len(longest), again.status_code) == (1000, 200)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,9 @@ async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
         ("DELETE", "/v1/models", 405, "use GET"),
     ],
 )
-async def test_unknown_paths_and_methods_are_named(method, path, status, words):
+async def test_errors_for_unknown_paths_and_methods_name_the_fix(
+    method, path, status, words
+):
     async with Rig() as rig:
         response = await rig.client.request(method, path)
         assert response.status_code == status
@@ -77,7 +75,7 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/v2/<b>", "/v1/completions"])
-async def test_a_browser_that_opens_a_path_without_content_gets_a_page_with_links(path):
+async def test_browser_gets_a_page_with_links_for_a_path_without_content(path):
     async with Rig() as rig:
         page = await rig.client.get(path, headers=BROWSER)
         assert page.status_code in (404, 405)
@@ -85,7 +83,7 @@ async def test_a_browser_that_opens_a_path_without_content_gets_a_page_with_link
         assert "default-src 'none'" in page.headers["content-security-policy"]
         for link in ("/", "/v1/models", "/docs"):
             assert f'<a href="{link}">' in page.text
-        assert "<b>" not in page.text, "what a path contains is text"
+        assert "<b>" not in page.text, "the path is escaped"
         plain = await rig.client.get(path)
         assert plain.json()["error"]["message"]
     async with Rig(ui=False) as rig:
@@ -100,14 +98,14 @@ async def test_the_base_url_names_the_list_of_models():
             assert "base URL" in response.text and "GET /v1/models" in response.text
 
 
-async def test_a_browser_without_a_key_gets_a_page_too():
+async def test_browser_without_a_key_gets_a_page_too():
     async with Rig(api_key=("a client's key",)) as rig:
         page = await rig.client.get("/v1/models", headers=BROWSER)
         assert page.status_code == 401 and page.text.startswith("<!doctype html>")
         assert "www-authenticate" in page.headers
 
 
-async def test_ready_counts_servers_and_says_what_is_missing():
+async def test_ready_counts_servers_and_reports_what_is_missing():
     prefill = [Fake(prefills), Fake(prefills, ready=False)]
     async with Rig(prefill, [Fake(decodes, ready=False)]) as rig:
         await until(lambda: all(f.polls > 0 for f in (*rig.prefill, *rig.decode)))
@@ -140,22 +138,23 @@ async def test_ready_counts_servers_and_says_what_is_missing():
         assert response.json()["missing"] == ["no prefill server is ready"]
 
 
-async def test_clients_are_told_no_address_of_a_server(caplog):
+async def test_responses_contain_no_address_of_a_server(caplog):
     async with Rig(health_interval_s=60.0) as rig:
         servers = (rig.prefill[0], rig.decode[0])
         for fake in servers:
             await fake.stop()
-        answers = [await rig.complete(), await rig.complete()]
-        answers += [
-            await rig.client.get(path) for path in ("/ready", "/metrics", "/v1/models")
-        ]
-        assert not [answer.text for answer in answers if "127.0.0.1" in answer.text]
+        responses = [await rig.complete(), await rig.complete()]
+        for path in ("/ready", "/metrics", "/v1/models"):
+            responses.append(await rig.client.get(path))
+        for response in responses:
+            assert "127.0.0.1" not in response.text
         for fake in servers:
-            assert f"-0 {fake.url}" in caplog.text  # the operator is
+            assert f"-0 {fake.url}" in caplog.text, "operators see addresses"
 
 
-async def test_a_server_given_as_the_other_kind_gets_no_request(caplog):
-    prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
+async def test_server_named_as_the_other_kind_receives_no_request(caplog):
+    prefill = [Fake(decodes, role="decode")]
+    decode = [Fake(prefills, role="prefill")]
     async with Rig(prefill, decode, ready=False) as rig:
         await until(lambda: rig.prefill[0].polls > 3 and rig.decode[0].polls > 1)
         assert (await rig.complete()).status_code == 503
@@ -164,31 +163,32 @@ async def test_a_server_given_as_the_other_kind_gets_no_request(caplog):
         "not ready: it is a prefill server; name it by --prefill, not by --de"
         in caplog.text
     )
-    told = "not ready: it is a decode server; name it by --decode, not by --prefill"
-    assert caplog.text.count(told) == 1
+    warning = "not ready: it is a decode server; name it by --decode, not by --prefill"
+    assert caplog.text.count(warning) == 1
 
 
-async def test_how_far_a_server_has_come_that_starts_is_told_once(caplog):
-    asked: list[Call] = []
+async def test_progress_of_a_starting_server_is_logged_once(caplog):
+    polls: list[Call] = []
 
     async def starts(call: Call) -> None:
-        asked.append(call)
-        await call.answer(503, {"reason": f"downloading: {len(asked)} of 9.5 GiB"})
+        polls.append(call)
+        await call.answer(503, {"reason": f"downloading: {len(polls)} of 9.5 GiB"})
 
     async with Rig([], [Fake(decodes, pages={"/ready": starts})], ready=False):
-        await until(lambda: len(asked) > 3)
+        await until(lambda: len(polls) > 3)
     assert caplog.text.count(" downloading: ") == 1
 
 
-async def test_servers_that_end_with_the_proxy_are_no_warning(caplog):
+async def test_servers_that_stop_with_the_proxy_cause_no_warning(caplog):
     async with Rig() as rig:
         rig.app.shut_down(60.0)
         await rig.decode[0].stop()
         await until(lambda: not rig.is_ready(1))
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    for record in caplog.records:
+        assert record.levelno < logging.WARNING, record
 
 
-async def test_a_bug_is_answered_and_logged(monkeypatch, caplog):
+async def test_bug_in_the_proxy_is_answered_and_logged(monkeypatch, caplog):
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
@@ -209,7 +209,8 @@ async def test_every_line_about_a_request_carries_its_id():
             ids.append(baton_logging.current_request_id())
 
     async with Rig(prefill=[Fake(answers(500, {}))]) as rig:
-        logger, handler = logging.getLogger("baton.proxy"), Handler()
+        logger = logging.getLogger("baton.proxy")
+        handler = Handler()
         logger.addHandler(handler)
         logger.setLevel("INFO")
         try:
@@ -221,10 +222,10 @@ async def test_every_line_about_a_request_carries_its_id():
     assert ids == ["mine", "mine"]  # the failed leg, and the end
 
 
-# -- its end
+# -- shutdown
 
 
-async def test_requests_in_flight_may_finish_when_the_proxy_ends():
+async def test_requests_in_flight_may_finish_during_the_shutdown():
     slow = Waits(
         lambda call: call.write(b"data: [DONE]\n\n", more=False), b"data: 1\n\n"
     )
@@ -241,7 +242,7 @@ async def test_requests_in_flight_may_finish_when_the_proxy_ends():
         await rig.task
 
 
-async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(caplog):
+async def test_client_that_is_still_sending_gets_an_error_at_shutdown(caplog):
     async with Rig(shutdown_grace_s=1.0) as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(
@@ -260,9 +261,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(ca
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(
-    stream,
-):
+async def test_requests_that_outlast_the_grace_period_end_with_an_error(stream):
     endless = Waits(sends=b"data: 1\n\n" if stream else b"")
     async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
@@ -281,11 +280,11 @@ async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends
         assert json.loads(data)["error"]["code"] == "shutting_down"
 
 
-# -- what is a decode server's
+# -- requests that a decode server answers
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "server_path"),
     [
         ("/tokenize", None),
         ("/detokenize", None),
@@ -295,16 +294,17 @@ async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends
         ("/v1/models/org/name%20x", "/v1/models/org/name x"),
     ],
 )
-async def test_tokenizing_documents_and_models_are_a_decode_server_s(path, asked):
-    async def tells_its_path(call: Call) -> None:
+async def test_decode_server_answers_tokenizer_and_document_paths(path, server_path):
+    async def answers_with_path(call: Call) -> None:
         await call.answer(201, {"path": call.path})
 
-    async with Rig(decode=[Fake(tells_its_path)]) as rig:
+    async with Rig(decode=[Fake(answers_with_path)]) as rig:
         body = b'{"prompt":  "a"}' if "tokenize" in path else None
         headers = {"x-request-id": "r", "Authorization": "Bearer k"}
         method = "POST" if body else "GET"
         response = await rig.client.request(method, path, content=body, headers=headers)
-        assert (response.status_code, response.json()) == (201, {"path": asked or path})
+        assert response.status_code == 201
+        assert response.json() == {"path": server_path or path}
         (call,) = rig.decode[0].calls
         assert (call.raw, call.headers["x-request-id"]) == (body or b"", "r")
         assert call.headers["authorization"] == "Bearer k"
@@ -317,7 +317,7 @@ async def test_tokenizing_documents_and_models_are_a_decode_server_s(path, asked
 # -- metrics
 
 
-async def test_metrics_tell_what_was_done_by_this_proxy():
+async def test_metrics_count_the_requests_of_this_proxy_alone():
     async with Rig() as rig, Rig() as other:
         await rig.complete()
         await rig.client.post("/v1/completions", content=b"{")

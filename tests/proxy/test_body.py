@@ -1,4 +1,4 @@
-"""From a client's body to those of the two legs."""
+"""The bodies of both legs, made from the body of a client."""
 
 import json
 from typing import Any
@@ -33,14 +33,27 @@ def prefill(**body: Any) -> Any:
 
 
 NOT_OBJECTS = [
-    b"", b"{", b"[]", b"null", b'"text"', b'{"a": 1} x', b'{"a": NaN}', b"{'a': 1}", b'{"a": 01}',
-    b'{"a": tru}', b'{"a": "\xff"}', b'{"\xff": 1}', b'{"a":' + b"[" * 1_000_000,
-    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", b"\xef\xbb\xbf{}", "{}".encode("utf-16"),
-]  # fmt: skip
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"a": 1} x',
+    b'{"a": NaN}',
+    b"{'a': 1}",
+    b'{"a": 01}',
+    b'{"a": tru}',
+    b'{"a": "\xff"}',
+    b'{"\xff": 1}',
+    b'{"a":' + b"[" * 1_000_000,
+    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b"\xef\xbb\xbf{}",
+    "{}".encode("utf-16"),
+]
 
 
 @pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))
-def test_what_is_not_a_json_object_is_refused(data):
+def test_body_that_is_not_a_json_object_is_refused(data):
     with pytest.raises(RequestError, match="the body"):
         parse_body(data)
 
@@ -59,7 +72,7 @@ def test_too_many_members_are_refused_before_they_are_decoded(body):
 
 @examples(40)
 @given(st.dictionaries(st.text(), JSON, max_size=5))
-def test_the_decode_server_gets_what_the_client_sent(body):
+def test_decode_server_gets_what_the_client_sent(body):
     body.pop("kv_transfer_params", None)
     body["seed"] = 5
     clean, stripped = sanitize(parse_body(json.dumps(body).encode()))
@@ -74,16 +87,18 @@ def test_the_decode_server_gets_what_the_client_sent(body):
     ("params", "lent"),
     [
         (b' { "a" : 1.10 } ', b'{"sender_releases":true,"a":1.10}'),
-        (b'[ {"a":1e400} , {"b":[{}]} ]',
-         b'[{"sender_releases":true,"a":1e400},{"sender_releases":true,"b":[{}]}]'),
+        (
+            b'[ {"a":1e400} , {"b":[{}]} ]',
+            b'[{"sender_releases":true,"a":1e400},{"sender_releases":true,"b":[{}]}]',
+        ),
         (b"{}", b"{}"),
         (b"[{ }, 7]", b"[{ }, 7]"),
     ],
-)  # fmt: skip
-def test_a_decode_server_hears_that_the_lease_is_the_proxys_to_end(params, lent):
-    found = params_of(b'{"kv_transfer_params":' + params + b"}")
-    assert found is not None
-    assert decode_leg({}, found) == b'{"kv_transfer_params":' + lent + b"}"
+)
+def test_decode_leg_says_that_the_proxy_releases_the_lease(params, lent):
+    parsed = params_of(b'{"kv_transfer_params":' + params + b"}")
+    assert parsed is not None
+    assert decode_leg({}, parsed) == b'{"kv_transfer_params":' + lent + b"}"
 
 
 def test_numbers_are_not_rewritten():
@@ -99,7 +114,7 @@ def test_numbers_are_not_rewritten():
         ("kv_transfer_para\\u006ds", '[{"remote_host": "x"}]', True),
     ],
 )
-def test_params_of_clients_are_dropped_and_counted(name, params, counted):
+def test_kv_transfer_params_of_clients_are_dropped_and_counted(name, params, counted):
     clean, stripped = sanitize(
         parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode())
     )
@@ -108,10 +123,12 @@ def test_params_of_clients_are_dropped_and_counted(name, params, counted):
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-@pytest.mark.parametrize("given", [{}, {"cache_salt": None}, {"cache_salt": "s"}])
-async def test_servers_get_a_salt_that_is_derived_from_the_key(given, has_keys):
-    """Both legs get the same one, and no client can have the salt of another key. The keys may be
-    the proxy's, or those of its servers, which it passes on."""
+@pytest.mark.parametrize("cache_salt", [{}, {"cache_salt": None}, {"cache_salt": "s"}])
+async def test_servers_get_a_salt_that_is_derived_from_the_key(cache_salt, has_keys):
+    """Both legs get the same salt, and no client can use the salt of another key.
+
+    The keys are the proxy's, or those of its servers, which the proxy passes on.
+    """
     keys = [f"sk-{name}-0123456789" for name in ("alice", "bob")]
     options: dict[str, Any] = {"cache_salt_by_key": True}
     if has_keys:
@@ -122,28 +139,28 @@ async def test_servers_get_a_salt_that_is_derived_from_the_key(given, has_keys):
     ) as rig:
         for key in (*keys, keys[0]):
             headers = {"authorization": f"Bearer {key}"}
-            if len(salts) == 1:  # who may know it, as servers may log it
-                given = {"cache_salt": salts[0]}
-            assert (await rig.complete(headers, **given)).status_code == 200
-            told = [
+            if len(salts) == 1:
+                # The second client may know the salt of the first: servers may log it.
+                cache_salt = {"cache_salt": salts[0]}
+            assert (await rig.complete(headers, **cache_salt)).status_code == 200
+            prefill_salt, decode_salt = (
                 fake.calls[-1].body["cache_salt"]
                 for fake in (*rig.prefill, *rig.decode)
-            ]
-            assert told[0] == told[1] and not any(
-                part in told[0] for part in (key, key[3:8])
             )
-            salts.append(told[0])
+            assert prefill_salt == decode_salt
+            assert key not in prefill_salt and key[3:8] not in prefill_salt
+            salts.append(prefill_salt)
     assert len(set(salts)) == 3
 
 
-def test_of_a_repeated_key_both_servers_see_the_same():
+def test_both_legs_have_the_same_value_of_a_repeated_member():
     clean, _ = sanitize(parse_body(b'{"seed": 1, "prompt": "a", "prompt": "b"}'))
     assert json.loads(decode_leg(clean, None))["prompt"] == "b"
     assert json.loads(prefill_leg(clean))["prompt"] == "b"
 
 
 @pytest.mark.parametrize(
-    ("asked", "leg"),
+    ("members", "leg"),
     [
         ({}, {"max_tokens": 1}),
         ({"max_tokens": None}, {"max_tokens": 1}),
@@ -162,7 +179,7 @@ def test_of_a_repeated_key_both_servers_see_the_same():
             {"max_tokens": 1},
         ),
         ({"stream": None}, {"max_tokens": 1}),
-        # Wrong ones stay, for the prefill server to refuse.
+        # Invalid values stay, for the prefill server to refuse.
         ({"max_tokens": 0}, {"max_tokens": 0}),
         ({"max_tokens": -1}, {"max_tokens": -1}),
         ({"max_tokens": "9"}, {"max_tokens": "9"}),
@@ -171,10 +188,10 @@ def test_of_a_repeated_key_both_servers_see_the_same():
         ({"stream": "yes"}, {"max_tokens": 1, "stream": "yes"}),
     ],
 )
-def test_the_prefill_server_is_asked_for_one_whole_token(asked, leg):
-    kept = {"prompt": "x", "min_tokens": 7}  # which shapes the first token
-    told = {"stream": False, "kv_transfer_params": REMOTE_DECODE}
-    assert prefill(**kept, **asked) == {**kept, **told, **leg}
+def test_prefill_leg_requests_one_token_without_a_stream(members, leg):
+    unchanged = {"prompt": "x", "min_tokens": 7}  # min_tokens affects the first token
+    added = {"stream": False, "kv_transfer_params": REMOTE_DECODE}
+    assert prefill(**unchanged, **members) == {**unchanged, **added, **leg}
 
 
 @pytest.mark.parametrize(
@@ -190,12 +207,12 @@ def test_the_prefill_server_is_asked_for_one_whole_token(asked, leg):
         (b"not json", None),
     ],
 )
-def test_params_are_taken_from_the_answer_as_they_are(answer, params):
-    found = params_of(answer)
-    assert (None if found is None else bytes(found)) == params
+def test_params_are_taken_unchanged_from_the_answer(answer, params):
+    parsed = params_of(answer)
+    assert (None if parsed is None else bytes(parsed)) == params
 
 
-def test_a_response_is_prefilled_with_its_own_limit():
+def test_prefill_leg_of_v1_responses_has_max_output_tokens():
     for body in (
         {"input": "a"},
         {"input": "a", "max_output_tokens": 9, "stream": True},

@@ -1,5 +1,8 @@
-"""What clients that are silent, do not read, or leave may keep of the proxy and its servers; what
-they may send, how slowly, how much at once, and in which version of HTTP."""
+"""Connections of clients that are silent, slow, do not read, or disconnect.
+
+They hold bounded resources of the proxy and its servers. Also: the limits of what
+clients may send, and other versions of HTTP.
+"""
 
 import asyncio
 import contextlib
@@ -47,7 +50,7 @@ async def connect(rig: Rig) -> Streams:
 async def connected(
     decode: list[Fake] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Rig, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to a proxy of its own."""
+    """Yield a proxy, and a connection to it."""
     async with Rig(decode=decode, **settings) as rig:
         reader, writer = await connect(rig)
         try:
@@ -56,7 +59,7 @@ async def connected(
             writer.close()
 
 
-async def test_a_head_that_comes_in_drops_has_one_timeout():
+async def test_head_that_arrives_byte_by_byte_has_one_timeout():
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
         for byte in HEAD:
             if reader.at_eof() or writer.is_closing():  # the server may reset it
@@ -64,10 +67,10 @@ async def test_a_head_that_comes_in_drops_has_one_timeout():
             writer.write(bytes([byte]))
             await asyncio.sleep(TIMEOUT_S / 10)
         else:
-            pytest.fail("a byte now and then is enough")
+            pytest.fail("a byte within each timeout keeps the connection open")
 
 
-async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed():
+async def test_neither_idle_nor_active_connections_are_closed():
     waits = Waits(decodes)
     async with Rig(decode=[Fake(waits)], client_timeout_s=TIMEOUT_S) as rig:
         reader, writer = await connect(rig)
@@ -75,19 +78,21 @@ async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed
             waits.go.clear()
             writer.write(request())
             silent, other = await connect(rig)
-            assert await silent.read() == b""  # longer than the timeout
+            assert await silent.read() == b""  # takes longer than the timeout
             other.close()
             waits.go.set()
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len(b'{"text": "onetwo"}'))
             silent, other = await connect(rig)
-            assert await silent.read() == b""  # idle for as long
+            assert (
+                await silent.read() == b""
+            )  # the other connection is idle for as long
             other.close()
         writer.close()
 
 
-async def test_a_body_that_comes_after_its_answer_is_no_head():
+async def test_body_that_arrives_after_its_answer_is_not_parsed_as_a_head():
     async with connected() as (_, reader, writer):
         length = 3 * MAX_HEAD_BYTES
         writer.write(head(length).replace(b"/v1/completions", b"/nowhere"))
@@ -100,21 +105,26 @@ async def test_a_body_that_comes_after_its_answer_is_no_head():
 
 
 class NeverEnds:
-    """A behaviour that streams events until nobody takes them; `ended` is set then."""
+    """A behaviour that streams events until the client disconnects.
+
+    Attributes:
+        ended: set when the client has disconnected.
+    """
 
     def __init__(self, event: bytes) -> None:
-        self._event, self.ended = event, asyncio.Event()
+        self._event = event
+        self.ended = asyncio.Event()
 
     async def __call__(self, call: Call) -> None:
-        gone = asyncio.create_task(call.gone())
+        disconnect = asyncio.create_task(call.disconnected())
         await call.start()
-        while not gone.done():
+        while not disconnect.done():
             await call.write(self._event)
             await asyncio.sleep(0.001)
         self.ended.set()
 
 
-async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs():
+async def test_disconnect_with_pipelined_requests_ends_the_running_one():
     never_ends = NeverEnds(b"data: 1\n\n")
     async with connected([Fake(never_ends)]) as (rig, reader, writer):
         writer.write(request(stream=True))
@@ -127,7 +137,7 @@ async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs()
         assert len(rig.decode[0].calls) == 1
 
 
-async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
+async def test_pipelined_requests_are_answered_in_order_up_to_a_limit():
     one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async with Rig() as rig:
@@ -144,11 +154,11 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
         assert (await rig.client.get("/health")).status_code == 200
 
 
-async def test_a_client_that_reads_nothing_ends_its_request():
+async def test_request_of_a_client_that_reads_nothing_is_ended():
     never_ends = NeverEnds(b"data: " + b"x" * 600_000 + b"\n\n")
     async with Rig(decode=[Fake(never_ends)], client_timeout_s=TIMEOUT_S) as rig:
-        with socket.create_connection(rig.listener.getsockname()) as deaf:
-            deaf.sendall(request(stream=True))
+        with socket.create_connection(rig.listener.getsockname()) as client:
+            client.sendall(request(stream=True))
             await never_ends.ended.wait()
             await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
             assert rig.in_flight() == 0
@@ -156,9 +166,7 @@ async def test_a_client_that_reads_nothing_ends_its_request():
 
 @pytest.mark.parametrize("cut", [0, 3, 40, 200])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(
-    protocol, cut
-):
+async def test_protocol_upgrades_are_declined_and_the_requests_answered(protocol, cut):
     offer = (
         b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
     )
@@ -176,13 +184,13 @@ async def test_offers_of_another_protocol_are_declined_and_the_requests_answered
         assert rig.prefill[0].calls[0].body["prompt"] == "x"
 
 
-# -- bodies, and other versions of HTTP ------------------------------------------------------------
+# -- bodies, and other versions of HTTP
 
 
 async def read_answer(
     reader: asyncio.StreamReader,
 ) -> tuple[int, dict[bytes, bytes], Any]:
-    """Status, headers and JSON body of an answer of known length."""
+    """Return status, headers and JSON body of a response with a Content-Length."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).strip().split(b"\r\n")
     headers = {
         name.lower(): value for name, value in (line.split(b": ", 1) for line in lines)
@@ -191,7 +199,7 @@ async def read_answer(
     return int(first.split()[1]), headers, json.loads(body)
 
 
-async def test_a_body_that_comes_in_drops_is_refused():
+async def test_body_that_arrives_byte_by_byte_is_refused():
     async with connected(client_timeout_s=TIMEOUT_S) as (rig, reader, writer):
         writer.write(head(1000, b"X-Request-Id: mine"))
         answer = asyncio.create_task(read_answer(reader))
@@ -206,7 +214,7 @@ async def test_a_body_that_comes_in_drops_is_refused():
         assert rig.prefill[0].calls == []
 
 
-async def test_a_body_that_keeps_the_least_rate_is_served():
+async def test_body_at_the_minimum_rate_is_served():
     piece = b" " * round(MIN_BODY_BYTES_PER_S * TIMEOUT_S / 2)
 
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
@@ -219,7 +227,7 @@ async def test_a_body_that_keeps_the_least_rate_is_served():
         assert (await read_answer(reader))[0] == 200
 
 
-async def test_no_body_is_asked_for_that_is_declared_too_long():
+async def test_body_that_is_declared_too_long_is_refused_before_it_is_sent():
     async with Rig(max_body_bytes=1000) as rig:
         reader, writer = await connect(rig)
         writer.write(head(1001, b"Expect: 100-continue"))
@@ -236,12 +244,12 @@ async def test_no_body_is_asked_for_that_is_declared_too_long():
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(good[cut:] + request())
         await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert (await read_answer(reader))[0] == 200  # the connection is kept
+        assert (await read_answer(reader))[0] == 200  # on the same connection
         writer.close()
 
 
 @pytest.mark.parametrize("closing", [(), (b"Connection: close",)])
-async def test_a_client_that_sends_too_much_sees_its_answer_first(closing):
+async def test_client_that_sends_too_much_receives_the_error_first(closing):
     async with connected(max_body_bytes=1000) as (_, reader, writer):
         writer.write(head(5_000_000, *closing))
         assert (await read_answer(reader))[0] == 413
@@ -254,13 +262,13 @@ async def test_a_client_that_sends_too_much_sees_its_answer_first(closing):
             assert (await read_answer(reader))[0] == 200
 
 
-async def test_of_too_many_unfinished_bodies_the_first_is_refused():
+async def test_oldest_unfinished_body_is_refused_when_there_are_too_many():
     async with Rig(max_body_bytes=40_000, max_unfinished_bytes=100_000) as rig:
-        gone = [await connect(rig) for _ in range(3)]
-        for _, writer in gone:
+        closed = [await connect(rig) for _ in range(3)]
+        for _, writer in closed:
             writer.write(head(40_000) + b" " * 30_000)
             await writer.drain()
-        for reader, writer in gone:  # what they held is free again
+        for reader, writer in closed:  # their memory is free again
             writer.write_eof()
             writer.close()
             await reader.read()
@@ -281,7 +289,7 @@ async def test_of_too_many_unfinished_bodies_the_first_is_refused():
             writer.close()
 
 
-async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0():
+async def test_http_1_0_client_receives_no_chunked_response():
     async with Rig() as rig:
         for body, expected in (
             (b'{"prompt": "x", "stream": true}', b"data: [DONE]\n\n"),
@@ -289,8 +297,8 @@ async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0():
         ):
             reader, writer = await connect(rig)
             writer.write(head(len(body), version=b"1.0") + body)
-            told, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-            assert b"transfer-encoding" not in told.lower()
+            received_head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in received_head.lower()
             assert answer.endswith(expected) and answer[:1] in b"d{"
             writer.close()
 
@@ -307,19 +315,20 @@ async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0():
         (b"\x16\x03\x01\r\n\r\n", 400, "HTTP"),
     ],
 )
-async def test_what_is_no_good_head_gets_an_error_like_any_other(raw, status, words):
-    """tests/engine/malformed.py has the rest."""
+async def test_malformed_head_gets_a_json_error(raw, status, words):
+    """tests/engine/malformed.py has more cases."""
     async with connected() as (_, reader, writer):
         writer.write(raw)
-        told, headers, body = await read_answer(reader)
-        assert (told, headers[b"content-type"]) == (status, b"application/json")
+        received_status, headers, body = await read_answer(reader)
+        assert received_status == status
+        assert headers[b"content-type"] == b"application/json"
         assert len(headers[b"x-request-id"]) == 32
         assert words in body["error"]["message"]
         assert status != 400 or body["error"]["code"] == "invalid_request"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_no_http_is_no_part_of_the_answer_before_it(stream):
+async def test_invalid_http_after_a_request_does_not_corrupt_its_response(stream):
     fakes = [Fake(Waits(sends=b"data: 1\n\n"))] if stream else None
     async with connected(fakes) as (_, reader, writer):
         writer.write(request(stream=stream))

@@ -1,5 +1,8 @@
-"""Servers of unequal room, in context or sequences: a request goes where it fits. Of requests
-that only score their prompt the prefill server's answer is the client's."""
+"""Servers with different limits: a request goes to servers that can take it.
+
+The limits are the context, and the sequences of one request. Requests that only score
+their prompt are answered by the prefill server.
+"""
 
 import json
 from typing import Any
@@ -18,21 +21,20 @@ async def prefills_100_tokens(call: Call) -> None:
     await call.answer(200, {"kv_transfer_params": params})
 
 
-P, D, LONG, NO = (
-    prefills_100_tokens,
-    decodes,
-    answers(400, TOO_LONG),
-    fails(400, "invalid_request"),
-)
+P = prefills_100_tokens
+D = decodes
+LONG = answers(400, TOO_LONG)
+NO = fails(400, "invalid_request")
 CONTEXTS = [(D, 300), (D, 500)]
-ABOVE = [(D, 200), (D, 300)]  # the context of a prefill server of 100
-FEW, MANY = (P, None, 4), (P, None, 64)
+ABOVE = [(D, 200), (D, 300)]  # longer than the context of a prefill server with 100
+FEW = (P, None, 4)
+MANY = (P, None, 64)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "body", "status", "calls", "reason"),
     [
-        # a decode server without room is not asked
+        # A decode server whose context is too short receives no request.
         ([(P,)], CONTEXTS, {"max_tokens": 200}, 200, [4, 2, 2], None),
         ([(P,)], CONTEXTS, {"max_tokens": 201}, 200, [4, 0, 4], None),
         ([(P,)], CONTEXTS, {"max_completion_tokens": 201}, 200, [4, 0, 4], None),
@@ -46,19 +48,13 @@ FEW, MANY = (P, None, 4), (P, None, 64)
             [4, 0, 4],
             None,
         ),
-        (
-            [(P,)],
-            CONTEXTS,
-            {"max_tokens": 10**9},
-            200,
-            [4, 2, 2],
-            None,
-        ),  # any of them says so
-        # what generates is not scored: it goes through both
+        # Every server would refuse this, so any of them may.
+        ([(P,)], CONTEXTS, {"max_tokens": 10**9}, 200, [4, 2, 2], None),
+        # A request that generates needs both servers.
         ([(P,)], [(D,)], {"max_tokens": 1}, 200, [4, 4], None),
         ([(P,)], [(D,)], {"max_tokens": 2, "echo": True}, 200, [4, 4], None),
         ([(P,)], [(D,)], {"echo": True}, 200, [4, 4], None),
-        # what is too long for the prefill servers alone is computed by a decode server
+        # A prompt that is too long only for prefill servers goes to a decode server.
         ([(LONG, 100)], ABOVE, {}, 200, [4, 0, 4], "prefill_context"),
         ([(LONG, 100)], ABOVE, {"max_tokens": 0}, 200, [4, 0, 4], "prefill_context"),
         (
@@ -72,7 +68,7 @@ FEW, MANY = (P, None, 4), (P, None, 64)
         ([(LONG, 300)], ABOVE, {}, 400, [4, 0, 0], None),
         ([(LONG, 300)], ABOVE, {"max_tokens": 0}, 400, [4, 0, 0], None),
         ([(LONG,)], ABOVE, {}, 400, [4, 0, 0], None),
-        # another prefill server has room
+        # Another prefill server has a longer context.
         ([(LONG, 100), (P, 200)], [(D, 300)], {}, 200, [..., 4, 4], None),
         (
             [(LONG, 100), (D, 200)],
@@ -82,7 +78,7 @@ FEW, MANY = (P, None, 4), (P, None, 64)
             [..., 4, 0],
             None,
         ),
-        # choices go to servers that run so many
+        # Requests with many choices go to servers that allow them.
         (
             [FEW, (P, None, 5)],
             [(D, None, 4), (D, None, 64)],
@@ -115,71 +111,64 @@ FEW, MANY = (P, None, 4), (P, None, 64)
             [4, 0, 4],
             "prefill_context",
         ),
-        # those that one side does not run are the decode server's matter
+        # If one kind allows too few choices, a decode server gets the request alone.
         ([FEW], [(D, None, 64)], {"n": 5}, 200, [0, 4], "prefill_choices"),
         ([FEW], [(D, None, 64)], {"n": 4}, 200, [4, 4], None),
         ([MANY], [(NO, None, 4)], {"n": 5}, 400, [0, 4], "decode_choices"),
         ([MANY], [(NO, None, 4)], {"n": 4}, 400, [4, 4], None),
-        (
-            [(P, None, 4, False)],
-            [(D,)],
-            {"n": 5},
-            200,
-            [0, 4],
-            "no_prefill_server",
-        ),  # not ready
+        # The prefill server is not ready.
+        ([(P, None, 4, False)], [(D,)], {"n": 5}, 200, [0, 4], "no_prefill_server"),
     ],
 )
-async def test_requests_go_where_there_is_room(
+async def test_requests_go_to_servers_that_can_take_them(
     prefill, decode, body, status, calls, reason
 ):
-    """Four of them; servers are (behaviour, longest context, most sequences, whether ready)."""
+    """Four requests are sent.
+
+    A server is (behaviour, context, sequences per request, is ready). `calls` has the
+    number of requests of each server; any number is right for `...`.
+    """
 
     def fake(
         behave: Any, length: int | None = None, n: int | None = None, up: bool = True
     ) -> Fake:
         return Fake(behave, max_model_len=length, max_num_seqs=n, ready=up)
 
-    async with Rig(
-        [fake(*one) for one in prefill], [fake(*one) for one in decode]
-    ) as rig:
+    prefill_fakes = [fake(*server) for server in prefill]
+    decode_fakes = [fake(*server) for server in decode]
+    async with Rig(prefill_fakes, decode_fakes) as rig:
         for number in range(1, 5):
             response = await rig.complete(**body)
             assert response.status_code == status
             assert reason is None or rig.decode_only(reason) == number
         fakes = (*rig.prefill, *rig.decode)
-        found = [len(one.calls) for one in fakes]
-        assert [n for n, told in zip(found, calls, strict=True) if told is not ...] == [
-            told for told in calls if told is not ...
-        ]
+        for server, num_calls in zip(fakes, calls, strict=True):
+            assert num_calls is ... or len(server.calls) == num_calls
         if reason is None:
-            assert all(
-                "kv_transfer_params" in c.body for one in rig.decode for c in one.calls
-            )
+            for server in rig.decode:
+                assert all("kv_transfer_params" in call.body for call in server.calls)
         assert rig.in_flight() == 0
 
 
-@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}])
-async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(
-    asked,
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 0}])
+async def test_body_too_large_for_a_prefill_server_goes_to_a_decode_server_alone(
+    limits,
 ):
-    async def refuses(
-        call: Call,
-    ) -> None:  # of another size, and some gateways say it so
+    async def refuses(call: Call) -> None:
+        # A gateway's 413, for example.
         await call.start(413, {"content-type": "text/html"})
         await call.write(b"<h1>413</h1>", more=False)
 
     async with Rig([Fake(refuses)]) as rig:
-        assert (await rig.complete(**asked)).json() == {"text": "onetwo"}
+        assert (await rig.complete(**limits)).json() == {"text": "onetwo"}
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.decode_only("prefill_body") == 1
         assert rig.in_flight() == 0
         rig.decode[0].behave = refuses
-        assert (await rig.complete(**asked)).status_code == 413
+        assert (await rig.complete(**limits)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
-        assert (
-            await rig.complete(max_tokens=0)
-        ).status_code == 413  # nobody else can be asked
+        # No other server can take the request.
+        assert (await rig.complete(max_tokens=0)).status_code == 413
 
 
 # -- scoring
@@ -188,7 +177,10 @@ ECHOED = {"text": "hello", "logprobs": {"tokens": ["hello"]}}
 
 
 async def scores(call: Call) -> None:
-    await (decodes if call.body.get("stream") else answers(200, ECHOED))(call)
+    if call.body.get("stream"):
+        await decodes(call)
+    else:
+        await call.answer(200, ECHOED)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +194,7 @@ async def scores(call: Call) -> None:
         {"max_tokens": -0.0},  # JSON has a negative zero
     ],
 )
-async def test_the_prefill_server_answers_all_of_it(fields):
+async def test_prefill_server_answers_scoring_requests_alone(fields):
     async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
         body = {"model": "m", "prompt": "hello", "seed": 1, **fields}
         content = json.dumps(body).replace("-0.0", "-0")
@@ -216,12 +208,11 @@ async def test_the_prefill_server_answers_all_of_it(fields):
         assert call.body == body
         assert rig.metric("baton_proxy_requests", path="prefill", reason="scored") == 1
         assert rig.in_flight() == 0
-        assert (
-            await rig.complete(max_tokens=5)
-        ).status_code == 503  # a decode server's
+        # A request that generates needs a decode server.
+        assert (await rig.complete(max_tokens=5)).status_code == 503
 
 
-async def test_without_a_prefill_server_a_decode_server_scores():
+async def test_decode_server_scores_if_there_is_no_prefill_server():
     async with Rig(prefill=[Fake(drops)]) as rig:
         response = await rig.complete(max_tokens=0)
         assert response.json() == {"text": "onetwo"}

@@ -12,7 +12,7 @@ LIMIT = 64
 NUM_CONNECTIONS = 3 * LIMIT
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 TIMEOUT_S = 60.0
-# As `python -m proxy`, with few descriptors.
+# Like `python -m proxy`, with few file descriptors.
 PROXY = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
@@ -35,22 +35,24 @@ async def test_connections_beyond_the_limit_wait_and_are_answered(limit):
         ready = await asyncio.to_thread(events.get, timeout=TIMEOUT_S)
         assert ready.kind == "ready", child.tail
         port = ready.value["port"]
-        opened = [
+        connections = [
             await asyncio.open_connection("127.0.0.1", port)
             for _ in range(NUM_CONNECTIONS)
         ]
-        for _, writer in opened:
+        for _, writer in connections:
             writer.write(HEALTH)
-        pending = {asyncio.ensure_future(answered(*streams)) for streams in opened}
+        tasks = [asyncio.ensure_future(read_status(*each)) for each in connections]
         async with asyncio.timeout(TIMEOUT_S):
-            statuses = await asyncio.gather(*pending)
+            statuses = await asyncio.gather(*tasks)
         assert statuses == [b"HTTP/1.1 200 OK\r\n"] * NUM_CONNECTIONS
     finally:
         child.kill()
 
 
-async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The first line of an answer, after which the connection makes room for another one."""
+async def read_status(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> bytes:
+    """Return the first line of a response, and close the connection for the next one."""
     status = await reader.readline()
     writer.close()
     return status

@@ -1,4 +1,4 @@
-"""Both legs of a request at once, before servers that say that they can do that."""
+"""Both legs of a request opened together, at servers that support it."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from protocol.kv_offers import Offer, offer_of
-from proxy import upstream_call
+from proxy.legs import upstreams
 from tests.proxy.fakes import (
     LENT,
     Behave,
@@ -29,15 +29,17 @@ SECRET = "the secret of these servers"
 BODY = {"prompt": "p", "max_tokens": 7, "temperature": 0}
 
 
-def fake(behave: Behave, name: str = "", **told: Any) -> Fake:
-    own = {
+def fake(behave: Behave, name: str = "", **details: Any) -> Fake:
+    """Return a server that supports early decode legs, unless `details` differ."""
+    all_details = {
         "engine_id": name or str(time.monotonic_ns()),
         "incarnation": "i",
         "subscribes": 1,
+        "side_channel_host": "h",
+        "side_channel_port": 5,
+        **details,
     }
-    return Fake(
-        behave, told={**own, "side_channel_host": "h", "side_channel_port": 5, **told}
-    )
+    return Fake(behave, details=all_details)
 
 
 def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
@@ -49,7 +51,7 @@ def params_of(call: Call) -> Any:
 
 
 def offer(call: Call) -> Offer | None:
-    """What a decode server is offered, if anything; the proxy has signed it."""
+    """Return the signed offer in a decode leg, if there is one."""
     return offer_of(params_of(call), SECRET.encode(), time.time())
 
 
@@ -61,104 +63,111 @@ def refuses(call: Call) -> Any:
     return answers(400, {"error": error})(call)
 
 
-async def test_the_decode_server_answers_while_the_prefill_server_has_not():
+async def test_decode_server_may_answer_before_the_prefill_server():
     p = Waits(prefills)
 
     async def reads(call: Call) -> None:
-        await p.begun.wait()  # before it there is no KV
+        await p.begun.wait()  # there is no KV before that
         await decodes(call)
 
     async with early([fake(p, "P")], [fake(reads)]) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
         assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
-        (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
-        told = offer(to_d)
-        assert (told.engine_id, told.incarnation, told.host, told.port) == (
-            "P",
-            "i",
-            "h",
-            5,
-        )
-        assert told.transfer_id == to_p.body["kv_transfer_params"]["transfer_id"]
-        own = {"seed": to_p.body["seed"], "kv_transfer_params": params_of(to_d)}
-        assert to_d.body == BODY | own
-        await until(
-            lambda: bool(rig.prefill[0].releases)
-        )  # what nobody comes for any more
-        named = rig.prefill[0].releases[0].body["kv_transfer_params"]
-        assert named["transfer_id"] == told.transfer_id
+        (prefill_call,) = rig.prefill[0].calls
+        (decode_call,) = rig.decode[0].calls
+        offered = offer(decode_call)
+        assert (offered.engine_id, offered.incarnation) == ("P", "i")
+        assert (offered.host, offered.port) == ("h", 5)
+        assert offered.transfer_id == params_of(prefill_call)["transfer_id"]
+        added = {
+            "seed": prefill_call.body["seed"],
+            "kv_transfer_params": params_of(decode_call),
+        }
+        assert decode_call.body == BODY | added
+        # No server will pull the KV any more.
+        await until(lambda: bool(rig.prefill[0].releases))
+        (release,) = rig.prefill[0].releases
+        assert params_of(release)["transfer_id"] == offered.transfer_id
         await until(lambda: rig.in_flight() == 0)
 
 
 @pytest.mark.parametrize("by_prefill", [True, False])
-async def test_either_leg_s_refusal_ends_the_other_and_is_the_answer(by_prefill):
-    """A decode server knows what a request for one token hides: how many the client wants."""
-    refusing, other = Waits(fails(400, "invalid_request")), Waits()
-    p, d = (refusing, other) if by_prefill else (other, refusing)
-    async with early([fake(p)], [fake(d)]) as rig:
-        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+async def test_refusal_of_one_leg_is_the_answer_and_ends_the_other_leg(by_prefill):
+    """Only the decode leg has the client's token limit, so either leg may be refused."""
+    refusing = Waits(fails(400, "invalid_request"))
+    other = Waits()
+    prefill = refusing if by_prefill else other
+    decode = other if by_prefill else refusing
+    async with early([fake(prefill)], [fake(decode)]) as rig:
+        request = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
         await other.begun.wait()
         refusing.go.set()
-        answer = await asked
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            400,
-            "invalid_request",
-        )
+        answer = await request
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "invalid_request"
         await other.left.wait()
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 1
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew():
-    p, (first, second) = Waits(drops), (Waits(), decodes)
-    behaviours = iter([first, second])
-    async with early(
-        [fake(p, "P0"), fake(hangs, "P1")], [fake(lambda call: next(behaviours)(call))]
-    ) as rig:
-        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+async def test_new_decode_leg_names_the_server_that_replaces_a_lost_prefill_server():
+    lost = Waits(drops)
+    first = Waits()
+    behaviours = iter([first, decodes])
+    prefill = [fake(lost, "P0"), fake(hangs, "P1")]
+    decode = fake(lambda call: next(behaviours)(call))
+    async with early(prefill, [decode]) as rig:
+        request = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
         await first.begun.wait()
-        p.go.set()
-        assert (await asked).json() == {"text": "onetwo"}
+        lost.go.set()
+        assert (await request).json() == {"text": "onetwo"}
         await first.left.wait()
-        told = [
-            found.engine_id for call in rig.decode[0].calls if (found := offer(call))
-        ]
-        assert told == ["P0", "P1"]
+        offers = [offer(call) for call in decode.calls]
+        assert [offered.engine_id for offered in offers if offered] == ["P0", "P1"]
         await until(lambda: rig.in_flight() == 0)
 
 
-@pytest.mark.parametrize("doubted_s", [0.0, 1e6])
+@pytest.mark.parametrize("cooldown_s", [0.0, 1e6])
 @pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
-async def test_an_offer_of_no_use_is_followed_by_the_reference(
-    refusal, doubted_s, monkeypatch
+async def test_refused_offer_is_followed_by_the_prefill_servers_params(
+    refusal, cooldown_s, monkeypatch
 ):
-    """Who does not believe one is offered nothing until it restarts, or for a while."""
-    monkeypatch.setattr(upstream_call, "DOUBTED_S", doubted_s)
-    d, other = (
-        fake(lambda call: (refusal if offer(call) else decodes)(call)),
-        fake(decodes),
-    )
-    async with early([fake(prefills)], [d, other], routing="round_robin") as rig:
+    """A server that rejects a signature gets no offers for a while, or until it restarts."""
+    monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", cooldown_s)
 
-        async def offers(num: int) -> list[int]:
-            for _ in range(num):
+    async def refuses_offers(call: Call) -> None:
+        if offer(call):
+            await refusal(call)
+        else:
+            await decodes(call)
+
+    refusing = fake(refuses_offers)
+    other = fake(decodes)
+    decode = [refusing, other]
+    async with early([fake(prefills)], decode, routing="round_robin") as rig:
+
+        async def count_offers(num_requests: int) -> list[int]:
+            for _ in range(num_requests):
                 response = await rig.client.post("/v1/completions", json=BODY)
                 assert response.json() == {"text": "onetwo"}
             return [
-                sum(offer(call) is not None for call in each.calls)
-                for each in (d, other)
+                sum(offer(call) is not None for call in server.calls)
+                for server in decode
             ]
 
-        told, begun = await offers(9)
-        assert (told, begun) == (1, 8) if refusal is refuses and doubted_s else told > 1
-        d.told["incarnation"] = "j"
-        while (await offers(1))[0] == told:
+        num_refused, num_taken = await count_offers(9)
+        if refusal is refuses and cooldown_s:
+            assert (num_refused, num_taken) == (1, 8)
+        else:
+            assert num_refused > 1
+        refusing.details["incarnation"] = "j"
+        while (await count_offers(1))[0] == num_refused:
             pass
 
 
 @pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
-async def test_a_server_that_is_offered_nothing_goes_on_with_the_reference(fails):
-    """Of another version, say, or the prefill server itself."""
+async def test_server_without_early_decode_gets_the_prefill_servers_params(fails):
+    """Such as a server of another version."""
     async with early(
         [fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]
     ) as rig:
@@ -168,41 +177,39 @@ async def test_a_server_that_is_offered_nothing_goes_on_with_the_reference(fails
 
 
 @pytest.mark.parametrize(
-    ("told", "asked"),
+    ("details", "members"),
     [
-        ({"subscribes": 0}, {}),  # a server of another make, or version
+        ({"subscribes": 0}, {}),  # another version of the server
         ({"side_channel_port": None}, {}),
         ({}, {"prompt_logprobs": 1}),
         ({}, {"echo": True, "logprobs": 1}),
     ],
     ids=str,
 )
-async def test_the_old_order_serves_what_cannot_be_begun_early(told, asked):
-    async with early([fake(prefills, **told)], [fake(decodes, **told)]) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY | asked)
+async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
+    details, members
+):
+    async with early([fake(prefills, **details)], [fake(decodes, **details)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY | members)
         assert response.json() == {"text": "onetwo"}
-        (to_d,) = rig.decode[0].calls
-        assert to_d.body["kv_transfer_params"] == LENT
+        (decode_call,) = rig.decode[0].calls
+        assert params_of(decode_call) == LENT
 
 
 def fails_in_turn(*outcomes: Behave) -> list[Fake]:
-    """As many decode servers, the first one asked of which behaves as the first, and so on."""
+    """Return decode servers of which the n-th request gets the n-th outcome."""
     turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
+    num_servers = len(outcomes) + 1
     return [
-        fake(lambda call: next(turns)(call), str(at)) for at in range(len(outcomes) + 1)
+        fake(lambda call: next(turns)(call), str(index)) for index in range(num_servers)
     ]
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "max_resumes", "offers", "told"),
+    ("outcomes", "max_resumes", "offers", "answer"),
     [
-        ([drops, decodes], 3, [1, 1], "onetwo"),  # another one is given the same offer
-        (
-            [drops, drops],
-            1,
-            [1, 1],
-            "decode_server_lost",
-        ),  # no other is left that may have it
+        ([drops, decodes], 3, [1, 1], "onetwo"),  # another server gets the same offer
+        ([drops, drops], 1, [1, 1], "decode_server_lost"),  # the limit is reached
         ([drops], 0, [1], "decode_server_lost"),
         ([fails(502, "x"), decodes], 3, [1, 0], "onetwo"),
         ([fails(502, "x")], 0, [1], "x"),
@@ -211,23 +218,28 @@ def fails_in_turn(*outcomes: Behave) -> list[Fake]:
         ([drops, fails(502, "x"), drops, decodes], 3, [1, 1, 0, 0], "onetwo"),
     ],
 )
-async def test_so_many_decode_servers_are_given_a_request(
-    outcomes, max_resumes, offers, told
+async def test_number_of_decode_servers_that_get_a_request_is_limited(
+    outcomes, max_resumes, offers, answer
 ):
-    """At most 1 + --max-resumes, by an offer or after it; then P has its KV back."""
-    p = fake(prefills)
-    async with early([p], fails_in_turn(*outcomes), max_resumes=max_resumes) as rig:
-        said = (await rig.client.post("/v1/completions", json=BODY)).json()
-        assert told in (said.get("text"), said.get("error", {}).get("code"))
-        calls = [call for d in rig.decode for call in d.calls]
-        early_ones = [offer(call) is not None for call in calls]
-        assert sorted(early_ones) == sorted(map(bool, offers))
-        assert len({found.transfer_id for call in calls if (found := offer(call))}) == 1
-        await until(lambda: bool(p.releases) == (told != "onetwo"))
+    """At most 1 + --max-resumes servers, with an offer or without.
+
+    If all fail, the prefill server's KV is released.
+    """
+    prefill = fake(prefills)
+    decode = fails_in_turn(*outcomes)
+    async with early([prefill], decode, max_resumes=max_resumes) as rig:
+        body = (await rig.client.post("/v1/completions", json=BODY)).json()
+        assert answer in (body.get("text"), body.get("error", {}).get("code"))
+        calls = [call for server in rig.decode for call in server.calls]
+        received = [offer(call) for call in calls]
+        has_offer = [offered is not None for offered in received]
+        assert sorted(has_offer) == sorted(map(bool, offers))
+        assert len({offered.transfer_id for offered in received if offered}) == 1
+        await until(lambda: bool(prefill.releases) == (answer != "onetwo"))
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_both_legs_end_well_and_nothing_is_given_back():
+async def test_no_kv_is_released_if_both_legs_succeed():
     p = Waits(prefills)
 
     async def streams(call: Call) -> None:
@@ -244,20 +256,21 @@ async def test_both_legs_end_well_and_nothing_is_given_back():
 
 
 @pytest.mark.parametrize("names", ["", "1"])
-async def test_no_other_prefill_server_works_for_an_answer_that_has_begun(names):
-    """Nor does the request count as one that was served without any."""
-    p, d = Waits(drops), Waits(decodes, sends=b'data: {"text": "one"}\n\n')
+async def test_prefill_is_not_repeated_for_an_answer_that_has_begun(names):
+    """The request does not count as decode-only either."""
+    lost = Waits(drops)
+    decode = Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     others = [fake(prefills, name) for name in names]
-    async with early([fake(p, "P0"), *others], [fake(d)]) as rig:
-        asked = rig.client.stream(
+    async with early([fake(lost, "P0"), *others], [fake(decode)]) as rig:
+        request = rig.client.stream(
             "POST", "/v1/completions", json=BODY | {"stream": True}
         )
-        async with asked as response:
+        async with request as response:
             lines = response.aiter_lines()
             assert "one" in await anext(lines)
-            p.go.set()
+            lost.go.set()
             await until(lambda: rig.in_flight() == 1)
-        assert sum(len(one.calls) for one in rig.prefill) == 1
+        assert sum(len(server.calls) for server in rig.prefill) == 1
         await until(lambda: rig.in_flight() == 0)
         assert rig.decode_only("lost") == 0
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1

@@ -1,4 +1,4 @@
-"""The machines without I/O: readiness and circuit as moves, turns, retries, the fleet's books."""
+"""Health, circuits, retries and turns of servers, without I/O."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,8 +14,8 @@ from proxy.health import (
     MAX_COOLDOWN_S,
     SILENCES,
     Health,
+    HealthReport,
     Room,
-    Said,
     admits,
     began,
     failed,
@@ -29,7 +29,8 @@ from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.upstream import Failure
 
 READY = Health(ready=True, reason="")
-YES, STARTING = Said(True), Said(False, "the engine is starting")
+YES = HealthReport(True)
+STARTING = HealthReport(False, "the engine is starting")
 
 
 def failed_times(n: int, health: Health = READY) -> Health:
@@ -38,23 +39,22 @@ def failed_times(n: int, health: Health = READY) -> Health:
     return health
 
 
-def test_the_room_of_a_server_is_what_it_said_last():
-    told = polled(READY, Said(True, room=Room(300, 8)), 1.0)
-    starting = polled(told, STARTING, 2.0)
+def test_limits_of_a_server_are_those_of_its_last_report_with_limits():
+    reported = polled(READY, HealthReport(True, room=Room(300, 8)), 1.0)
+    starting = polled(reported, STARTING, 2.0)
     assert starting.room == Room(300, 8)
-    assert polled(starting, Said(True, room=Room(max_num_seqs=4)), 3.0).room == Room(
-        None, 4
-    )
+    report = HealthReport(True, room=Room(max_num_seqs=4))
+    assert polled(starting, report, 3.0).room == Room(None, 4)
 
 
-def test_a_connection_error_outweighs_a_health_check_begun_before_it():
+def test_health_check_that_started_before_a_connection_error_is_void():
     down = unreachable(READY, "refused", now=5.0)
     assert not down.ready
     assert not polled(down, YES, 4.9).ready
     assert polled(down, YES, 5.1).ready
 
 
-def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while():
+def test_server_that_misses_few_health_checks_stays_ready():
     health = READY
     for _ in range(SILENCES - 1):
         health = silent(health, "no answer")
@@ -65,26 +65,26 @@ def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while():
     assert not silent(Health(), "no answer").ready
 
 
-def test_failures_in_a_row_open_the_circuit_and_each_failed_trial_doubles_the_cooldown():
+def test_failures_open_the_circuit_and_failed_trials_double_the_cooldown():
     assert admits(failed_times(FAILURES - 1), 0.0)
-    assert admits(
-        failed_times(FAILURES - 1, succeeded(failed_times(FAILURES - 1))), 0.0
-    )
-    health, now, cooldowns = failed_times(FAILURES), 0.0, []
+    recovered = succeeded(failed_times(FAILURES - 1))
+    assert admits(failed_times(FAILURES - 1, recovered), 0.0)
+    health = failed_times(FAILURES)
+    now = 0.0
+    cooldowns = []
     for _ in range(6):
-        assert health.open_until is not None and not admits(
-            health, health.open_until - 0.1
-        )
-        assert (
-            failed(health, now).open_until == health.open_until
-        )  # it was sent earlier
+        assert health.open_until is not None
+        assert not admits(health, health.open_until - 0.1)
+        # A request that was sent before the circuit opened changes nothing.
+        assert failed(health, now).open_until == health.open_until
         cooldowns.append(health.open_until - now)
         now = health.open_until
         assert admits(health, now)
         trying = began(health, now)
         assert not admits(trying, now + 0.1)
         assert admits(succeeded(trying), now + 0.1)
-        assert admits(trying, now + COOLDOWN_S)  # it never reported
+        # A trial without a result is forgotten.
+        assert admits(trying, now + COOLDOWN_S)
         health = failed(trying, now)
     assert cooldowns == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
@@ -99,8 +99,9 @@ MOVES: dict[str, Any] = {
 
 
 @given(st.lists(st.tuples(st.sampled_from([*MOVES]), st.floats(0, 20))))
-def test_whatever_happened_a_server_that_works_again_is_used_again(events):
-    health, now = Health(), 0.0
+def test_server_that_works_again_is_used_again_after_any_events(events):
+    health = Health()
+    now = 0.0
     for event, passed in events:
         now += passed
         health = MOVES[event](health, now)
@@ -111,19 +112,27 @@ def test_whatever_happened_a_server_that_works_again_is_used_again(events):
     assert succeeded(began(health, later)) == closed
 
 
-# -- what a failure means
+# -- failures
 
 
 @pytest.mark.parametrize(
     ("status", "code", "failure"),
-    [(200, "", None), (302, "", None), (400, "", None), (429, "", None), (500, "", Failure.ERROR),
-     (502, "", Failure.ERROR), (503, "", Failure.BUSY), (504, "", Failure.ERROR),
-     (503, "engine_died", Failure.DIED), (503, "overloaded", Failure.BUSY),
-     (500, "engine_died", Failure.ERROR)],
-)  # fmt: skip
-def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
-    status, code, failure
-):
+    [
+        (200, "", None),
+        (302, "", None),
+        (400, "", None),
+        (429, "", None),
+        (500, "", Failure.ERROR),
+        (502, "", Failure.ERROR),
+        (503, "", Failure.BUSY),
+        (504, "", Failure.ERROR),
+        (503, "engine_died", Failure.DIED),
+        (503, "overloaded", Failure.BUSY),
+        (500, "engine_died", Failure.ERROR),
+    ],
+)
+def test_5xx_is_a_failure_and_only_500_counts_for_the_circuit(status, code, failure):
+    """503 is the answer of a full server, and 502 and 504 are failures of its peer."""
     assert failure_of(status, b'{"error": {"code": "%s"}}' % code.encode()) is failure
     if failure in (Failure.ERROR, Failure.BUSY):
         assert trips_breaker(failure, status) is (status == 500)
@@ -131,16 +140,14 @@ def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_prefill_is_repeated_and_a_decode_only_when_it_costs_the_client_no_second_wait(
-    failure,
-):
+def test_prefill_is_always_retried_and_decode_only_without_a_second_wait(failure):
     assert may_retry(Kind.PREFILL, [failure])
     expected = failure not in (Failure.TIMEOUT, Failure.ERROR)
     assert may_retry(Kind.DECODE, [failure]) is expected
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_what_was_not_delivered_may_be_tried_everywhere(kind):
+def test_request_that_was_not_delivered_may_be_retried_at_every_server(kind):
     assert may_retry(kind, [Failure.UNREACHABLE, Failure.BUSY] * 10)
     assert not may_retry(kind, [Failure.LOST, Failure.UNREACHABLE, Failure.LOST])
     assert not may_retry(kind, [Failure.DIED, Failure.BUSY, Failure.LOST])
@@ -150,7 +157,11 @@ def test_what_was_not_delivered_may_be_tried_everywhere(kind):
 
 
 def fleet_of(prefill: str, decode: str = "", ready: str = "", **options: Any) -> Fleet:
-    """Servers of one-letter URLs, those of `ready` ready: all, where none is named."""
+    """Return a fleet of servers with one-letter URLs.
+
+    Args:
+        ready: the servers that are ready; all if it is empty.
+    """
     fleet = Fleet(
         {Kind.PREFILL: prefill, Kind.DECODE: decode},
         **{"clock": lambda: 0.0, **options},
@@ -172,32 +183,28 @@ def trip(fleet: Fleet, server: Server) -> None:
         (None, "abc", "abc", "a"),
         ("a", "abc", "abc", "b"),
         ("c", "abc", "abc", "a"),
-        ("a", "ac", "abc", "c"),  # who cannot be used is passed over
+        ("a", "ac", "abc", "c"),  # a server that is not ready is skipped
         ("a", "a", "abc", "a"),
-        (
-            "a",
-            "abc",
-            "a",
-            "a",
-        ),  # an open circuit moves a server to the end, and no further
+        # Servers with an open circuit are only used if there are no others.
+        ("a", "abc", "a", "a"),
         ("a", "abc", "", "b"),
         ("a", "a", "b", "a"),
         ("a", "", "abc", None),
     ],
 )
-def test_turns(last, ready, admitted, chosen):
+def test_usable_servers_take_turns(last, ready, admitted, chosen):
     fleet = fleet_of("abc")
     if last:
-        assert (
-            fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
-        )
+        index = "abc".index(last)
+        server = fleet.choose(Kind.PREFILL, choose_server=lambda s: s[index])
+        assert server is not None
     for server in fleet.servers:
         if server.url not in ready:
             fleet.unreachable(server, "gone")
         if server.url not in admitted:
             trip(fleet, server)
-    found = fleet.choose(Kind.PREFILL)
-    assert (found and found.url) == chosen
+    server = fleet.choose(Kind.PREFILL)
+    assert (server and server.url) == chosen
 
 
 @given(st.integers(1, 6), st.data())
@@ -209,9 +216,10 @@ def test_usable_servers_get_equal_shares(num_servers, data):
     assert sorted(server.url for server in chosen if server) == sorted(3 * working)
 
 
-def test_kinds_do_not_mix_and_servers_tried_before_are_left_out():
-    fleet = fleet_of("ab", "a")  # one URL may play both parts
-    (p1, p2), (d1,) = fleet.of[Kind.PREFILL], fleet.of[Kind.DECODE]
+def test_choice_is_among_untried_servers_of_one_kind():
+    fleet = fleet_of("ab", "a")  # one URL may be of both kinds
+    p1, p2 = fleet.of[Kind.PREFILL]
+    (d1,) = fleet.of[Kind.DECODE]
     assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [p1, p2, p1]
     assert fleet.choose(Kind.DECODE) == d1
     assert (fleet.ready(Kind.PREFILL), fleet.ready(Kind.DECODE)) == ([p1, p2], [d1])
@@ -222,22 +230,23 @@ def test_kinds_do_not_mix_and_servers_tried_before_are_left_out():
     assert fleet.choose(Kind.PREFILL) == p1
 
 
-def test_changes_of_readiness_and_of_what_bars_it_are_told_once():
-    told: list[tuple[bool, bool, str]] = []
-    watch = Watch(
-        on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason))
-    )
-    fleet = fleet_of("a", watch=watch)
+def test_each_change_of_readiness_or_its_reason_is_reported_once():
+    changes: list[tuple[bool, bool, str]] = []
+
+    def on_change(_: Server, old: Health, new: Health) -> None:
+        changes.append((old.ready, new.ready, new.reason))
+
+    fleet = fleet_of("a", watch=Watch(on_change=on_change))
     for reason in ("refused", "refused", "loading"):
         fleet.unreachable(fleet.servers[0], reason)
-    assert told == [
+    assert changes == [
         (False, True, ""),
         (True, False, "refused"),
         (False, False, "loading"),
     ]
 
 
-def test_a_failing_server_comes_last_until_its_trial():
+def test_failing_server_is_the_last_choice_until_its_trial():
     now = 0.0
     fleet = fleet_of("ab", clock=lambda: now)
     first, second = fleet.servers

@@ -1,4 +1,4 @@
-"""Requests through real servers over loopback: both legs, relaying, and who is asked instead."""
+"""Requests through fake servers over loopback: both legs, relaying and retries."""
 
 import asyncio
 import json
@@ -24,30 +24,31 @@ from tests.proxy.fakes import (
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_request_goes_through_both_servers(path):
+async def test_request_goes_through_both_servers(path):
     async with Rig() as rig:
         body = {"model": "m", "prompt": "héllo \U0001f600", "max_tokens": 7, "n": 1}
         body |= {"temperature": 0.30000000000000004, "seed": 2**63 - 1}
         response = await rig.client.post(path, content=json.dumps(body))
         assert response.status_code == 200
         assert response.json() == {"text": "onetwo"}
-        (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
-        assert to_p.path == to_d.path == path
-        transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
+        (prefill_call,) = rig.prefill[0].calls
+        (decode_call,) = rig.decode[0].calls
+        assert prefill_call.path == decode_call.path == path
+        transfer_id = prefill_call.body["kv_transfer_params"]["transfer_id"]
         params = {**REMOTE_DECODE, "transfer_id": transfer_id}
         leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
-        assert to_p.body == leg
-        assert to_d.body == {**body, "kv_transfer_params": LENT}
+        assert prefill_call.body == leg
+        assert decode_call.body == {**body, "kv_transfer_params": LENT}
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
 
 
-async def test_headers_travel_both_ways():
+async def test_headers_are_forwarded_in_both_directions():
     async with Rig() as rig:
         name = 'any string: "quotes", ünïcode'.encode().decode("latin-1")
         keys = {"authorization": "Bearer k", "x-api-key": "k"}
-        headers = {"X-Request-Id": name.encode("latin-1")} | {
-            k: v.encode() for k, v in keys.items()
-        }
+        headers = {"X-Request-Id": name.encode("latin-1")}
+        for key, value in keys.items():
+            headers[key] = value.encode()
         response = await rig.client.post(
             "/v1/completions", content="{}", headers=headers
         )
@@ -55,16 +56,14 @@ async def test_headers_travel_both_ways():
             assert call.headers["x-request-id"] == name
             assert keys.items() <= call.headers.items()
             assert call.headers["content-type"] == "application/json"
-        assert response.headers.get_list("x-request-id") == [
-            response.headers["x-request-id"]
-        ]
+        assert len(response.headers.get_list("x-request-id")) == 1
         assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
         assert D_KV.items() <= response.headers.items()
         assert response.headers["content-type"] == "application/json"
 
 
-async def test_white_space_around_header_values_is_not_passed_on():
-    """HTTP forbids it, and some clients without a key send `Bearer ` all the same."""
+async def test_white_space_around_header_values_is_not_forwarded():
+    """HTTP forbids it, but some clients without a key send `Bearer `."""
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(
@@ -79,24 +78,25 @@ async def test_white_space_around_header_values_is_not_passed_on():
             assert call.headers["x-request-id"] == "a"
 
 
-@pytest.mark.parametrize("given", [{}, {"seed": None}])
-async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given):
+@pytest.mark.parametrize("members", [{}, {"seed": None}])
+async def test_both_servers_get_the_same_id_and_seed_from_the_proxy(members):
     async with Rig() as rig:
-        ids = [(await rig.complete(**given)).headers["x-request-id"] for _ in range(2)]
-        calls = [fake.calls for fake in (rig.prefill[0], rig.decode[0])]
-        assert [[call.headers["x-request-id"] for call in each] for each in calls] == [
-            ids,
-            ids,
-        ]
-        seeds, again = ([call.body["seed"] for call in each] for each in calls)
-        assert seeds == again and all(0 <= seed < 2**63 for seed in seeds)
+        ids = []
+        for _ in range(2):
+            response = await rig.complete(**members)
+            ids.append(response.headers["x-request-id"])
+        for fake in (rig.prefill[0], rig.decode[0]):
+            assert [call.headers["x-request-id"] for call in fake.calls] == ids
+        seeds = [call.body["seed"] for call in rig.prefill[0].calls]
+        assert [call.body["seed"] for call in rig.decode[0].calls] == seeds
+        assert all(0 <= seed < 2**63 for seed in seeds)
         assert len(set(ids)) == len(set(seeds)) == 2
 
 
-async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers():
+async def test_request_id_that_is_too_long_is_refused_and_reaches_no_server():
     async def echoes(call: Call) -> None:
-        told = {"x-request-id": call.headers["x-request-id"]}
-        await call.answer(200, {"kv_transfer_params": KV_PARAMS}, told)
+        headers = {"x-request-id": call.headers["x-request-id"]}
+        await call.answer(200, {"kv_transfer_params": KV_PARAMS}, headers)
 
     async with Rig([Fake(echoes)], [Fake(echoes)]) as rig:
         answer = await rig.complete(headers={"x-request-id": "a" * 4096})
@@ -110,20 +110,20 @@ async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers():
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
 
 
-async def test_params_of_a_client_reach_no_server():
+async def test_kv_transfer_params_of_a_client_reach_no_server():
     async with Rig(prefill=[]) as rig:
         await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.metric("baton_proxy_stripped_kv_transfer_params") == 1
 
 
-async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
-    seen = asyncio.Event()
+async def test_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
+    received_first = asyncio.Event()
 
     async def streams(call: Call) -> None:
         await call.start()
         await call.write(b'data: {"n": 1}\n\n')
-        await seen.wait()  # the second chunk exists only once the client has the first
+        await received_first.wait()
         await call.write(b': comment\r\n\r\ndata: {"n": 2}\n\ndata: [DO')
         await call.write(b"NE]\n\n", more=False)
 
@@ -137,7 +137,7 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
             async for chunk in response.aiter_raw():
                 if not received:
                     assert chunk == b'data: {"n": 1}\n\n'
-                    seen.set()
+                    received_first.set()
                 received += chunk
         text = (await rig.client.get("/metrics")).text
         assert "baton_proxy_first_byte_seconds_count 1.0" in text
@@ -147,21 +147,19 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
     assert rig.prefill[0].calls[0].body["stream"] is False
 
 
-@pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 400)])
-async def test_a_refusal_by_either_server_is_the_answer(who, status):
+@pytest.mark.parametrize(("kind", "status"), [("prefill", 400), ("decode", 400)])
+async def test_refusal_by_either_server_is_the_answer(kind, status):
     error = {
         "error": {"message": "temperature must be a number", "param": "temperature"}
     }
     refuses = [Fake(answers(status, error))]
-    async with Rig(**{who: refuses}) as rig:
+    async with Rig(**{kind: refuses}) as rig:
         response = await rig.complete(temperature="hot", stream=True)
         assert (response.status_code, response.json()) == (status, error)
-        if who == "prefill":
+        if kind == "prefill":
             assert rig.decode[0].calls == []
-            assert (
-                rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
-                == 1
-            )
+            labels = {"path": "prefill", "reason": "status_400"}
+            assert rig.metric("baton_proxy_requests", **labels) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ async def test_a_refusal_by_either_server_is_the_answer(who, status):
         (None, "no_prefill_server"),  # not ready
     ],
 )
-async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts(
+async def test_decode_server_serves_alone_without_a_usable_prefill_and_is_counted(
     behave, reason
 ):
     async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
@@ -189,7 +187,7 @@ async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts
 @pytest.mark.parametrize(
     "behave", [answers(500, {}), answers(503, {}), drops, breaks_off]
 )
-async def test_another_prefill_server_takes_over(behave):
+async def test_failed_prefill_is_retried_at_another_server(behave):
     async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
         assert (await rig.complete()).status_code == 200
         assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
@@ -202,19 +200,18 @@ _died = fails(503, "engine_died")
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "stream": True}])
 @pytest.mark.parametrize("behave", [answers(503, {}), _died, drops])
-async def test_another_decode_server_gets_the_same_params(behave, fields):
+async def test_retry_at_another_decode_server_has_the_same_params(behave, fields):
     async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
         response = await rig.complete(**fields)
         assert response.status_code == 200 and b"two" in response.content
-        assert [call.raw for call in rig.decode[0].calls] == [
-            rig.decode[1].calls[0].raw
-        ]
+        (first_call,) = rig.decode[0].calls
+        assert first_call.raw == rig.decode[1].calls[0].raw
         assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
         assert len(rig.prefill[0].calls) == 1
     assert rig.prefill[0].releases == []
 
 
-async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full():
+async def test_prefill_is_not_repeated_for_unreachable_and_full_decode_servers():
     decode = [Fake(decodes), Fake(answers(503, {})), Fake(decodes)]
     async with Rig(decode=decode, health_interval_s=60.0) as rig:
         await decode[0].stop()
@@ -226,9 +223,9 @@ async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full(
 
 
 @pytest.mark.parametrize(
-    ("behave", "status", "code", "num_asked"),
+    ("behave", "status", "code", "num_calls"),
     [
-        (drops, 502, "decode_server_lost", 3),  # it may be the request that kills them
+        (drops, 502, "decode_server_lost", 3),  # the request may have crashed them
         (_died, 503, "engine_died", 3),
         (fails(503, "overloaded"), 503, "overloaded", 4),
         (fails(500, "transfer_failed"), 500, "transfer_failed", 1),
@@ -238,26 +235,23 @@ async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full(
     ],
 )
 @pytest.mark.parametrize("on_release", [answers(200, {"released": 1}), drops])
-async def test_what_no_decode_server_does_ends_in_its_error_and_kv_is_given_back_once(
-    behave, status, code, num_asked, on_release
+async def test_error_of_the_last_decode_server_is_relayed_and_kv_released_once(
+    behave, status, code, num_calls, on_release
 ):
     decode = [Fake(behave) for _ in range(4)]
     options = {"health_interval_s": 60.0, "max_resumes": 2}
     async with Rig([Fake(prefills, on_release=on_release)], decode, **options) as rig:
         response = await rig.complete()
-        assert (response.status_code, response.json()["error"]["code"]) == (
-            status,
-            code,
-        )
-        assert sum(len(fake.calls) for fake in decode) == num_asked
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert sum(len(fake.calls) for fake in decode) == num_calls
         await until(lambda: len(rig.prefill[0].releases) == 1)
     assert len(rig.prefill[0].calls) == 1
-    assert [call.body for call in rig.prefill[0].releases] == [
-        {"kv_transfer_params": KV_PARAMS}
-    ]
+    (release,) = rig.prefill[0].releases
+    assert release.body == {"kv_transfer_params": KV_PARAMS}
 
 
-async def test_a_server_that_only_broke_a_connection_is_used_again_at_once():
+async def test_server_that_only_broke_a_connection_is_used_again_at_once():
     async with Rig(decode=[Fake(drops)], health_interval_s=60.0) as rig:
         assert (await rig.complete()).status_code == 502
         rig.decode[0].behave = decodes
@@ -266,7 +260,7 @@ async def test_a_server_that_only_broke_a_connection_is_used_again_at_once():
         assert (await rig.complete()).status_code == 200
 
 
-async def test_servers_that_are_gone_are_not_asked_again_and_kv_is_given_back():
+async def test_unreachable_servers_are_not_tried_again_and_kv_is_released():
     async with Rig(health_interval_s=60.0) as rig:
         await rig.decode[0].stop()
         assert [(await rig.complete()).status_code for _ in range(2)] == [503, 503]
@@ -283,17 +277,17 @@ async def test_servers_that_are_gone_are_not_asked_again_and_kv_is_given_back():
             assert response.json()["error"]["code"] == "no_server_available"
 
 
-async def test_many_requests_at_once_go_round_all_servers():
-    fakes = [Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]
-    async with Rig(*fakes, routing="round_robin") as rig:
+async def test_concurrent_requests_are_spread_over_all_servers():
+    prefill = [Fake(prefills) for _ in range(3)]
+    decode = [Fake(decodes) for _ in range(2)]
+    async with Rig(prefill, decode, routing="round_robin") as rig:
         bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(120)]
         answers = await asyncio.gather(*(rig.complete(**body) for body in bodies))
         assert {answer.status_code for answer in answers} == {200}
         for body, answer in zip(bodies, answers, strict=True):
             assert answer.content.endswith(b"[DONE]\n\n") is body["stream"]
-        assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [40] * 3 + [
-            60
-        ] * 2
+        assert [len(fake.calls) for fake in rig.prefill] == [40, 40, 40]
+        assert [len(fake.calls) for fake in rig.decode] == [60, 60]
         prompts = [call.body["prompt"] for fake in rig.decode for call in fake.calls]
         assert sorted(prompts) == sorted(str(body["prompt"]) for body in bodies)
 
@@ -307,16 +301,13 @@ async def test_many_requests_at_once_go_round_all_servers():
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
     ],
 )
-async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(
-    method, path, body
-):
+async def test_other_requests_take_no_turn_of_a_completion(method, path, body):
     decode = [Fake(answers(200, {})), Fake(answers(200, {}))]
     async with Rig([Fake(prefills), Fake(prefills)], decode) as rig:
         for _ in range(4):
             await rig.client.request(method, path, json=body)
             assert (await rig.complete()).status_code == 200
         for fakes in (rig.prefill, rig.decode):
-            completions = [
-                [c for c in fake.calls if b"hello" in c.raw] for fake in fakes
-            ]
-            assert [len(calls) for calls in completions] == [2, 2]
+            for fake in fakes:
+                completions = [call for call in fake.calls if b"hello" in call.raw]
+                assert len(completions) == 2

@@ -1,5 +1,4 @@
-"""Requests that end badly after the answer has begun, servers that fall silent, and clients that
-leave."""
+"""Answers that break off, servers that become silent, and clients that disconnect."""
 
 import asyncio
 import json
@@ -37,11 +36,11 @@ _ONE = b"data: 1\n\n"
     [
         (streams(_ONE, ends=False), 0),
         (streams(_ONE + b'data: {"half', ends=False), 0),
-        (streams(_ONE), 0),  # without its last event
+        (streams(_ONE), 0),  # the last event is missing
         (streams(_ONE + b'data: {"sequence_number": 6, "delta": "\\ndata: 1"}\n\n'), 7),
     ],
 )
-async def test_a_stream_that_breaks_ends_in_an_error_event(behave, number):
+async def test_stream_that_breaks_ends_with_an_error_event(behave, number):
     async with Rig(decode=[Fake(behave)]) as rig:
         for path in ("completions", "responses"):
             await until(lambda: rig.is_ready(1))
@@ -51,19 +50,15 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(behave, number):
                 line for line in response.text.split("\n") if line
             )
             assert (first, event) == ("data: 1", "event: error")
-            told = json.loads(data.removeprefix("data: "))
-            assert [told["error"][n] for n in ("code", "phase")] == [
-                "decode_server_lost",
-                "decode",
-            ]
-        assert (
-            ResponseErrorEvent.model_validate(told, strict=True).sequence_number
-            == number
-        )
+            body = json.loads(data.removeprefix("data: "))
+            assert body["error"]["code"] == "decode_server_lost"
+            assert body["error"]["phase"] == "decode"
+        error_event = ResponseErrorEvent.model_validate(body, strict=True)
+        assert error_event.sequence_number == number
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 
 
-async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given_back():
+async def test_error_event_of_the_decode_server_is_relayed_alone_and_kv_released():
     text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 
     async with Rig(decode=[Fake(streams(text))]) as rig:
@@ -82,10 +77,10 @@ async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given
         (prefills, breaks_off, 502, "decode_server_lost"),
     ],
 )
-async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
+async def test_silent_server_times_out_and_a_partial_answer_is_an_error(
     prefill, decode, status, code, monkeypatch
 ):
-    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)
+    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
     async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
         response = await rig.complete()
         assert response.status_code == status
@@ -97,10 +92,8 @@ async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(
-    others,
-):
-    """As a whole server that is stopped: its connections stay, and nothing comes."""
+async def test_proxy_gives_up_a_prefill_server_that_answers_no_health_checks(others):
+    """The server is stopped: its connections stay open, and nothing arrives."""
     stopped = Fake(hangs)
     fakes = [stopped, *(Fake(prefills) for _ in range(others))]
     async with Rig(fakes, health_timeout_s=0.05, read_timeout_s=3600.0) as rig:
@@ -114,9 +107,7 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
 
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_decode_server_without_health_checks_for_long_is_not_waited_for(
-    begun, others
-):
+async def test_proxy_gives_up_a_decode_server_that_is_silent_for_long(begun, others):
     async def stops(call: Call) -> None:
         stopped.silent = True
         await Waits(sends=_ONE if begun else b"")(call)
@@ -135,7 +126,7 @@ async def test_a_decode_server_without_health_checks_for_long_is_not_waited_for(
         assert rig.in_flight() == 0
 
 
-async def test_a_decode_server_silent_for_a_while_keeps_its_requests():
+async def test_decode_server_that_is_silent_for_a_short_time_keeps_its_requests():
     pauses = Waits(decodes)
     async with Rig(decode=[Fake(pauses)], health_timeout_s=0.05) as rig:
         request = asyncio.create_task(rig.complete())
@@ -148,14 +139,14 @@ async def test_a_decode_server_silent_for_a_while_keeps_its_requests():
         assert (await request).json() == {"text": "onetwo"}
 
 
-# -- clients that leave
+# -- clients that disconnect
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
-async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg):
+async def test_disconnect_of_a_client_ends_the_leg_in_flight(leg):
     waits = Waits(sends=_ONE if leg == "stream" else b"")
-    fakes = ([Fake(waits)], None) if leg == "prefill" else (None, [Fake(waits)])
-    async with Rig(*fakes) as rig:
+    kind = "prefill" if leg == "prefill" else "decode"
+    async with Rig(**{kind: [Fake(waits)]}) as rig:
         request = asyncio.create_task(rig.complete(stream=leg == "stream"))
         await waits.begun.wait()
         request.cancel()
@@ -170,7 +161,7 @@ async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg):
         assert rig.is_ready(0) and rig.is_ready(1)
 
 
-async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
+async def test_client_that_closes_the_connection_at_done_is_no_disconnect():
     lingers = Waits(sends=_ONE + b"data: [DONE]\n\n")
     async with Rig(decode=[Fake(lingers)]) as rig:
         body = {"prompt": "x", "stream": True}
@@ -185,19 +176,23 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused_before", [False, True])
-async def test_kv_is_given_back_when_clients_leave_a_decode_that_hangs(
+async def test_kv_is_released_when_clients_leave_a_decode_server_that_hangs(
     refused_before, stream
 ):
-    """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
-    runs is told first, and loses no lease before it knows. One that has refused has left the lease
-    to the proxy."""
-    begun, prefill = asyncio.Event(), Fake(prefills)
-    when_told: list[int] = []
+    """A stopped decode server cannot release the KV itself, so the proxy does.
+
+    The decode server's connection is closed first: a decode server that runs must not
+    lose the lease before it notices. A server that refused the request does not release
+    the KV.
+    """
+    begun = asyncio.Event()
+    prefill = Fake(prefills)
+    num_releases_at_disconnect: list[int] = []
 
     async def is_stopped(call: Call) -> None:
         begun.set()
-        await call.gone()
-        when_told.append(len(prefill.releases))
+        await call.disconnected()
+        num_releases_at_disconnect.append(len(prefill.releases))
 
     refuses = [Fake(fails(503, "overloaded"))] if refused_before else []
     async with Rig([prefill], [*refuses, Fake(is_stopped)]) as rig:
@@ -205,7 +200,7 @@ async def test_kv_is_given_back_when_clients_leave_a_decode_that_hangs(
         await begun.wait()
         request.cancel()
         await until(lambda: len(prefill.releases) == 1)
-        assert when_told == [0]
+        assert num_releases_at_disconnect == [0]
         assert prefill.releases[0].body == {"kv_transfer_params": KV_PARAMS}
         with pytest.raises(asyncio.CancelledError):
             await request
@@ -218,14 +213,14 @@ _JSON = {"content-type": "application/json"}
 
 async def _stops_after_the_head(call: Call) -> None:
     await call.start(200, {**_JSON, "content-length": "100"})
-    await call.gone()
+    await call.disconnected()
 
 
 async def _stops_before_the_last_byte(call: Call) -> None:
     body = json.dumps({"id": "p", "kv_transfer_params": KV_PARAMS}).encode()
     await call.start(200, {**_JSON, "content-length": str(len(body) + 1)})
     await call.write(body)
-    await call.gone()
+    await call.disconnected()
 
 
 @pytest.mark.parametrize(
@@ -234,14 +229,14 @@ async def _stops_before_the_last_byte(call: Call) -> None:
 @pytest.mark.parametrize(
     "stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte]
 )
-async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops, end):
-    """The prefill server may have leased KV that only its answer tells of."""
+async def test_prefill_with_an_incomplete_answer_is_cancelled(stops, end):
+    """The prefill server may have leased KV that only its answer names."""
     begun = asyncio.Event()
 
     async def behaves(call: Call) -> None:
         begun.set()
         if end == "the connection breaks":
-            call.gone = partial(asyncio.sleep, 0)  # type: ignore[method-assign]
+            call.disconnected = partial(asyncio.sleep, 0)  # type: ignore[method-assign]
         await stops(call)
         raise Drop
 
@@ -252,43 +247,50 @@ async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops, end)
         if end == "the client leaves":
             request.cancel()
         await until(lambda: len(rig.prefill[0].releases) == 1)
-        (asked,), (released,) = rig.prefill[0].calls, rig.prefill[0].releases
-        name = asked.body["kv_transfer_params"]["transfer_id"]
-        assert released.body["kv_transfer_params"]["transfer_id"] == name
+        (prefill_call,) = rig.prefill[0].calls
+        (release,) = rig.prefill[0].releases
+        transfer_id = prefill_call.body["kv_transfer_params"]["transfer_id"]
+        assert release.body["kv_transfer_params"]["transfer_id"] == transfer_id
         await asyncio.gather(request, return_exceptions=True)
 
 
-async def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_back():
-    is_slow, refuses = Waits(releases), Fake(fails(413, "payload_too_large"))
-    async with Rig([Fake(prefills, on_release=is_slow)], [refuses]) as rig:
+async def test_no_client_waits_for_a_slow_release_of_kv():
+    slow = Waits(releases)
+    refuses = Fake(fails(413, "payload_too_large"))
+    async with Rig([Fake(prefills, on_release=slow)], [refuses]) as rig:
         assert (await rig.complete()).status_code == 413
-        await is_slow.begun.wait()
-        is_slow.go.set()
+        await slow.begun.wait()
+        slow.go.set()
 
 
-async def test_nothing_is_given_back_that_was_not_asked_for_or_ended_well():
+async def test_no_kv_is_released_of_prefills_that_were_not_sent_or_were_used():
     async with Rig([Fake(prefills), Fake(prefills)], health_interval_s=60.0) as rig:
         await rig.prefill[0].stop()
         for stream in (False, True):
             assert (await rig.complete(stream=stream)).status_code == 200
-        names = {
-            c.body["kv_transfer_params"]["transfer_id"] for c in rig.prefill[1].calls
+        transfer_ids = {
+            call.body["kv_transfer_params"]["transfer_id"]
+            for call in rig.prefill[1].calls
         }
-        assert len(names) == 2
+        assert len(transfer_ids) == 2
     assert rig.prefill[1].releases == []
 
 
 # -- a decode server that dies at each byte of its answer
 
 STREAM = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
     b'a\r\ndata: {"a"\r\n4\r\n:1}\n\r\n1\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
 )
-WHOLE = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 7\r\n\r\n{"a":1}'
+JSON_ANSWER = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+    b'content-length: 7\r\n\r\n{"a":1}'
+)
 
 
 class Dying:
-    """Answers health checks, and of each other answer the first `position` bytes."""
+    """A server that answers health checks, and sends `position` bytes of other answers."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
@@ -306,46 +308,42 @@ class Dying:
             writer.close()
 
 
-@pytest.mark.parametrize("answer", [STREAM, WHOLE])
-async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
-    answer, monkeypatch
-):
-    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)  # there is no other server
+@pytest.mark.parametrize("answer", [STREAM, JSON_ANSWER])
+async def test_client_gets_one_end_at_whichever_byte_a_server_dies(answer, monkeypatch):
+    # There is no other server to wait for.
+    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
 
-    async def asks(rig: Rig, dying: Dying) -> None:
+    async def send_requests(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4
         done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")
         for dying.position in range(len(answer) + 1):
             await until(lambda: rig.is_ready(0))
             response = await rig.complete(stream=answer is STREAM)
-            if answer is WHOLE:
-                assert response.status_code == (
-                    200 if dying.position == len(answer) else 502
-                )
+            if answer is JSON_ANSWER:
+                is_complete = dying.position == len(answer)
+                assert response.status_code == (200 if is_complete else 502)
                 continue
             assert response.status_code == (200 if dying.position >= head else 502)
-            ends = [
-                response.text.count(end) for end in ("data: [DONE]\n\n", '"error":{')
-            ]
-            assert ends == ([1, 0] if dying.position >= done else [0, 1]), (
-                dying.position
-            )
+            num_done = response.text.count("data: [DONE]\n\n")
+            num_errors = response.text.count('"error":{')
+            is_done = dying.position >= done
+            expected = (1, 0) if is_done else (0, 1)
+            assert (num_done, num_errors) == expected, dying.position
 
     dying = Dying(answer)
     async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
-        fake = Fake(decodes)  # never asked: it lends the rig its place
+        fake = Fake(decodes)  # it receives no request; the rig needs its place
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Rig(prefill=[], decode=[fake]) as rig:
-            await asks(rig, dying)
+            await send_requests(rig, dying)
 
 
-async def test_a_deadline_that_comes_before_the_head_has_room_is_told_once_it_has():
-    """As behind an answer on the same connection that its client has not taken yet."""
+async def test_expired_deadline_is_reported_when_the_client_reads_again():
+    """The connection is full of an earlier answer that the client has not read yet."""
     text = "x" * (1 << 24)
     body = b'{"model": "m", "prompt": "hello"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(
-        body
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    head += b"content-length: %d\r\n" % len(body)
 
     async def answer(call: Call) -> None:
         is_late = "x-request-timeout-s" in call.headers

@@ -1,21 +1,32 @@
-"""vLLM's servers behind the proxy: stubs with the shapes recorded of its NixlConnector and of its
-OpenAI server, which are told nothing that vLLM's own proxies do not tell."""
+"""vLLM's servers behind the proxy.
+
+The fakes answer in the shapes that were recorded from vLLM's NixlConnector and its
+OpenAI server. The proxy sends them nothing that vLLM's own proxies do not send.
+"""
 
 import pytest
 
-from proxy.poller import _foreign
+from proxy.poller import _parse_foreign
 from tests.proxy.fakes import Behave, Call, Fake, Rig, answers, fails, streams, until
 
-ORDER = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-    "remote_block_ids": None, "remote_host": None, "remote_port": None,
-}  # fmt: skip
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 KV = {
-    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 4, 5]],
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[3, 4, 5]],
     "remote_engine_id": "0d6f7f1e-4f5d-4c9c-9d55-5a4c7a4b6a3e",
-    "remote_request_id": "chatcmpl-6c2b", "remote_host": "10.0.0.7", "remote_port": 5600,
+    "remote_request_id": "chatcmpl-6c2b",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
     "tp_size": 2,
-}  # fmt: skip
+}
 CARD = {
     "object": "model",
     "created": 1,
@@ -24,10 +35,12 @@ CARD = {
     "permission": [],
 }
 CHUNKS = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":'
-    b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n',
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":'
-    b'{"content":" Paris"},"logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n',
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,'
+    b'"delta":{"role":"assistant","content":""},"logprobs":null,'
+    b'"finish_reason":null}]}\n\n',
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,'
+    b'"delta":{"content":" Paris"},"logprobs":null,"finish_reason":"stop",'
+    b'"stop_reason":null}]}\n\n',
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[],"usage":'
     b'{"prompt_tokens":36,"total_tokens":38,"completion_tokens":2}}\n\n',
     b"data: [DONE]\n\n",
@@ -42,14 +55,14 @@ USER = {
 async def prefills_as_vllm(call: Call) -> None:
     body = call.body
     if body.get("min_tokens", 0) > 1:
-        told = {
-            "message": "min_tokens must be less than or equal to max_tokens=1, got 5."
+        error = {
+            "message": "min_tokens must be less than or equal to max_tokens=1, got 5.",
+            "type": "BadRequestError",
+            "code": 400,
         }
-        await call.answer(
-            400, {"error": {**told, "type": "BadRequestError", "code": 400}}
-        )
+        await call.answer(400, {"error": error})
         return
-    is_asked = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+    is_prefill = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
     message = {"role": "assistant", "content": " Par", "tool_calls": []}
     choice = {
         "index": 0,
@@ -57,9 +70,15 @@ async def prefills_as_vllm(call: Call) -> None:
         "finish_reason": "length",
         "stop_reason": None,
     }
-    params = KV if is_asked and not body.get("stream") else None
-    about = {"id": "chatcmpl-6c2b", "object": "chat.completion", "model": body["model"]}
-    await call.answer(200, {**about, "choices": [choice], "kv_transfer_params": params})
+    params = KV if is_prefill and not body.get("stream") else None
+    answer = {
+        "id": "chatcmpl-6c2b",
+        "object": "chat.completion",
+        "model": body["model"],
+        "choices": [choice],
+        "kv_transfer_params": params,
+    }
+    await call.answer(200, answer)
 
 
 async def decodes_as_vllm(call: Call) -> None:
@@ -91,7 +110,7 @@ def pair(prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm) -
 
 
 @pytest.mark.parametrize(
-    ("limits", "of_prefill"),
+    ("limits", "prefill_limits"),
     [
         ({}, {"max_tokens": 1}),
         ({"max_tokens": 50, "min_tokens": 5}, {"max_tokens": 1}),
@@ -102,21 +121,22 @@ def pair(prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm) -
         ),
     ],
 )
-async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
+async def test_both_legs_equal_those_of_vllm_proxies(limits, prefill_limits):
     sent = {**USER, **limits, "stream": True, "stream_options": {"include_usage": True}}
     async with pair() as rig:
-        headers = {"x-request-timeout-s": "60"}  # which is the proxy's to keep
+        headers = {"x-request-timeout-s": "60"}  # the proxy does not forward it
         answer = await rig.client.post(
             "/v1/chat/completions", json=sent, headers=headers
         )
         assert answer.content == b"".join(CHUNKS)
-        (p,), (d,) = rig.prefill[0].calls, rig.decode[0].calls
+        (p,) = rig.prefill[0].calls
+        (d,) = rig.decode[0].calls
         assert p.path == d.path == "/v1/chat/completions"
         assert p.body == {
             **USER,
-            **of_prefill,
+            **prefill_limits,
             "stream": False,
-            "kv_transfer_params": ORDER,
+            "kv_transfer_params": PREFILL_PARAMS,
         }
         assert d.body == {**sent, "kv_transfer_params": KV}
         assert p.headers["x-request-id"] == d.headers["x-request-id"]
@@ -149,13 +169,12 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
         (prefills_as_vllm, fails(500, "boom"), 500, None),
     ],
 )
-async def test_what_goes_wrong_is_as_with_ours_but_releases_none(
+async def test_failures_are_handled_as_with_baton_servers_but_without_releases(
     prefill, decode, status, reason
 ):
     async with pair(prefill, decode) as rig:
-        assert (
-            await rig.client.post("/v1/chat/completions", json=USER)
-        ).status_code == status
+        response = await rig.client.post("/v1/chat/completions", json=USER)
+        assert response.status_code == status
         if reason is not None:
             assert rig.decode_only(reason) == 1
             (call,) = rig.decode[0].calls
@@ -163,7 +182,7 @@ async def test_what_goes_wrong_is_as_with_ours_but_releases_none(
     assert rig.prefill[0].releases == []
 
 
-async def test_all_names_of_a_server_are_served_and_others_are_not():
+async def test_all_model_names_of_a_server_are_served_and_others_are_not():
     async with pair() as rig:
         listed = (await rig.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in listed] == [
@@ -178,29 +197,29 @@ async def test_all_names_of_a_server_are_served_and_others_are_not():
         assert [call.body["model"] for call in rig.prefill[0].calls] == ["org/m"]
 
 
-async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing():
-    ours = Fake(decodes_as_vllm, told={"model": "org/m", "kv_digest": "a.b.c"})
+async def test_incompatible_and_unhealthy_foreign_servers_receive_no_request():
+    ours = Fake(decodes_as_vllm, details={"model": "org/m", "kv_digest": "a.b.c"})
     async with Rig([vllm(prefills_as_vllm, "org/m")], [ours]) as rig:
-        assert (
-            await rig.client.post("/v1/chat/completions", json=USER)
-        ).status_code == 200
+        response = await rig.client.post("/v1/chat/completions", json=USER)
+        assert response.status_code == 200
         assert rig.decode_only("incompatible") == 1 and rig.prefill[0].calls == []
         rig.prefill[0].pages["/health"] = answers(503, {})
         await until(lambda: not rig.is_ready(0))
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "is_one"),
+    ("status", "body", "is_foreign"),
     [
         (401, b'{"error": "Unauthorized"}', True),
         (404, b"<html>", False),
         (200, b"[]", False),
     ],
 )
-def test_what_is_taken_for_one_of_vllm_s(status, body, is_one):
-    said = _foreign(200, status, body)
-    assert (said.ready, said.is_foreign, said.models) == (is_one, is_one, ())
-    assert (
-        is_one
-        or said.reason == "GET /ready answers with status 404, unlike a Baton server"
-    )
+def test_foreign_server_is_recognized_by_its_list_of_models(status, body, is_foreign):
+    """The list may be hidden from requests without a key."""
+    report = _parse_foreign(200, status, body)
+    assert report.ready == report.is_foreign == is_foreign
+    assert report.models == ()
+    if not is_foreign:
+        expected = "GET /ready answers with status 404, unlike a Baton server"
+        assert report.reason == expected

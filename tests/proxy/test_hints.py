@@ -1,4 +1,4 @@
-"""Who is told of whom: the server that computes a prompt, of one that has more of it."""
+"""Pull hints: a server that computes a prompt learns which server has more of its KV."""
 
 import json
 import time
@@ -10,10 +10,10 @@ import pytest
 from protocol.kv_offers import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
-from proxy.knowledge import Knowledge
-from proxy.legs.request_profile import ask_of
-from proxy.membership import Kind, Server, hint
-from proxy.placement import Ask
+from proxy.legs.pull_hint import pull_hint
+from proxy.membership import Kind, Server
+from proxy.placement.load_tracker import LoadTracker
+from proxy.placement.request_profile import RequestProfile, profile_prompt
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
 
 SECRET = "a secret of the cluster, 32 bytes"
@@ -32,82 +32,94 @@ class Clock:
         return self.now
 
 
-def ask(messages: Any, answer: int = 400) -> Ask:
-    return ask_of(b"m", json.dumps(messages, separators=(",", ":")).encode(), answer)
+def profile(messages: Any, max_output_tokens: int = 400) -> RequestProfile:
+    text = json.dumps(messages, separators=(",", ":")).encode()
+    return profile_prompt(b"m", text, max_output_tokens)
 
 
 def server(kind: Kind, index: int, **health: Any) -> Server:
     channel = SideChannel(f"engine {kind.value}{index}", "1", "", 7000 + index)
-    told = {
+    fields = {
         "ready": True,
         "kv_digest": "m.f32",
         "side_channel": channel,
         "subscribes": True,
+        **health,
     }
-    return Server(
-        kind, f"http://host-{kind.value}{index}:1", index, Health(**{**told, **health})
-    )
+    url = f"http://host-{kind.value}{index}:1"
+    return Server(kind, url, index, Health(**fields))
 
 
 class Fleet:
-    """Two prefill and two decode servers, of which the first ones had turn 1."""
+    """Two prefill and two decode servers; the first of each kind has turn 1 cached."""
 
     def __init__(self, **health: Any) -> None:
         self.clock = Clock()
-        self.knowledge = Knowledge("auto", "always", clock=self.clock)
-        self.knowledge.pulls = True
+        self.load_tracker = LoadTracker("auto", "always", clock=self.clock)
+        self.load_tracker.pulls = True
         self.p, self.q = (server(Kind.PREFILL, index) for index in range(2))
         self.d, self.e = (server(Kind.DECODE, index) for index in range(2))
         for each in (self.p, self.q, self.d, self.e):
-            self.knowledge.lends(each, True)
+            self.load_tracker.set_lender(each, True)
         legs = [(self.p, True, False), (self.d, False, True)]
-        for had, computes, generates in legs:
-            work = self.knowledge.begin(
-                had, ask(TURN_1), computes=computes, generates=generates
+        for leg_server, computes, generates in legs:
+            assignment = self.load_tracker.start(
+                leg_server, profile(TURN_1), computes=computes, generates=generates
             )
             self.clock.now += 1.0
-            self.knowledge.answered(work)
-            self.knowledge.ended(work)
+            self.load_tracker.on_answer(assignment)
+            self.load_tracker.end(assignment)
+
+    def hint(self, reader: Server, messages: Any = TURN_2) -> KVHint | None:
+        lenders = self.load_tracker.lenders(reader, profile(messages))
+        return pull_hint(reader, lenders)
 
     def named(self, reader: Server, messages: Any = TURN_2) -> str | None:
-        found = hint(reader, self.knowledge.lenders(reader, ask(messages)))
-        return found.engine_id if found else None
+        """Return the engine that a hint for this server names."""
+        hint = self.hint(reader, messages)
+        return hint.engine_id if hint else None
 
 
-def test_whoever_lacks_something_is_told_of_who_has_it():
+def test_hint_names_the_server_that_has_most_of_the_prompt():
     fleet = Fleet()
-    assert fleet.named(fleet.p) == "engine decode0", "which has the answer"
+    # The decode server also has the answer.
+    assert fleet.named(fleet.p) == "engine decode0"
     assert fleet.named(fleet.q) == fleet.named(fleet.e) == "engine decode0"
-    assert fleet.named(fleet.d) is None, "nobody has more"
+    assert fleet.named(fleet.d) is None, "no server has more"
     assert fleet.named(fleet.p, TURN_1) is None
     branch = [{**TURN_1[0], "content": TURN_1[0]["content"] + "and more"}, *TURN_2[1:]]
-    assert fleet.named(fleet.p, branch) is None, "it is no answer to that"
+    # The cached answer does not follow this question.
+    assert fleet.named(fleet.p, branch) is None
     assert fleet.named(fleet.q, branch) in ("engine prefill0", "engine decode0")
     assert fleet.named(fleet.q, [{"content": "new"}]) is None
-    found = hint(fleet.q, fleet.knowledge.lenders(fleet.q, ask(TURN_2)))
-    assert found is not None and (found.host, found.port) == ("host-decode0", 7000)
+    hint = fleet.hint(fleet.q)
+    assert hint is not None and (hint.host, hint.port) == ("host-decode0", 7000)
 
 
-def test_what_a_server_is_yet_to_compute_it_neither_lends_nor_has():
-    fleet, prompt = Fleet(), [{"role": "user", "content": "other words " * 400}]
-    knowledge, leg = fleet.knowledge, {"computes": True, "generates": False}
-    computed = knowledge.begin(fleet.p, ask(prompt), **leg)
+def test_prompt_counts_as_cached_only_after_it_was_computed():
+    fleet = Fleet()
+    prompt = [{"role": "user", "content": "other words " * 400}]
+    load_tracker = fleet.load_tracker
+    prefill = {"computes": True, "generates": False}
+    computed = load_tracker.start(fleet.p, profile(prompt), **prefill)
     assert fleet.named(fleet.q, prompt) is None
-    knowledge.answered(computed)
+    load_tracker.on_answer(computed)
     assert fleet.named(fleet.q, prompt) == "engine prefill0"
-    pulling = knowledge.begin(fleet.q, ask(prompt), **leg)
-    assert fleet.named(fleet.q, prompt) == "engine prefill0", (
-        "it is on its way, for another prompt"
-    )
-    knowledge.answered(pulling)
+    pulling = load_tracker.start(fleet.q, profile(prompt), **prefill)
+    # The KV is still on its way to this server, for another request.
+    assert fleet.named(fleet.q, prompt) == "engine prefill0"
+    load_tracker.on_answer(pulling)
     assert fleet.named(fleet.q, prompt) is None
     for busy, idle in ((fleet.p, "engine prefill1"), (fleet.q, "engine prefill0")):
-        work = knowledge.begin(busy, ask([{"content": "long " * 9000}]), **leg)
-        assert fleet.named(fleet.e, prompt) == idle, "who answers soonest"
-        knowledge.ended(work)
-    coming = knowledge.begin(fleet.d, ask(prompt), computes=False, generates=True)
+        long = profile([{"content": "long " * 9000}])
+        assignment = load_tracker.start(busy, long, **prefill)
+        assert fleet.named(fleet.e, prompt) == idle, "the lender that replies first"
+        load_tracker.end(assignment)
+    stream = load_tracker.start(
+        fleet.d, profile(prompt), computes=False, generates=True
+    )
     assert fleet.named(fleet.d, prompt) == "engine prefill0"
-    knowledge.answered(coming)
+    load_tracker.on_answer(stream)
     assert fleet.named(fleet.d, prompt) is None
 
 
@@ -122,127 +134,130 @@ def test_what_a_server_is_yet_to_compute_it_neither_lends_nor_has():
         ({}, "engine decode0"),
     ],
 )
-def test_nobody_is_told_of_a_server_that_cannot_lend(change, named):
+def test_hint_never_names_a_server_that_cannot_lend(change, named):
     fleet = Fleet()
     fleet.d.health = replace(fleet.d.health, **change)
     assert fleet.named(fleet.q) == named
 
 
 @pytest.mark.parametrize("change", [{"is_foreign": True}, {"subscribes": False}])
-def test_foreign_servers_are_told_nothing(change):
+def test_servers_that_cannot_pull_receive_no_hint(change):
     fleet = Fleet()
     fleet.q.health = replace(fleet.q.health, **change)
     assert fleet.named(fleet.q) is None
 
 
-def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secret():
+def test_hint_names_no_server_that_has_restarted_or_left():
+    """Without a cluster secret there are no hints either."""
     fleet = Fleet()
-    fleet.knowledge.forget(fleet.d)
+    fleet.load_tracker.forget_cache(fleet.d)
     assert fleet.named(fleet.q) == "engine prefill0"
-    fleet.knowledge.left(fleet.p)
+    fleet.load_tracker.remove(fleet.p)
     assert fleet.named(fleet.q) is None
     fleet = Fleet()
-    fleet.knowledge.pulls = False
+    fleet.load_tracker.pulls = False
     assert fleet.named(fleet.q) is None
 
 
-def test_what_a_server_pulls_does_not_keep_it_busy():
-    waits = []
-    for lends in (True, False):
-        knowledge, ask = (
-            Knowledge("auto", "auto", clock=lambda: 1.0),
-            ask_of(b"", b"x" * 80_000, 9),
-        )
-        knowledge.pulls = True
-        knowledge.lends("a", lends)
-        knowledge.answered(knowledge.begin("a", ask, computes=True, generates=False))
-        knowledge.begin("b", ask, computes=True, generates=False)
-        waits.append(knowledge.wait_s("b"))
-    assert waits[0] < 0.5 * waits[1]
+def test_pulled_prefix_shortens_the_estimated_wait():
+    waits_s = {}
+    prefill = {"computes": True, "generates": False}
+    for is_lender in (True, False):
+        load_tracker = LoadTracker("auto", "auto", clock=lambda: 1.0)
+        load_tracker.pulls = True
+        load_tracker.set_lender("a", is_lender)
+        prompt = profile_prompt(b"", b"x" * 80_000, 9)
+        load_tracker.on_answer(load_tracker.start("a", prompt, **prefill))
+        load_tracker.start("b", prompt, **prefill)
+        waits_s[is_lender] = load_tracker.wait_s("b")
+    assert waits_s[True] < 0.5 * waits_s[False]
 
 
-def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
-    fleet = Fleet()
-    knowledge, turn_2 = Knowledge("auto", "auto", clock=fleet.clock), ask(TURN_2)
-    work = knowledge.begin("d", ask(TURN_1), computes=False, generates=True)
-    fleet.clock.now += 1.0
-    knowledge.answered(work)
-    knowledge.ended(work)
-    assert knowledge.goes_alone(turn_2, ["p"], ["d", "e"])
-    assert knowledge.first(["e", "d"], turn_2, computes=True, generates=True) == "d"
+def test_decode_server_of_a_conversation_computes_the_new_tokens_itself():
+    clock = Clock()
+    load_tracker = LoadTracker("auto", "auto", clock=clock)
+    turn_2 = profile(TURN_2)
+    turn_1 = load_tracker.start("d", profile(TURN_1), computes=False, generates=True)
+    clock.now += 1.0
+    load_tracker.on_answer(turn_1)
+    load_tracker.end(turn_1)
+    assert load_tracker.reserve_decode_only(turn_2, ["p"], ["d", "e"])
+    chosen = load_tracker.choose_server(
+        ["e", "d"], turn_2, computes=True, generates=True
+    )
+    assert chosen == "d"
 
 
 # -- over HTTP
 
 
 def fakes(count: int, behave: Any, kind: str) -> list[Fake]:
-    about = {
+    details = {
         "subscribes": 1,
         "incarnation": "1",
         "side_channel_host": "",
         "side_channel_port": 9,
+        "kv_digest": "m.f32",
     }
-    about |= {"kv_digest": "m.f32"}
     return [
-        Fake(behave, told={**about, "engine_id": f"{kind}{at}"}) for at in range(count)
+        Fake(behave, details={**details, "engine_id": f"{kind}{index}"})
+        for index in range(count)
     ]
 
 
-def told(fake: Fake) -> KVHint | None:
+def received_hint(fake: Fake) -> KVHint | None:
     params = fake.calls[-1].body.get("kv_transfer_params")
     return hint_of(params, SECRET.encode(), time.time())
 
 
 async def turns(rig: Rig, count: int) -> None:
     for _ in range(count):
-        own = {"hint": {"host": "evil"}}
-        answer = await rig.complete(prompt=list(range(1000)), kv_transfer_params=own)
-        assert answer.status_code == 200
+        forged = {"hint": {"host": "evil"}}
+        response = await rig.complete(
+            prompt=list(range(1000)), kv_transfer_params=forged
+        )
+        assert response.status_code == 200
 
 
-async def test_the_leg_that_computes_carries_a_hint_which_servers_believe():
+async def test_leg_that_computes_the_prompt_carries_a_signed_hint():
     options = {"routing": "round_robin", "cluster_secret": SECRET}
     async with Rig(fakes(2, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
         await turns(rig, 2)
-        assert told(rig.prefill[0]) is None, "the first of all: nobody has it"
-        found = told(rig.prefill[1])
-        assert found is not None and found.engine_id in ("p0", "d0")
-        assert (found.host, found.port) == ("127.0.0.1", 9)
+        assert received_hint(rig.prefill[0]) is None, "no server has the prompt yet"
+        hint = received_hint(rig.prefill[1])
+        assert hint is not None and hint.engine_id in ("p0", "d0")
+        assert (hint.host, hint.port) == ("127.0.0.1", 9)
         assert rig.prefill[1].calls[0].body["kv_transfer_params"]["do_remote_decode"]
-        assert [told(each) for each in rig.decode] == [None, None], (
-            "they compute nothing"
-        )
+        for fake in rig.decode:
+            assert received_hint(fake) is None, "decode servers compute no prompt here"
         assert rig.metric("baton_proxy_hints", leg="prefill") == 1
     options["disaggregate"] = "never"
     async with Rig(fakes(1, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
         await turns(rig, 2)
-        found = told(rig.decode[1])
-        assert found is not None and found.engine_id == "d0"
+        hint = received_hint(rig.decode[1])
+        assert hint is not None and hint.engine_id == "d0"
         assert list(rig.decode[1].calls[0].body["kv_transfer_params"]) == ["hint"]
         assert rig.metric("baton_proxy_hints", leg="decode") == 1
 
 
 @pytest.mark.parametrize(("prefix_blocks", "refused"), [(0, 0), (1000, 1)])
-async def test_a_hint_that_is_not_believed_costs_one_more_request(
-    prefix_blocks, refused
-):
-    wrong = {
-        "error": {
-            "code": "kv_params_rejected",
-            "param": "kv_transfer_params.hint.signature",
-        }
-    }
+async def test_rejected_hint_costs_one_more_request(prefix_blocks, refused):
+    error = {"code": "kv_params_rejected", "param": "kv_transfer_params.hint.signature"}
+    rejects = answers(400, {"error": error})
 
     async def behave(call: Any) -> None:
         is_hinted = "hint" in (call.body.get("kv_transfer_params") or {})
-        await (answers(400, wrong) if is_hinted else decodes)(call)
+        if is_hinted:
+            await rejects(call)
+        else:
+            await decodes(call)
 
     options = {
         "routing": "round_robin",
         "disaggregate": "never",
         "cluster_secret": SECRET,
+        "prefix_blocks": prefix_blocks,
     }
-    options["prefix_blocks"] = prefix_blocks
     async with Rig(fakes(1, prefills, "p"), fakes(2, behave, "d"), **options) as rig:
         await turns(rig, 4)
-        assert sum(len(each.calls) for each in rig.decode) == 4 + refused
+        assert sum(len(fake.calls) for fake in rig.decode) == 4 + refused

@@ -1,5 +1,8 @@
-"""`python -m proxy` as a process; one that is stopped for longer than its timeouts, as a suspended
-machine stops it: what came meanwhile is no later than if it had been awake."""
+"""`python -m proxy` as a process, also one that is suspended for a while.
+
+The suspension is longer than the timeouts. What arrives during it must count as if the
+process had been running.
+"""
 
 import asyncio
 import contextlib
@@ -17,11 +20,11 @@ from tests import stopping
 from tests.proxy.fakes import Call, Fake, decodes
 
 TIMEOUT_S = 0.5
-STOPPED_S = 3 * TIMEOUT_S
+SUSPENDED_S = 3 * TIMEOUT_S
 _BODY = b'{"prompt": "x", "stream": true}'
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
 _HEAD += b"Content-Length: %d\r\n" % len(_BODY)
-# As `python -m proxy`, but that idle connections end soon.
+# Like `python -m proxy`, but idle connections are closed soon.
 _PROXY = f"""
 import sys
 from proxy import __main__ as main
@@ -41,10 +44,10 @@ def start(
     return lifecycle.spawn(argv, name="proxy", on_event=events.put), events
 
 
-def test_it_reports_its_port_serves_and_ends_with_a_signal():
+def test_proxy_reports_its_port_serves_and_ends_with_a_signal():
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    child, events = start("--prefill", nobody, "--decode", nobody)
+        unreachable = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    child, events = start("--prefill", unreachable, "--decode", unreachable)
     try:
         ready = events.get(timeout=60)
         assert ready.kind == "ready"
@@ -68,14 +71,15 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal():
     [
         (("--decode", "http://127.0.0.1:1"), "PORT", 1),
         (("--prefill", "http://127.0.0.1:1"), "--decode", 2),
-        (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must say", 2),
+        (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must have", 2),
     ],
 )
-def test_it_says_what_it_cannot_start_without(argv, words, status):
+def test_failed_start_reports_what_is_missing(argv, words, status):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         child, events = start("--port", port, *argv)
-        failed, ended = events.get(timeout=60), events.get(timeout=60)
+        failed = events.get(timeout=60)
+        ended = events.get(timeout=60)
     assert failed.kind == "failed"
     assert words.replace("PORT", port) in failed.value
     assert (ended.kind, ended.value) == ("exited", status)
@@ -83,12 +87,12 @@ def test_it_says_what_it_cannot_start_without(argv, words, status):
 
 
 @contextlib.asynccontextmanager
-async def standing_still(child: lifecycle.Child) -> AsyncIterator[None]:
-    """Stops it for longer than its timeouts; what the block does reaches it meanwhile."""
+async def suspended(child: lifecycle.Child) -> AsyncIterator[None]:
+    """Suspend the process during the block, and for longer than its timeouts."""
     await asyncio.to_thread(stopping.send, child.pid, signal.SIGSTOP)
     try:
         yield
-        await asyncio.sleep(STOPPED_S)
+        await asyncio.sleep(SUSPENDED_S)
     finally:
         stopping.send(child.pid, signal.SIGCONT)
 
@@ -97,7 +101,7 @@ async def standing_still(child: lifecycle.Child) -> AsyncIterator[None]:
 async def proxy_of(
     fake: Fake, *options: str
 ) -> AsyncIterator[tuple[lifecycle.Child, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A proxy of its own process before one decode server, and a connection to it."""
+    """Yield a proxy process in front of one decode server, and a connection to it."""
     fake.start()
     child, events = start("--decode", fake.url, *options, command=("-c", _PROXY))
     try:
@@ -118,46 +122,48 @@ async def proxy_of(
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["its head", "its end"])
-async def test_an_answer_that_came_meanwhile_is_relayed(begun):
-    asked, go_on, sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_answer_that_arrives_during_a_suspension_is_relayed(begun):
+    received = asyncio.Event()
+    resume = asyncio.Event()
+    sent = asyncio.Event()
 
     async def waits(call: Call) -> None:
         if begun:
             await call.start()
             await call.write(b'data: {"text": "one"}\n\n')
-        asked.set()
-        await go_on.wait()
+        received.set()
+        await resume.wait()
         if not begun:
             await call.start()
         await call.write(b"data: [DONE]\n\n", more=False)
         sent.set()
 
-    options = ("--read-timeout-s", str(TIMEOUT_S))
-    async with proxy_of(Fake(waits), *options) as (child, reader, writer):
+    proxy = proxy_of(Fake(waits), "--read-timeout-s", str(TIMEOUT_S))
+    async with proxy as (child, reader, writer):
         writer.write(_HEAD + b"\r\n" + _BODY)
-        await asked.wait()
-        told = await reader.readuntil(b"one") if begun else b""
-        async with standing_still(child):
-            go_on.set()
+        await received.wait()
+        answer = await reader.readuntil(b"one") if begun else b""
+        async with suspended(child):
+            resume.set()
             await sent.wait()
-        told += await reader.read()
-        assert b"data: [DONE]" in told, told
+        answer += await reader.read()
+        assert b"data: [DONE]" in answer, answer
 
 
-async def test_a_request_whose_rest_came_meanwhile_is_answered():
-    options = ("--client-timeout-s", str(TIMEOUT_S))
-    async with proxy_of(Fake(decodes), *options) as (child, reader, writer):
+async def test_request_whose_rest_arrives_during_a_suspension_is_answered():
+    proxy = proxy_of(Fake(decodes), "--client-timeout-s", str(TIMEOUT_S))
+    async with proxy as (child, reader, writer):
         writer.write(_HEAD + b"Expect: 100-continue\r\n\r\n")
         await reader.readuntil(b"100 Continue\r\n\r\n")
-        async with standing_still(child):
+        async with suspended(child):
             writer.write(_BODY)
         assert b"data: [DONE]" in await reader.read()
 
 
-async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered():
+async def test_request_on_an_idle_connection_during_a_suspension_is_answered():
     async with proxy_of(Fake(decodes)) as (child, reader, writer):
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"baton_build_info")
-        async with standing_still(child):
+        async with suspended(child):
             writer.write(_HEAD + b"\r\n" + _BODY)
         assert b"data: [DONE]" in await reader.read()

@@ -1,5 +1,7 @@
-"""Connections that are many and idle, slow or deaf, and streams that are many: a proxy in a process
-of its own, which goes on serving, at a bounded price."""
+"""Many connections and streams at a proxy process, which must still serve others.
+
+Clients are idle, slow, or do not read. Memory and descriptors stay bounded.
+"""
 
 import asyncio
 import contextlib
@@ -11,7 +13,7 @@ import pytest
 
 from tests.rigs.streams import proxy_of_fakes, read_stream, until_ready
 
-BODY = b'{"model":"m","stream":true,"prompt":"1000000 0"}'  # a stream without end
+BODY = b'{"model":"m","stream":true,"prompt":"1000000 0"}'  # an endless stream
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -27,7 +29,7 @@ class Proxy:
             return int(file.read().split()[1]) * resource.getpagesize()
 
     async def serves(self) -> None:
-        """A stream comes whole: of a client that behaves."""
+        """Check that another client receives a complete stream."""
         assert len(await read_stream(self.port, 20, 0.001)) == 20
 
 
@@ -40,7 +42,7 @@ async def proxied(*options: str) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-def room_for(connections: int) -> None:
+def raise_descriptor_limit(connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < connections + 200:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, connections + 200), hard))
@@ -50,31 +52,32 @@ def room_for(connections: int) -> None:
 async def connected(
     port: int, connections: int
 ) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
-    room_for(connections)
-    opened = []
+    raise_descriptor_limit(connections)
+    streams = []
     try:
         for _ in range(connections):
-            opened.append(await asyncio.open_connection("127.0.0.1", port, limit=1024))
-        yield opened
+            streams.append(await asyncio.open_connection("127.0.0.1", port, limit=1024))
+        yield streams
     finally:
-        for _, writer in opened:
+        for _, writer in streams:
             writer.close()
 
 
 @pytest.mark.parametrize(
     "connections", [200, pytest.param(2000, marks=pytest.mark.slow)]
 )
-async def test_idle_connections_cost_little_and_leave_room(connections):
+async def test_idle_connections_take_little_memory(connections):
     async with proxied() as proxy:
         before = proxy.memory_bytes
         async with connected(proxy.port, connections) as opened:
-            for reader, writer in opened:  # kept after a request, which is worth more
+            # Connections after a request take more memory than new ones.
+            for reader, writer in opened:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 await reader.readuntil(b'{"status":"ok"}')
-            each = (proxy.memory_bytes - before) / connections
-            print(f"{connections} idle connections: {each / 1024:.1f} KiB each")
+            bytes_each = (proxy.memory_bytes - before) / connections
+            print(f"{connections} idle connections: {bytes_each / 1024:.1f} KiB each")
             await proxy.serves()
-            assert each < 64 << 10
+            assert bytes_each < 64 << 10
             for _, writer in opened:
                 assert not writer.is_closing()
 
@@ -89,42 +92,35 @@ async def drip(writer: asyncio.StreamWriter, data: bytes, interval_s: float) -> 
             await asyncio.sleep(interval_s)
 
 
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 SLOW = {
     "a head by the byte": HEAD + b"x: " + b"y" * 10_000,
     "a body by the byte": HEAD + b"content-length: 10000\r\n\r\n" + b" " * 10_000,
-    "chunks by the byte": HEAD
-    + b"transfer-encoding: chunked\r\n\r\n"
-    + b"1\r\n \r\n" * 2000,
-    "a chunk's size by the byte": HEAD
-    + b"transfer-encoding: chunked\r\n\r\n"
-    + b"0" * 10_000,
-    "a chunk's extension by the byte": HEAD
-    + b"transfer-encoding: chunked\r\n\r\n1;"
-    + b"a" * 9999,
-    "trailers by the byte": HEAD
-    + b"transfer-encoding: chunked\r\n\r\n0\r\n"
-    + b"a: b\r\n" * 2000,
+    "chunks by the byte": CHUNKED + b"1\r\n \r\n" * 2000,
+    "a chunk's size by the byte": CHUNKED + b"0" * 10_000,
+    "a chunk's extension by the byte": CHUNKED + b"1;" + b"a" * 9999,
+    "trailers by the byte": CHUNKED + b"0\r\n" + b"a: b\r\n" * 2000,
 }
 
 
 @pytest.mark.parametrize("each", [25, pytest.param(250, marks=pytest.mark.slow)])
-async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each):
+async def test_slow_and_non_reading_clients_are_disconnected_and_others_served(each):
     async with proxied("--client-timeout-s", "1") as proxy:
         before = proxy.memory_bytes
         async with connected(proxy.port, (len(SLOW) + 1) * each) as opened:
             kinds = list(SLOW.values())
             dripping = [
-                asyncio.create_task(drip(writer, kinds[at % len(kinds)], 0.3))
-                for at, (_, writer) in enumerate(opened[each:])
+                asyncio.create_task(drip(writer, kinds[index % len(kinds)], 0.3))
+                for index, (_, writer) in enumerate(opened[each:])
             ]
             for _, writer in opened[:each]:
-                writer.transport.pause_reading()  # reads nothing of a stream without end
+                writer.transport.pause_reading()  # this client does not read
                 writer.write(HEAD + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY))
             await proxy.serves()
             slow = [reader.read() for reader, _ in opened[each:]]
             answers = await asyncio.gather(*slow, return_exceptions=True)
-            told = {answer[9:12] for answer in answers if isinstance(answer, bytes)}
-            assert told <= {b"", b"408"}, told
+            statuses = {answer[9:12] for answer in answers if isinstance(answer, bytes)}
+            assert statuses <= {b"", b"408"}, statuses
             await proxy.serves()
             assert proxy.memory_bytes - before < (32 << 20) + each * (1 << 20)
             await asyncio.gather(*dripping)
@@ -134,22 +130,24 @@ async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each):
     ("idle", "busy", "interval_s"),
     [(60, 20, 0.02), pytest.param(1000, 200, 0.1, marks=pytest.mark.slow)],
 )
-async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(
+async def test_idle_and_busy_streams_all_complete_in_bounded_memory(
     idle, busy, interval_s
 ):
-    room_for(idle + busy)
+    raise_descriptor_limit(idle + busy)
     async with proxied() as proxy:
-        before, turn = proxy.memory_bytes, asyncio.Semaphore(20)
-        waits = [read_stream(proxy.port, 3, -1, turn) for _ in range(idle)]
-        waiting = asyncio.gather(*waits)
-        works = [read_stream(proxy.port, 50, interval_s, turn) for _ in range(busy)]
-        assert {len(late) for late in await asyncio.gather(*works)} == {50}
+        before = proxy.memory_bytes
+        turn = asyncio.Semaphore(20)
+        idle_streams = [read_stream(proxy.port, 3, -1, turn) for _ in range(idle)]
+        waiting = asyncio.gather(*idle_streams)
+        busy_streams = [
+            read_stream(proxy.port, 50, interval_s, turn) for _ in range(busy)
+        ]
+        assert {len(delays) for delays in await asyncio.gather(*busy_streams)} == {50}
         assert not waiting.done()
-        held = proxy.memory_bytes - before
-        print(
-            f"{idle} idle, {busy} busy streams: {held / (idle + busy) / 1024:.1f} KiB each"
-        )
-        assert held < (32 << 20) + (128 << 10) * (idle + busy)
+        num_bytes = proxy.memory_bytes - before
+        kib_each = num_bytes / (idle + busy) / 1024
+        print(f"{idle} idle, {busy} busy streams: {kib_each:.1f} KiB each")
+        assert num_bytes < (32 << 20) + (128 << 10) * (idle + busy)
         async with connected(proxy.fake_port, 1) as ((_, writer),):
             writer.write(b"GET /go HTTP/1.1\r\n\r\n")
-            assert {len(late) for late in await waiting} == {3}
+            assert {len(delays) for delays in await waiting} == {3}

@@ -1,4 +1,4 @@
-"""Several models behind one endpoint, and servers whose KV does not mean the same."""
+"""Several models behind one endpoint, and servers with incompatible KV."""
 
 import asyncio
 import itertools
@@ -7,31 +7,30 @@ import pytest
 
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, prefills, until
 
-A, B = {"model": "a", "kv_digest": "1.1.1"}, {"model": "b", "kv_digest": "2.1.1"}
+A = {"model": "a", "kv_digest": "1.1.1"}
+B = {"model": "b", "kv_digest": "2.1.1"}
 
 
 def two_models() -> Rig:
     prefill = [
-        Fake(prefills, told=A, max_model_len=90),
-        Fake(prefills, told=B, max_model_len=70),
+        Fake(prefills, details=A, max_model_len=90),
+        Fake(prefills, details=B, max_model_len=70),
     ]
-    decode = [Fake(decodes, told=told, max_model_len=90) for told in (A, B, A)]
+    decode = [Fake(decodes, details=each, max_model_len=90) for each in (A, B, A)]
     return Rig(prefill, decode)
 
 
-async def test_the_body_s_model_chooses_the_servers_of_both_legs():
+async def test_model_in_the_body_determines_the_servers_of_both_legs():
     async with two_models() as rig:
         for model, times in (("a", 4), ("b", 3)):
             for _ in range(times):
                 assert (await rig.complete(model=model)).status_code == 200
         assert [len(fake.calls) for fake in rig.prefill] == [4, 3]
-        assert [len(fake.calls) for fake in rig.decode] == [
-            2,
-            3,
-            2,
-        ]  # each model has its turns
-        asked = await rig.client.post("/tokenize", json={"model": "b", "prompt": "x"})
-        assert (asked.status_code, len(rig.decode[1].calls)) == (200, 4)
+        # The servers of each model take turns.
+        assert [len(fake.calls) for fake in rig.decode] == [2, 3, 2]
+        body = {"model": "b", "prompt": "x"}
+        response = await rig.client.post("/tokenize", json=body)
+        assert (response.status_code, len(rig.decode[1].calls)) == (200, 4)
         listed = (await rig.client.get("/v1/models")).json()["data"]
         assert [(each["id"], each["max_model_len"]) for each in listed] == [
             ("a", 90),
@@ -51,29 +50,25 @@ async def test_the_body_s_model_chooses_the_servers_of_both_legs():
         ("/detokenize", {}, 400, "invalid_request"),
     ],
 )
-async def test_an_unknown_or_missing_name_is_answered_with_those_known(
+async def test_error_for_an_unknown_or_missing_model_lists_the_models(
     path, body, status, code
 ):
     async with two_models() as rig:
-        asked = (
-            rig.client.get(path) if body is None else rig.client.post(path, json=body)
-        )
-        answer = await asked
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (
-            status,
-            code,
-            "model",
-        )
+        if body is None:
+            response = await rig.client.get(path)
+        else:
+            response = await rig.client.post(path, json=body)
+        error = response.json()["error"]
+        assert response.status_code == status
+        assert (error["code"], error["param"]) == (code, "model")
         assert '"a", "b"' in error["message"]
         assert not any(fake.calls for fake in (*rig.prefill, *rig.decode))
 
 
-async def test_one_model_needs_no_name_and_its_servers_may_be_away():
-    async with Rig([], [Fake(decodes, told=A)], fixed_series=False) as rig:
-        assert (
-            await rig.client.post("/v1/completions", json={"prompt": "x"})
-        ).status_code == 200
+async def test_single_model_needs_no_name_and_is_listed_without_ready_servers():
+    async with Rig([], [Fake(decodes, details=A)], fixed_series=False) as rig:
+        response = await rig.client.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
         rig.decode[0].ready = False
         await until(lambda: not rig.is_ready(0))
@@ -81,15 +76,14 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
         (card,) = (await rig.client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("a", None)
         assert (await rig.client.get("/v1/models/a")).json() == card
-        silent = {
-            "role": "prefill",
-            "url": "http://127.0.0.1:1",
-        }  # has told no name, and is alone
-        assert (await rig.client.post("/admin/members", json=silent)).status_code == 200
+        # A server that has not reported its model might serve any model.
+        unreachable = {"role": "prefill", "url": "http://127.0.0.1:1"}
+        response = await rig.client.post("/admin/members", json=unreachable)
+        assert response.status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
 
 
-# -- servers that are unlike
+# -- servers with incompatible KV
 
 
 @pytest.mark.parametrize(
@@ -101,49 +95,52 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
         (["1.1.1", "1.1.2"], ["1.1.1", "1.1.2"], {(0, 0), (1, 1)}),
         (["1.1.1", "1.2.1"], ["1.1.1"], {(0, 0)}),
         (["1.1.1"], ["1.2.1", "1.1.1"], {(0, 1)}),
-        (["1.1.1"], [""], {(0, 0)}),  # of a version that does not tell
+        (["1.1.1"], [""], {(0, 0)}),  # an older version reports no digest
     ],
 )
-async def test_only_servers_whose_kv_means_the_same_are_paired(prefill, decode, pairs):
+async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs):
     def fakes(digests: list[str], kind: str) -> list[Fake]:
         behave = {"p": prefills, "d": decodes}[kind]
         return [
-            Fake(behave, told={"model": "m", "kv_digest": each}) for each in digests
+            Fake(behave, details={"model": "m", "kv_digest": each}) for each in digests
         ]
 
     async with Rig(fakes(prefill, "p"), fakes(decode, "d")) as rig:
-        found = set()
+        used_pairs = set()
         for number in range(4):
-            assert (
-                await rig.complete({"x-request-id": f"r{number}"})
-            ).status_code == 200
-            asked = [
-                [at for at, fake in enumerate(fakes) if _last_id(fake) == f"r{number}"]
-                for fakes in (rig.prefill, rig.decode)
+            request_id = f"r{number}"
+            response = await rig.complete({"x-request-id": request_id})
+            assert response.status_code == 200
+            used = [
+                _positions(fakes, request_id) for fakes in (rig.prefill, rig.decode)
             ]
-            found |= set(itertools.product(*asked))
-        assert found == pairs
+            used_pairs |= set(itertools.product(*used))
+        assert used_pairs == pairs
         assert rig.decode_only("incompatible") == (0 if pairs else 4)
 
 
-def _last_id(fake: Fake) -> str:
-    return fake.calls[-1].headers["x-request-id"] if fake.calls else ""
+def _positions(fakes: list[Fake], request_id: str) -> list[int]:
+    """Return the positions of the servers whose last request has this id."""
+    return [
+        index
+        for index, fake in enumerate(fakes)
+        if fake.calls and fake.calls[-1].headers["x-request-id"] == request_id
+    ]
 
 
-async def test_kv_goes_back_where_its_only_reader_went_meanwhile():
+async def test_kv_is_released_if_its_only_reader_leaves_during_the_prefill():
     slow = Waits(prefills)
-    like, unlike = (
-        Fake(decodes, told={"model": "m", "kv_digest": d}) for d in ("1.1.1", "1.2.1")
-    )
-    p = Fake(slow, told={"model": "m", "kv_digest": "1.1.1"})
-    async with Rig([p], [like, unlike]) as rig:
+    prefill = Fake(slow, details={"model": "m", "kv_digest": "1.1.1"})
+    reader = Fake(decodes, details={"model": "m", "kv_digest": "1.1.1"})
+    other = Fake(decodes, details={"model": "m", "kv_digest": "1.2.1"})
+    async with Rig([prefill], [reader, other]) as rig:
         request = asyncio.create_task(rig.complete())
         await slow.begun.wait()
-        like.pages["/ready"] = answers(503, {"model": "m"})
+        reader.pages["/ready"] = answers(503, {"model": "m"})
         await until(lambda: not rig.is_ready(1))
         slow.go.set()
         assert (await request).status_code == 200
-        (call,) = unlike.calls
+        (call,) = other.calls
         assert "kv_transfer_params" not in call.body
-        await until(lambda: len(p.releases) == 1)
+        await until(lambda: len(prefill.releases) == 1)
         assert rig.decode_only("incompatible") == 1

@@ -1,12 +1,12 @@
-"""What health checks that were not answered say about a server, and what they do not."""
+"""What health checks mean for a server, in particular unanswered ones."""
 
 import pytest
 
 from protocol.settings.settings import ProxySettings
-from proxy.health import LONG_SILENCE, SILENCES, Room, Said
-from proxy.knowledge import Knowledge
-from proxy.membership import Fleet, Kind, Watch
-from proxy.poller import Poller, _said
+from proxy.health import LONG_SILENCE, SILENCES, HealthReport, Room
+from proxy.membership import Fleet, Kind, Server, Watch
+from proxy.placement.load_tracker import LoadTracker
+from proxy.poller import Poller, _parse_ready
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import until
 
@@ -14,60 +14,68 @@ DECODE = {Kind.DECODE: ["http://d1"]}
 
 
 class Failing:
-    """An upstream that fails in one way."""
+    """An upstream that fails with one error.
+
+    Attributes:
+        num_polls: number of requests so far.
+    """
 
     def __init__(self, error: UpstreamError) -> None:
         self.error = error
-        self.asked = 0
+        self.num_polls = 0
 
     async def send(self, *_: object) -> Response:
-        self.asked += 1
+        self.num_polls += 1
         raise self.error
 
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
-    poller = Poller(fleet, upstream, Knowledge(), ProxySettings(health_interval_s=1e-4))
+    settings = ProxySettings(health_interval_s=1e-4)
+    poller = Poller(fleet, upstream, LoadTracker(), settings)
     for server in fleet.servers:
         poller.watch(server)
-    await until(lambda: upstream.asked > num_polls)
+    await until(lambda: upstream.num_polls > num_polls)
     await poller.close()
-    return upstream.asked
+    return upstream.num_polls
 
 
 @pytest.mark.parametrize(
-    ("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)]
+    ("error", "is_silence"), [(TimedOut("1 s"), True), (Exhausted("24"), False)]
 )
-async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
-    error, is_told
+async def test_check_that_could_not_be_sent_does_not_count_as_silence(
+    error, is_silence
 ):
-    told: list[bool] = []
-    fleet = Fleet(
-        DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long))
-    )
+    silences: list[bool] = []
+
+    def on_silence(_server: Server, is_long: bool) -> None:
+        silences.append(is_long)
+
+    fleet = Fleet(DECODE, Watch(on_silence=on_silence))
     (server,) = fleet.servers
-    fleet.polled(server, Said(True), 0.0)
+    fleet.polled(server, HealthReport(True), 0.0)
     await watch(fleet, Failing(error), LONG_SILENCE)
-    assert server.health.ready is not is_told
-    short = LONG_SILENCE - SILENCES
-    assert told[: short + 1] == ([False] * short + [True] if is_told else [])
+    assert server.health.ready is not is_silence
+    num_short = LONG_SILENCE - SILENCES
+    expected = [False] * num_short + [True] if is_silence else []
+    assert silences[: num_short + 1] == expected
 
 
-async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found():
+async def test_polling_continues_after_an_error_in_the_handling_of_a_report():
     def broken(*_change: object) -> None:
-        raise RuntimeError("it cannot be shown")
+        raise RuntimeError("a bug")
 
     fleet = Fleet(DECODE, Watch(on_change=broken))
     assert await watch(fleet, Failing(TimedOut("1 s")), 2) > 2
 
 
-def test_something_else_at_the_address_of_a_server_is_told_as_such():
-    said = _said(Kind.DECODE, 404, b"<html>no such page</html>")
-    assert not said.ready
-    assert said.reason == "GET /ready answers with status 404, unlike a Baton server"
+def test_reason_says_that_an_address_is_not_of_a_baton_server():
+    report = _parse_ready(Kind.DECODE, 404, b"<html>no such page</html>")
+    assert not report.ready
+    assert report.reason == "GET /ready answers with status 404, unlike a Baton server"
 
 
 @pytest.mark.parametrize(
-    ("told", "room", "itl_target_s"),
+    ("body", "room", "itl_target_s"),
     [
         (
             b'{"max_model_len": 300, "max_num_seqs": 8, "itl_target_s": 0.05}',
@@ -89,8 +97,6 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such():
         (b"[]", None, None),
     ],
 )
-def test_a_server_has_the_room_and_the_time_that_it_tells_in_numbers(
-    told, room, itl_target_s
-):
-    said = _said(Kind.DECODE, 200, told)
-    assert (said.room, said.itl_target_s) == (room, itl_target_s)
+def test_only_positive_numbers_of_the_right_type_are_used(body, room, itl_target_s):
+    report = _parse_ready(Kind.DECODE, 200, body)
+    assert (report.room, report.itl_target_s) == (room, itl_target_s)

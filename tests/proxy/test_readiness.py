@@ -8,7 +8,7 @@ import pytest
 
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness
-from proxy.health import Said
+from proxy.health import HealthReport
 from proxy.membership import LISTED, Fleet, Kind
 from tests.proxy.fakes import Fake, Rig, decodes, prefills, until
 
@@ -22,14 +22,11 @@ async def probe(rig: Rig) -> tuple[int, list[str]]:
     return response.status_code, response.json()["missing"]
 
 
-async def known(rig: Rig) -> None:
-    """Until the proxy has checked every server since what was changed before this call."""
-    checked = [fake.polls for fake in (*rig.prefill, *rig.decode)]
+async def all_polled(rig: Rig) -> None:
+    """Return when the proxy has checked every server after the start of this call."""
+    num_polls = {fake: fake.polls for fake in (*rig.prefill, *rig.decode)}
     await until(
-        lambda: all(
-            fake.polls > before + 1
-            for fake, before in zip((*rig.prefill, *rig.decode), checked, strict=True)
-        )
+        lambda: all(fake.polls > before + 1 for fake, before in num_polls.items())
     )
 
 
@@ -39,11 +36,10 @@ async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggre
 ):
     late = Fake(prefills, ready=False)
     async with Rig([late], disaggregate=disaggregate) as rig:
-        await known(rig)
+        await all_polled(rig)
         assert await probe(rig) == (503, [NO_PREFILL])
-        assert (await rig.complete()).status_code == 200, (
-            "a decode server alone can answer"
-        )
+        # A decode server can answer alone.
+        assert (await rig.complete()).status_code == 200
         assert late.calls == []
         late.ready = True
         await until(lambda: rig.is_ready(0))
@@ -63,17 +59,17 @@ async def test_ready_stays_when_every_prefill_server_is_lost_later():
         assert (await probe(rig))[0] == 503
 
 
-async def test_ready_stays_though_no_probe_saw_the_prefill_server():
+async def test_ready_stays_if_the_prefill_server_is_lost_before_the_first_probe():
     async with Rig() as rig:
         await rig.prefill[0].stop()
         await until(lambda: not rig.is_ready(0))
-        assert await probe(rig) == (200, [NO_PREFILL]), "its first probe"
+        assert await probe(rig) == (200, [NO_PREFILL])
 
 
 @pytest.mark.parametrize(
     "settings", [{"disaggregate": "never"}, {"prefill_wait_s": 0.0}]
 )
-async def test_ready_does_not_wait_for_a_prefill_server_that_is_not_wanted(settings):
+async def test_ready_does_not_wait_for_prefill_servers_if_configured_so(settings):
     async with Rig([Fake(prefills, ready=False)], **settings) as rig:
         assert (await probe(rig))[0] == 200
 
@@ -81,35 +77,35 @@ async def test_ready_does_not_wait_for_a_prefill_server_that_is_not_wanted(setti
 async def test_the_wait_for_a_prefill_server_is_bounded(caplog):
     async with Rig([Fake(prefills, ready=False)], prefill_wait_s=0.2) as rig:
         while (await probe(rig))[0] != 200:
-            await known(rig)
+            await all_polled(rig)
         assert f"{NO_PREFILL} within 0.2 s (--prefill-wait-s)" in caplog.text
 
 
-async def test_each_model_waits_for_a_prefill_server_of_its_own():
-    prefill = [Fake(prefills, told=A), Fake(prefills, told=B, ready=False)]
-    decode = [Fake(decodes, told=A), Fake(decodes, told=B)]
+async def test_each_model_waits_for_a_prefill_server_of_this_model():
+    prefill = [Fake(prefills, details=A), Fake(prefills, details=B, ready=False)]
+    decode = [Fake(decodes, details=A), Fake(decodes, details=B)]
     async with Rig(prefill, decode) as rig:
-        await known(rig)
+        await all_polled(rig)
         assert await probe(rig) == (503, ['no prefill server of model "b" is ready'])
         prefill[1].ready = True
         await until(lambda: rig.is_ready(1))
         assert await probe(rig) == (200, [])
 
 
-async def test_a_model_that_has_no_prefill_server_waits_for_none():
-    decode = [Fake(decodes, told=A), Fake(decodes, told=B)]
-    async with Rig([Fake(prefills, told=A)], decode) as rig:
+async def test_model_without_a_prefill_server_waits_for_none():
+    decode = [Fake(decodes, details=A), Fake(decodes, details=B)]
+    async with Rig([Fake(prefills, details=A)], decode) as rig:
         assert await probe(rig) == (200, [])
 
 
-async def test_prefill_servers_whose_kv_no_decode_server_can_read_are_named():
+async def test_report_says_if_no_decode_server_can_read_the_kv():
     other = {**A, "kv_digest": "1.2.1"}
-    async with Rig([Fake(prefills, told=other)], [Fake(decodes, told=A)]) as rig:
+    async with Rig([Fake(prefills, details=other)], [Fake(decodes, details=A)]) as rig:
         missing = "no prefill server has KV that a ready decode server can read"
         assert await probe(rig) == (503, [missing])
 
 
-async def test_a_drained_prefill_server_is_not_waited_for():
+async def test_ready_does_not_wait_for_a_drained_prefill_server():
     async with Rig([Fake(prefills, ready=False)]) as rig:
         assert (await probe(rig))[0] == 503
         drained = await rig.client.post(
@@ -121,7 +117,7 @@ async def test_a_drained_prefill_server_is_not_waited_for():
 
 @asynccontextmanager
 async def serving(*fakes: Fake) -> AsyncIterator[None]:
-    """Servers that no proxy has been started with."""
+    """Run servers that are not in the options of a proxy."""
     for fake in fakes:
         fake.start()
     try:
@@ -130,8 +126,9 @@ async def serving(*fakes: Fake) -> AsyncIterator[None]:
         await asyncio.gather(*(fake.stop() for fake in fakes))
 
 
-async def test_servers_of_a_file_are_waited_for(tmp_path):
-    late, decode = Fake(prefills, ready=False), Fake(decodes)
+async def test_ready_waits_for_the_servers_of_a_file(tmp_path):
+    late = Fake(prefills, ready=False)
+    decode = Fake(decodes)
     file = tmp_path / "servers.yml"
     file.write_text(f"prefill: [{late.url}]\ndecode: [{decode.url}]\n")
     async with (
@@ -150,7 +147,7 @@ async def join(rig: Rig, prefill: Fake) -> None:
     assert (await rig.client.post("/admin/members", json=body)).status_code == 200
 
 
-async def test_an_explicit_wait_is_for_servers_that_join_later_too():
+async def test_explicit_wait_includes_servers_that_join_later():
     late = Fake(prefills)
     async with serving(late), Rig([], fixed_series=False, prefill_wait_s=600.0) as rig:
         assert await probe(rig) == (503, [NO_PREFILL])
@@ -159,7 +156,7 @@ async def test_an_explicit_wait_is_for_servers_that_join_later_too():
         assert await probe(rig) == (200, [])
 
 
-async def test_one_that_joins_a_proxy_that_is_ready_changes_nothing():
+async def test_prefill_server_that_joins_a_ready_proxy_changes_nothing():
     late = Fake(prefills, ready=False)
     async with serving(late), Rig([], fixed_series=False) as rig:
         assert (await probe(rig))[0] == 200, "no prefill server is named anywhere"
@@ -167,19 +164,21 @@ async def test_one_that_joins_a_proxy_that_is_ready_changes_nothing():
         assert (await probe(rig))[0] == 200
 
 
-def test_a_name_without_addresses_yet_is_waited_for():
+def test_ready_waits_for_a_dns_name_without_addresses():
     settings = ProxySettings(
         prefill=("dns+http://p.example:1",), decode=("http://d:1",)
     )
     fleet = Fleet()
     readiness = Readiness(fleet, settings, clock=lambda: 0.0)
-    fleet.polled(fleet.join(Kind.DECODE, "http://d:1", LISTED), Said(True), 1.0)
+    decode = fleet.join(Kind.DECODE, "http://d:1", LISTED)
+    fleet.polled(decode, HealthReport(True), 1.0)
     assert readiness.report() == (False, [NO_PREFILL])
-    fleet.polled(fleet.join(Kind.PREFILL, "http://10.0.0.1:1", LISTED), Said(True), 1.0)
+    prefill = fleet.join(Kind.PREFILL, "http://10.0.0.1:1", LISTED)
+    fleet.polled(prefill, HealthReport(True), 1.0)
     assert readiness.report() == (True, [])
 
 
-async def test_the_probe_of_a_proxy_with_keys_tells_no_details():
+async def test_probe_of_a_proxy_with_keys_reports_no_details():
     async with Rig([Fake(prefills, ready=False)], api_key=("a client's key",)) as rig:
         response = await rig.client.get("/ready")
         assert response.status_code == 503

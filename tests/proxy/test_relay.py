@@ -1,4 +1,4 @@
-"""Events cut anywhere, and headers that stop here."""
+"""Events that arrive in arbitrary pieces, and headers that are not relayed."""
 
 import itertools
 import re
@@ -11,20 +11,23 @@ from protocol.errors import EngineDied
 from protocol.http import sse
 from proxy.relay import EventBuffer, end_to_end
 
-STREAM = b'data: {"n": 1}\n\n: hi\r\n\r\ndata: a\ndata: b\n\nevent: x\ndata: c\n\ndata: [DONE]\n\n'
-
-ENDS = [found.end() for found in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
+STREAM = (
+    b'data: {"n": 1}\n\n: hi\r\n\r\ndata: a\ndata: b\n\n'
+    b"event: x\ndata: c\n\ndata: [DONE]\n\n"
+)
+ENDS = [match.end() for match in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6))
-def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts):
+def test_events_are_passed_on_complete_and_unchanged(cuts):
     edges = [0, *sorted(cuts), len(STREAM)]
     events = EventBuffer()
     passed: list[bytes] = []
     for a, b in itertools.pairwise(edges):
         passed.append(events.feed(STREAM[a:b]))
-        whole = [end for end in ENDS if end <= b]
-        assert sum(map(len, passed)) == (whole[-1] if whole else 0)
+        complete_ends = [end for end in ENDS if end <= b]
+        num_complete = complete_ends[-1] if complete_ends else 0
+        assert sum(map(len, passed)) == num_complete
     assert b"".join(passed) == STREAM
     assert all(piece.endswith((b"\n\n", b"\r\n\r\n")) for piece in passed if piece)
     assert events.rest() == b""
@@ -41,16 +44,13 @@ _COMPLETED = b"event: response.completed\n"
         (b"", False, False),
         (b"data: 1\n\n", False, False),
         (b"data: 1\n\ndata: [DONE]\n\n", True, False),
-        (b"data: [DONE]", True, False),  # no newline after it: some servers
+        (b"data: [DONE]", True, False),  # some servers send no newline after it
         (b"data: [DONE]\r\n\r\n", True, False),
         (b'data: {"text": "[DONE]"}\n\n', False, False),
         (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True, True),
         (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True, True),
-        (
-            b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n',
-            True,
-            True,
-        ),  # vLLM's
+        # vLLM sends [DONE] after an error.
+        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', True, True),
         (
             b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n',
             True,
@@ -73,7 +73,7 @@ _COMPLETED = b"event: response.completed\n"
         (b'event: response.failed\ndata: {"response":{}}\n\n', True, True),
     ],
 )
-def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(
+def test_last_event_determines_whether_a_stream_has_ended_or_failed(
     stream, ended, failed
 ):
     events = EventBuffer()
@@ -85,9 +85,14 @@ def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(
 
 def test_headers_of_the_connection_are_not_relayed():
     headers = [
-        (b"content-type", b"application/json"), (b"content-length", b"5"),
-        (b"transfer-encoding", b"chunked"), (b"connection", b"close"), (b"date", b"now"),
-        (b"x-request-id", b"theirs"), (b"x-baton-kv", b"transferred=1, recomputed=0, skipped=0"),
-        (b"set-cookie", b"a"), (b"set-cookie", b"b"),
-    ]  # fmt: skip
+        (b"content-type", b"application/json"),
+        (b"content-length", b"5"),
+        (b"transfer-encoding", b"chunked"),
+        (b"connection", b"close"),
+        (b"date", b"now"),
+        (b"x-request-id", b"theirs"),
+        (b"x-baton-kv", b"transferred=1, recomputed=0, skipped=0"),
+        (b"set-cookie", b"a"),
+        (b"set-cookie", b"b"),
+    ]
     assert end_to_end(headers) == [headers[0], *headers[6:]]

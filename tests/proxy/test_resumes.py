@@ -1,4 +1,4 @@
-"""Streams whose decode server is lost, in front of servers that frame what they send."""
+"""Failover of streams whose decode server is lost. The servers send frames."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ import pytest
 
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from proxy.failover import MAX_MOVES
 from proxy.membership import LISTED, Kind
-from proxy.relay import MAX_MOVES
 from tests.proxy.fakes import (
     LENT,
     Behave,
@@ -28,35 +28,49 @@ from tests.proxy.fakes import (
 
 _SECRET = "a secret of sixteen bytes"
 _ORIGIN = {"id": "x", "created": 1, "seed": 2, "limits": [9], "digest": "d"}
-_EVENTS = [b"data: %d\n\n" % at for at in range(4)] + [b"data: 4\n\ndata: [DONE]\n\n"]
+_EVENTS = [b"data: %d\n\n" % number for number in range(4)]
+_EVENTS.append(b"data: 4\n\ndata: [DONE]\n\n")
 
 
 def _texts(start: int, stop: int) -> list[Any]:
-    return [[[0, [at]]] for at in range(start, stop)]
+    """Return the frame texts of these events."""
+    return [[[0, [number]]] for number in range(start, stop)]
 
 
 def _framed(start: int, stop: int) -> bytes:
-    """Events of a stream, with its origin where it begins."""
-    origin = resume.frame(json.dumps(_ORIGIN, separators=(",", ":")).encode(), b"")
-    told = [
-        json.dumps(text, separators=(",", ":")).encode() for text in _texts(start, stop)
-    ]
-    frames = map(resume.frame, told, _EVENTS[start:stop])
-    return b"".join([*([] if start else [origin]), *frames])
+    """Return the frames of these events, after the origin if they are the first."""
+    frames = [] if start else [resume.frame(_json(_ORIGIN), b"")]
+    for text, event in zip(_texts(start, stop), _EVENTS[start:stop], strict=True):
+        frames.append(resume.frame(_json(text), event))
+    return b"".join(frames)
 
 
-def _sends(data: bytes, *, drops: bool = False, at_once: int = 7) -> Behave:
-    """A stream of frames in small pieces."""
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _num_received(call: Call) -> int:
+    """Return how many events the client of a resumed stream has already."""
+    texts = call.body.get(MEMBER, {"texts": [None]})["texts"]
+    return len(texts) - 1
+
+
+def _sends(data: bytes, *, drops: bool = False, piece_bytes: int = 7) -> Behave:
+    """Return a behaviour that sends frames in small pieces.
+
+    Args:
+        data: the frames; empty: the events that the client does not have yet.
+        drops: close the connection afterwards, without an end.
+    """
 
     async def behave(call: Call) -> None:
-        rest = call.body.get(MEMBER, {"texts": [None]})["texts"]
         assert bytes(call.headers[HEADER], "ascii") == resume.frames_request(
             _SECRET.encode(), call.headers["x-request-id"].encode("latin-1")
         )
         await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
-        told = _framed(len(rest) - 1, 5) if not data else data
-        for at in range(0, len(told), at_once):
-            await call.write(told[at : at + at_once])
+        frames = data or _framed(_num_received(call), 5)
+        for position in range(0, len(frames), piece_bytes):
+            await call.write(frames[position : position + piece_bytes])
         if drops:
             raise Drop
         await call.write(b"", more=False)
@@ -64,7 +78,7 @@ def _sends(data: bytes, *, drops: bool = False, at_once: int = 7) -> Behave:
     return behave
 
 
-_GOES_ON = _sends(b"")
+_CONTINUES = _sends(b"")
 _ERROR = b'event: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 _DROPS = _sends(_framed(0, 2), drops=True)
 
@@ -73,29 +87,32 @@ def _silent(begun: bytes) -> Behave:
     async def behave(call: Call) -> None:
         await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
         await call.write(begun)
-        await call.gone()
+        await call.disconnected()
 
     return behave
 
 
 def _of(*behaves: Behave) -> list[Fake]:
-    """One server for each, of which every call is of the same model."""
-    return [Fake(behave, told={"kv_digest": "a.b.c"}) for behave in behaves]
+    """Return one server for each behaviour, all with the same model."""
+    return [Fake(behave, details={"kv_digest": "a.b.c"}) for behave in behaves]
 
 
 def _in_turn(*behaves: Behave) -> Behave:
-    """The n-th request that any server gets is answered by the n-th, later ones by the last."""
-    left: Iterator[Behave] = iter(behaves)
+    """Return a behaviour for several servers: the n-th request gets the n-th one.
+
+    Later requests get the last one.
+    """
+    remaining: Iterator[Behave] = iter(behaves)
     last = behaves[-1]
 
     async def behave(call: Call) -> None:
-        await next(left, last)(call)
+        await next(remaining, last)(call)
 
     return behave
 
 
 _LOSSES: dict[str, tuple[Behave, int, str]] = {
-    # what the first server does, how many frames of it count, and the reason
+    # The behaviour of the first server, how many of its frames count, and the reason.
     "it drops the connection": (_DROPS, 2, "lost"),
     "in the middle of a frame": (_sends(_framed(0, 3)[:-4], drops=True), 2, "lost"),
     "in the middle of a comment": (
@@ -104,8 +121,8 @@ _LOSSES: dict[str, tuple[Behave, int, str]] = {
         "lost",
     ),
     "it ends too soon": (_sends(_framed(0, 3)), 3, "error"),
-    "what it sends is no frame": (
-        _sends(_framed(0, 1) + b"data: 1\n\n", at_once=99),
+    "its stream is not in frames": (
+        _sends(_framed(0, 1) + b"data: 1\n\n", piece_bytes=99),
         0,
         "lost",
     ),
@@ -115,46 +132,42 @@ _LOSSES: dict[str, tuple[Behave, int, str]] = {
 
 
 @pytest.mark.parametrize("name", _LOSSES)
-async def test_another_server_goes_on_and_the_client_does_not_notice(name):
+async def test_another_server_continues_and_the_client_does_not_notice(name):
     first, num_frames, reason = _LOSSES[name]
-    both = _in_turn(first, _GOES_ON)
+    both = _in_turn(first, _CONTINUES)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
-        answer = await rig.complete(
-            stream=True, **{MEMBER: {"texts": [], "mac": "forged"}}
-        )
+        forged = {MEMBER: {"texts": [], "mac": "forged"}}
+        answer = await rig.complete(stream=True, **forged)
         assert answer.content == b"".join(_EVENTS)
         assert HEADER not in answer.headers
-        calls = sorted(
-            (c for fake in rig.decode for c in fake.calls), key=lambda c: len(c.raw)
-        )
+        calls = [call for fake in rig.decode for call in fake.calls]
+        first_call, second_call = sorted(calls, key=lambda call: len(call.raw))
         assert [len(fake.calls) for fake in rig.decode] == [1, 1]
-        assert MEMBER not in calls[0].body, "not even the client's"
+        assert MEMBER not in first_call.body, "the client's member is removed"
         if num_frames:
-            sent = calls[1].body[MEMBER]
+            sent = second_call.body[MEMBER]
             assert resume.open_resume(sent, _SECRET.encode()).origin.id == "x"
             assert sent["texts"] == [_ORIGIN, *_texts(0, num_frames)]
-        assert len(rig.prefill[0].calls) == 2, "the prompt is had again"
+        assert len(rig.prefill[0].calls) == 2, "the prompt is computed again"
         assert rig.metric("baton_proxy_resumes", reason=reason, outcome="resumed") == 1
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
         assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_is_had_from_another_server_though_no_prefill_server_has_room(
-    stream,
-):
-    """It had begun: the one that goes on with it computes the prompt itself."""
+async def test_failover_does_not_need_a_prefill_server(stream):
+    """All prefill servers are full: the next decode server computes the prompt itself."""
     full = answers(429, {"error": {"phase": "admission"}})
-    both = _in_turn(_DROPS if stream else breaks_off, _GOES_ON if stream else decodes)
-    fakes = [Fake(_in_turn(prefills, full))], _of(both, both)
-    async with Rig(*fakes, cluster_secret=_SECRET) as rig:
+    both = _in_turn(_DROPS, _CONTINUES) if stream else _in_turn(breaks_off, decodes)
+    prefill = Fake(_in_turn(prefills, full))
+    async with Rig([prefill], _of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete(stream=stream)
-        whole = b"".join(_EVENTS) if stream else b'{"text": "onetwo"}'
-        assert (answer.status_code, answer.content) == (200, whole)
+        content = b"".join(_EVENTS) if stream else b'{"text": "onetwo"}'
+        assert (answer.status_code, answer.content) == (200, content)
         assert len(rig.prefill[0].calls) == 2
 
 
-async def test_a_server_that_falls_silent_is_left_if_there_is_another():
+async def test_stream_of_a_silent_server_continues_at_another_server():
     async def stops(call: Call) -> None:
         rig.decode[0].silent = True
         await _silent(_framed(0, 3))(call)
@@ -164,66 +177,73 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another():
         "read_timeout_s": 3600.0,
         "cluster_secret": _SECRET,
     }
-    async with Rig(decode=_of(stops, _GOES_ON), **settings) as rig:
+    async with Rig(decode=_of(stops, _CONTINUES), **settings) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
 
 
-@pytest.mark.parametrize("given", [b"r", b"\xc3\xa9", b"\xe9"])  # which is no UTF-8
-@pytest.mark.parametrize("others", [[], ["x.b.c"]])  # of another model
-async def test_a_server_that_only_broke_a_connection_goes_on_itself(given, others):
+# The last id is not UTF-8.
+@pytest.mark.parametrize("request_id", [b"r", b"\xc3\xa9", b"\xe9"])
+# The other server has another model.
+@pytest.mark.parametrize("others", [[], ["x.b.c"]])
+async def test_server_that_only_broke_a_connection_continues_itself(request_id, others):
     async def drops(call: Call) -> None:
-        own.ready, own.polls = False, 0
+        server.ready = False
+        server.polls = 0
         await _DROPS(call)
 
-    (own,) = _of(_in_turn(drops, _GOES_ON))
-    fakes = [own, *(Fake(_REFUSES, told={"kv_digest": each}) for each in others)]
+    (server,) = _of(_in_turn(drops, _CONTINUES))
+    fakes = [server]
+    for digest in others:
+        fakes.append(Fake(_REFUSES, details={"kv_digest": digest}))
     async with Rig(decode=fakes, cluster_secret=_SECRET, routing="round_robin") as rig:
-        asked = asyncio.create_task(
-            rig.complete(stream=True, headers={"x-request-id": given})
+        request = asyncio.create_task(
+            rig.complete(stream=True, headers={"x-request-id": request_id})
         )
-        await until(lambda: not own.ready and own.polls > 2)
-        own.ready = True
-        answer = await asked
+        await until(lambda: not server.ready and server.polls > 2)
+        server.ready = True
+        answer = await request
         assert answer.content == b"".join(_EVENTS)
-        assert (b"x-request-id", given) in answer.headers.raw
+        assert (b"x-request-id", request_id) in answer.headers.raw
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-async def test_a_slow_client_is_told_the_end_of_a_server_that_is_lost_behind_it(
-    is_written,
-):
-    """Of an end that could not be written yet, that there is none."""
-    reads, end = asyncio.Event(), resume.frame(b"[]", _EVENTS[-1])
+async def test_slow_client_gets_the_end_of_a_stream_whose_server_was_lost(is_written):
+    """If the server could not write the end, the client gets an error instead."""
+    reads = asyncio.Event()
+    end = resume.frame(b"[]", _EVENTS[-1])
     large = resume.frame(b"[]", b"data: %b\n\n" % (b"x" * (1 << 24)))
 
     async def behave(call: Call) -> None:
         await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
-        await call.write(large + end * is_written)
+        await call.write(large + end if is_written else large)
         await reads.wait()
-        await call.write(end * (not is_written))
-        fakes[0].silent = True
-        await call.gone()
+        await call.write(b"" if is_written else end)
+        (server,) = fakes
+        server.silent = True
+        await call.disconnected()
 
-    fakes, settings = _of(behave), {"health_timeout_s": 0.05, "read_timeout_s": 3600.0}
+    fakes = _of(behave)
     async with Rig(
-        decode=fakes, cluster_secret=_SECRET, max_resumes=0, **settings
+        decode=fakes,
+        cluster_secret=_SECRET,
+        max_resumes=0,
+        health_timeout_s=0.05,
+        read_timeout_s=3600.0,
     ) as rig:
-        asked = {"model": "m", "prompt": "hello", "stream": True}
-        async with rig.client.stream("POST", "/v1/completions", json=asked) as answer:
+        body = {"model": "m", "prompt": "hello", "stream": True}
+        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
             reads.set()
             await until(lambda: rig.in_flight() == 0)
-            told = (await answer.aread())[-1000:]
-        assert (b"[DONE]" in told, b"decode_server_lost" in told) == (
-            is_written,
-            not is_written,
-        )
+            last_bytes = (await answer.aread())[-1000:]
+        assert (b"[DONE]" in last_bytes) is is_written
+        assert (b"decode_server_lost" in last_bytes) is not is_written
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_losses_have_a_limit(stream):
+async def test_number_of_lost_servers_per_request_is_limited(stream):
     async def breaks(call: Call) -> None:
-        start = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1
+        start = _num_received(call)
         if stream:
             await _sends(_framed(start, start + 1), drops=True)(call)
         await breaks_off(call)
@@ -235,15 +255,15 @@ async def test_losses_have_a_limit(stream):
         assert sum(len(fake.calls) for fake in rig.decode) == 3
         assert '"decode_server_lost"' in answer.text
         assert answer.status_code == (200 if stream else 502)
-        assert (
-            rig.metric("baton_proxy_resumes", reason="lost", outcome="limit_reached")
-            == 1
-        )
-        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 2
+        num_outcomes = {
+            outcome: rig.metric("baton_proxy_resumes", reason="lost", outcome=outcome)
+            for outcome in ("limit_reached", "resumed")
+        }
+        assert num_outcomes == {"limit_reached": 1, "resumed": 2}
         await until(lambda: len(rig.prefill[0].releases) == 3)
 
 
-async def test_an_answer_that_breaks_off_is_had_again():
+async def test_answer_that_breaks_off_is_generated_again():
     both = _in_turn(breaks_off, decodes)
     async with Rig(decode=_of(both, both)) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
@@ -257,70 +277,69 @@ def _moves(start: int, stop: int) -> Behave:
     return _sends(_framed(start, stop) + resume.frame(_MOVED, _ERROR))
 
 
-def _moves_whole() -> Behave:
-    """What is told of an answer that is no stream."""
-    told = (
-        json.dumps(each, separators=(",", ":")).encode()
-        for each in (_ORIGIN, *_texts(0, 2))
-    )
-    frames = [resume.frame(each, b"") for each in told]
+def _moves_answer() -> Behave:
+    """Return the behaviour of a server that hands over an answer without a stream."""
+    texts = [_ORIGIN, *_texts(0, 2)]
+    frames = [resume.frame(_json(text), b"") for text in texts]
     return _sends(b"".join([*frames, resume.frame(_MOVED, _ERROR)]))
 
 
 @pytest.mark.parametrize(
-    "others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []]
+    "others", [[_CONTINUES], [fails(503, "resume_refused"), _CONTINUES], []]
 )
-async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others):
-    """However many were lost before; where there is no other server, at its own."""
-    first = _in_turn(_moves(0, 2), *others, _GOES_ON)
+async def test_stream_that_is_handed_over_continues_with_its_kv(others):
+    """It continues at another server; if there is none, at the same server."""
+    first = _in_turn(_moves(0, 2), *others, _CONTINUES)
     fakes = _of(*[first] * (1 + len(others)))
     async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=1) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
-        assert len(rig.prefill[0].calls) == 1, "its KV is there"
+        assert len(rig.prefill[0].calls) == 1, "the prompt is not computed again"
         calls = [
             call for fake in rig.decode for call in fake.calls if MEMBER in call.body
         ]
         assert len(calls) == max(1, len(others))
         for call in calls:
-            told = call.body["kv_transfer_params"]
-            assert told == {**_REFERENCE, "sender_releases": True}
+            params = call.body["kv_transfer_params"]
+            assert params == {**_REFERENCE, "sender_releases": True}
             assert call.body[MEMBER]["texts"] == [_ORIGIN, *_texts(0, 2)]
         assert all(len(fake.calls) == 1 for fake in rig.decode) or not others
         assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
         assert rig.in_flight() == 0
 
 
-async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_has_left():
-    """And is not counted as that of a server which got its name meanwhile."""
+async def test_stream_returns_to_the_last_server_of_its_model_after_that_has_left():
+    """It does not count for a new server that got the same name."""
 
     async def leaves(call: Call) -> None:
-        rig.app.fleet.leave(own, LISTED)
+        rig.app.fleet.leave(server, LISTED)
         await _moves(0, 2)(call)
 
     async def is_succeeded(call: Call) -> None:
         new = rig.app.fleet.join(Kind.DECODE, "http://127.0.0.1:1", LISTED)
-        assert new.name == own.name
-        await _GOES_ON(call)
+        assert new.name == server.name
+        await _CONTINUES(call)
 
-    told = [{"kv_digest": "a.b.c", "model": name} for name in ("m", "other")]
     fakes = [
-        Fake(_in_turn(leaves, is_succeeded), told=told[0]),
-        Fake(decodes, told=told[1]),
+        Fake(
+            _in_turn(leaves, is_succeeded), details={"kv_digest": "a.b.c", "model": "m"}
+        ),
+        Fake(decodes, details={"kv_digest": "a.b.c", "model": "other"}),
     ]
     async with Rig([], fakes, cluster_secret=_SECRET, fixed_series=False) as rig:
-        own, other = rig.app.fleet.servers
+        server, other = rig.app.fleet.servers
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
-        await until(lambda: own.in_flight == 0)
+        await until(lambda: server.in_flight == 0)
         new, _ = rig.app.fleet.servers
         assert rig.app.fleet.servers == [new, other]
-        assert {*rig.app.knowledge.loads} <= {new, other}
+        assert {*rig.app.load_tracker.loads} <= {new, other}
         assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-async def test_so_does_an_answer_that_is_no_stream(is_refused):
-    """Or it begins anew, where nobody goes on."""
-    both = _in_turn(_moves_whole(), *[_REFUSES] * 2 * is_refused, decodes)
+async def test_answer_without_a_stream_is_handed_over_too(is_refused):
+    """If all servers refuse to continue it, it is generated again."""
+    refusals = [_REFUSES, _REFUSES] if is_refused else []
+    both = _in_turn(_moves_answer(), *refusals, decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
@@ -339,36 +358,35 @@ async def test_so_does_an_answer_that_is_no_stream(is_refused):
         assert rig.in_flight() == 0
 
 
-async def test_an_answer_of_which_too_much_was_told_begins_anew(monkeypatch):
-    """Its KV is of tokens that nobody knows."""
+async def test_answer_with_too_long_a_history_is_generated_again(monkeypatch):
+    """The tokens of its KV are not recorded, so the KV cannot be used."""
     monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
-    both = _in_turn(_moves_whole(), decodes)
+    both = _in_turn(_moves_answer(), decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
-        given = [
-            call.body["kv_transfer_params"]
-            for fake in rig.decode
-            for call in fake.calls
-        ]
-        assert given == [LENT, LENT]
+        calls = [call for fake in rig.decode for call in fake.calls]
+        assert [call.body["kv_transfer_params"] for call in calls] == [LENT, LENT]
 
 
-@pytest.mark.parametrize(("num", "reason"), [(3, "lost"), (40, "moved")])
-async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
+@pytest.mark.parametrize(("num_moves", "reason"), [(3, "lost"), (40, "moved")])
+async def test_moves_do_not_count_as_losses_and_are_limited(num_moves, reason):
     async def moves(call: Call) -> None:
-        nonlocal num
-        start, num = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1, num - 1
-        await (_moves(start, start + (start == 0)) if num >= 0 else _DROPS_LATER)(call)
+        nonlocal num_moves
+        num_moves -= 1
+        if num_moves < 0:
+            await _DROPS_LATER(call)
+            return
+        start = _num_received(call)
+        stop = 1 if start == 0 else start
+        await _moves(start, stop)(call)
 
     async with Rig(
         decode=_of(moves, moves), cluster_secret=_SECRET, max_resumes=1
     ) as rig:
         answer = await rig.complete(stream=True)
         assert answer.content.count(b"event: error") == 1
-        assert (
-            rig.metric("baton_proxy_resumes", reason=reason, outcome="limit_reached")
-            == 1
-        )
+        labels = {"reason": reason, "outcome": "limit_reached"}
+        assert rig.metric("baton_proxy_resumes", **labels) == 1
         moved = sum(
             rig.metric("baton_proxy_resumes", reason="moved", outcome=outcome)
             for outcome in ("resumed", "limit_reached")
@@ -382,11 +400,11 @@ _REFUSES = fails(503, "resume_refused")
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "outcome", "told"),
+    ("first", "then", "outcome", "error"),
     [
-        (_DROPS, _GOES_ON, None, b"decode_server_lost"),
+        (_DROPS, _CONTINUES, None, b"decode_server_lost"),
         (_DROPS, _REFUSES, "failed", b"decode_server_lost"),
-        (_DROPS, decodes, "failed", b"decode_server_lost"),  # not the rest of it
+        (_DROPS, decodes, "failed", b"decode_server_lost"),  # a stream without frames
         (_DROPS, fails(400, "resume_rejected"), "failed", b"decode_server_lost"),
         (
             _sends(_framed(0, 2) + resume.frame(DIED, _ERROR)),
@@ -394,13 +412,15 @@ _REFUSES = fails(503, "resume_refused")
             "failed",
             _ERROR,
         ),
-        (_DROPS, _GOES_ON, "not_resumable", b"decode_server_lost"),
+        (_DROPS, _CONTINUES, "not_resumable", b"decode_server_lost"),
     ],
 )
-async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monkeypatch):
+async def test_stream_that_cannot_continue_ends_with_one_error(
+    first, then, outcome, error, monkeypatch
+):
     if outcome == "not_resumable":
         monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
-    if outcome is None:  # nobody asks for frames
+    if outcome is None:  # the proxy does not request frames
 
         async def drops(call: Call) -> None:
             assert HEADER not in call.headers
@@ -410,18 +430,18 @@ async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monke
 
         first = drops
     both = _in_turn(first, then)
+    max_resumes = 0 if outcome is None else 3
     async with Rig(
-        decode=_of(both, both), cluster_secret=_SECRET, max_resumes=3 * bool(outcome)
+        decode=_of(both, both), cluster_secret=_SECRET, max_resumes=max_resumes
     ) as rig:
         answer = await rig.complete(stream=True)
         events = answer.content.split(b"\n\n")
         assert events[:2] == [b"data: 0", b"data: 1"]
-        assert events[2].startswith(b"event: error") and told.strip() in events[2]
+        assert events[2].startswith(b"event: error") and error.strip() in events[2]
         assert events[3:] == [b""]
         for name in ("resumed", "failed", "not_resumable"):
             for reason in ("lost", "died"):
                 num = rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
-                assert num == (
-                    name == outcome and (reason == "died") == (told == _ERROR)
-                )
+                has_died = error == _ERROR
+                assert num == (name == outcome and (reason == "died") == has_died)
         assert rig.in_flight() == 0

@@ -1,10 +1,9 @@
-"""The page's files and its data: what they are, who is asked for them and when; their bounds."""
+"""The files of the proxy's page and its data: content, access, polling and limits."""
 
 import asyncio
 import re
 from typing import Any
 
-import httpx
 import pytest
 
 from proxy.ui import site, state
@@ -29,14 +28,22 @@ GEOMETRY = {
 
 
 def served(number: int, request_id: str, **times: float) -> dict[str, Any]:
+    """Return a finished request as a server reports it."""
     return {
-        "number": number, "id": request_id, "endpoint": "completions", "outcome": "length",
-        "error": None, "times": times, "prompt_tokens": 3, "generated": 2, "kv": {"transferred": 3},
-    }  # fmt: skip
+        "number": number,
+        "id": request_id,
+        "endpoint": "completions",
+        "outcome": "length",
+        "error": None,
+        "times": times,
+        "prompt_tokens": 3,
+        "generated": 2,
+        "kv": {"transferred": 3},
+    }
 
 
-class Tells:
-    """A server's behaviour at GET /stats."""
+class Stats:
+    """The behaviour of a server at GET /stats."""
 
     def __init__(self, **values: float) -> None:
         self.values = values
@@ -44,164 +51,165 @@ class Tells:
         self.served: list[dict[str, Any]] = []
 
     async def __call__(self, call: Call) -> None:
-        told = {
+        stats = {
             "server": self.server,
             "values": self.values,
             "served": self.served,
             "next": 7,
         }
-        await call.answer(200, told)
+        await call.answer(200, stats)
 
 
-async def look(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
+async def poll(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
+    """Return the data of the page."""
     response = await rig.client.get(
         site.STATE_PATH, params={"since": since, "epoch": epoch}
     )
     assert response.status_code == 200, response.text
-    found = response.json()
-    assert isinstance(found, dict)
-    return found
+    page_state = response.json()
+    assert isinstance(page_state, dict)
+    return page_state
 
 
-async def looks_until(rig: Rig, condition: Any) -> dict[str, Any]:
-    while not condition(found := await look(rig)):
+async def poll_until(rig: Rig, condition: Any) -> dict[str, Any]:
+    """Return the data of the page when the condition on it holds."""
+    while True:
+        page_state = await poll(rig)
+        if condition(page_state):
+            return page_state
         await asyncio.sleep(0.01)
-    return found
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(state, "ASKS_PER_S", 1000)
+    monkeypatch.setattr(state, "POLLS_PER_S", 1000)
 
 
-async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_data():
+async def test_page_loads_nothing_from_other_hosts_and_runs_no_script_in_its_data():
     async with Rig() as rig:
         for path in site.OPEN_PATHS:
-            got = await rig.client.get(path)
-            assert got.status_code == 200
-            csp = got.headers["content-security-policy"]
-            assert (
-                "default-src 'none'" in csp
-                and "unsafe" not in csp
-                and "http" not in csp
-            )
-            assert got.headers["x-content-type-options"] == "nosniff"
+            response = await rig.client.get(path)
+            assert response.status_code == 200
+            csp = response.headers["content-security-policy"]
+            assert "default-src 'none'" in csp
+            assert "unsafe" not in csp and "http" not in csp
+            assert response.headers["x-content-type-options"] == "nosniff"
             head = await rig.client.head(path)
             assert (head.status_code, head.content) == (200, b"")
         page = (await rig.client.get("/")).text
         assert not re.search(r"<script>|<style|\son\w+=|\sstyle=|//", page)
-        texts = [(await rig.client.get(path)).text for path in site.OPEN_PATHS]
-        linked = {
-            one for text in texts for one in re.findall(r'"(?:/ui|[.])/([\w.]+)"', text)
-        }
-        assert (
-            len(linked) > 10 and {f"/ui/{name}" for name in linked} <= site.OPEN_PATHS
-        )
-        assert rig.decode[0].looks == [], "the files alone cost servers nothing"
+        linked: set[str] = set()
+        for path in site.OPEN_PATHS:
+            text = (await rig.client.get(path)).text
+            linked.update(re.findall(r'"(?:/ui|[.])/([\w.]+)"', text))
+        assert len(linked) > 10
+        assert {f"/ui/{name}" for name in linked} <= site.OPEN_PATHS
+        assert rig.decode[0].stats_calls == [], "the files alone query no server"
 
 
-async def test_without_it_its_paths_are_unknown_and_nothing_is_noted():
+async def test_disabled_page_has_no_paths_and_records_nothing():
     async with Rig(ui=False) as rig:
         await rig.complete()
-        answered = [await rig.client.get(path) for path in site.PATHS]
-        assert {answer.status_code for answer in answered} == {404}
+        for path in site.PATHS:
+            assert (await rig.client.get(path)).status_code == 404
 
 
-async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it():
+async def test_request_is_shown_with_its_legs_and_the_reports_of_its_servers():
     async with Rig() as rig:
-        tells = rig.decode[0].on_stats = Tells(baton_requests_running=1.0)
-        mine = "é".encode().decode("latin-1")
+        stats = Stats(baton_requests_running=1.0)
+        rig.decode[0].on_stats = stats
+        request_id = "é".encode().decode("latin-1")
         await rig.complete(headers={"x-request-id": b"\xe9"}, prompt="SECRET")
-        tells.served = [
-            served(6, mine, admitted=0.1, end=0.4),
+        stats.served = [
+            served(6, request_id, admitted=0.1, end=0.4),
             served(5, "another proxy's"),
         ]
-        found = await looks_until(rig, lambda found: found["requests"][0]["served"])
-        (request,) = found["requests"]
+        page_state = await poll_until(rig, lambda each: each["requests"][0]["served"])
+        (request,) = page_state["requests"]
         assert [name for name, _ in request["legs"]] == ["prefill-0", "decode-0"]
-        assert (request["id"], request["status"], request["alone"]) == (
-            mine,
-            "200",
-            None,
-        )
+        assert request["id"] == request_id
+        assert (request["status"], request["alone"]) == ("200", None)
         assert request["served"]["decode-0"]["times"] == {"admitted": 0.1, "end": 0.4}
-        assert found["points"][-1]["pd"] == 1
-        told = dict(zip(found["columns"], found["points"][-1]["decode"], strict=True))
-        assert told == {"baton_requests_running": 1.0}
-        decode = found["servers"]["decode-0"]
+        point = page_state["points"][-1]
+        assert point["pd"] == 1
+        values = dict(zip(page_state["columns"], point["decode"], strict=True))
+        assert values == {"baton_requests_running": 1.0}
+        decode = page_state["servers"]["decode-0"]
         assert (decode["tp"], decode["state"], decode["reason"]) == (2, "ready", "")
-        assert "404" in found["servers"]["prefill-0"]["reason"], (
-            "of a server that has no numbers"
+        # The prefill server has no statistics.
+        assert "404" in page_state["servers"]["prefill-0"]["reason"]
+        await poll_until(
+            rig, lambda _: "since=7" in rig.decode[0].stats_calls[-1].query
         )
-        await looks_until(rig, lambda _: "since=7" in rig.decode[0].looks[-1].query)
         hidden = ("SECRET", rig.decode[0].url, "10.1.2.3")
-        assert not [text for text in hidden if text in str(found)]
+        assert not [text for text in hidden if text in str(page_state)]
 
 
-async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys():
+async def test_page_gets_what_is_new_and_everything_from_a_new_proxy():
     async with Rig() as rig:
         await rig.complete()
-        first = await look(rig)
-        again = await look(rig, first["number"], first["epoch"])
-        assert (
-            again["requests"] == []
-            and again["servers"] == {}
-            and again["columns"] is None
-        )
+        first = await poll(rig)
+        again = await poll(rig, first["number"], first["epoch"])
+        assert (again["requests"], again["servers"]) == ([], {})
+        assert again["columns"] is None
         await rig.complete()
-        (new,) = (await look(rig, first["number"], first["epoch"]))["requests"]
+        (new,) = (await poll(rig, first["number"], first["epoch"]))["requests"]
         assert new["number"] == 2
-        assert len((await look(rig, 10**12, "another"))["requests"]) == 2
+        assert len((await poll(rig, 10**12, "another"))["requests"]) == 2
         wrong = await rig.client.get(site.STATE_PATH, params={"since": "-1"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_called_so():
+async def test_running_and_broken_requests_are_shown_with_their_status():
     async with Rig(decode=[Fake(hangs)]) as rig:
         task = asyncio.create_task(rig.complete())
         await until(lambda: bool(rig.decode[0].calls))
-        found = await looks_until(
-            rig, lambda found: len(found["requests"][0]["legs"]) == 2
+        page_state = await poll_until(
+            rig, lambda each: len(each["requests"][0]["legs"]) == 2
         )
-        assert found["running"] == [1] and found["requests"][0]["status"] is None
-        assert found["servers"]["decode-0"]["in_flight"] == 1
+        assert page_state["running"] == [1]
+        assert page_state["requests"][0]["status"] is None
+        assert page_state["servers"]["decode-0"]["in_flight"] == 1
         task.cancel()
-        found = await looks_until(rig, lambda found: not found["running"])
-        assert found["requests"][0]["status"] == "none", "the client has gone"
+        page_state = await poll_until(rig, lambda each: not each["running"])
+        # The client has disconnected.
+        assert page_state["requests"][0]["status"] == "none"
         await rig.decode[0].stop()
-        found = await looks_until(
-            rig, lambda found: found["servers"]["decode-0"]["state"] == "not_ready"
+        page_state = await poll_until(
+            rig, lambda each: each["servers"]["decode-0"]["state"] == "not_ready"
         )
-        assert "127.0.0.1" not in found["servers"]["decode-0"]["reason"]
+        assert "127.0.0.1" not in page_state["servers"]["decode-0"]["reason"]
 
 
-async def test_a_server_that_takes_either_leg_is_shown_twice_and_counted_once():
+async def test_server_of_role_both_is_shown_twice_and_counted_once():
     both = Fake(decodes, role="both")
-    both.on_stats = Tells(baton_requests_running=3.0)
+    both.on_stats = Stats(baton_requests_running=3.0)
     async with Rig([both], [], fixed_series=False) as rig:
-        found = await looks_until(rig, lambda found: "decode-0" in found["names"])
-        found = await looks_until(
-            rig, lambda found: found["servers"]["decode-0"]["values"]
+        await poll_until(rig, lambda each: "decode-0" in each["names"])
+        page_state = await poll_until(
+            rig, lambda each: each["servers"]["decode-0"]["values"]
         )
-        last = found["points"][-1]
-        assert (len(found["names"]), last["prefill"], last["decode"]) == (2, [0], [3.0])
+        assert len(page_state["names"]) == 2
+        point = page_state["points"][-1]
+        assert (point["prefill"], point["decode"]) == ([0], [3.0])
 
 
-async def test_rings_are_bounded(monkeypatch):
+async def test_recorded_data_is_bounded(monkeypatch):
     for name in ("MAX_REQUESTS", "MAX_RUNNING", "MAX_COLUMNS", "MAX_POINTS"):
         monkeypatch.setattr(state, name, 3)
     async with Rig() as rig:
         for _ in range(5):
             await rig.complete(headers={"x-request-id": "the same"})
-        rig.decode[0].on_stats = Tells(**dict.fromkeys("abcde", 1.0))
-        found = await looks_until(rig, lambda found: len(found["columns"]) == 3)
-        assert len(found["points"][-1]["decode"]) == 3 >= len(found["points"])
-        assert [request["number"] for request in found["requests"]] == [3, 4, 5]
+        rig.decode[0].on_stats = Stats(**dict.fromkeys("abcde", 1.0))
+        page_state = await poll_until(rig, lambda each: len(each["columns"]) == 3)
+        assert len(page_state["points"][-1]["decode"]) == 3
+        assert len(page_state["points"]) <= 3
+        assert [request["number"] for request in page_state["requests"]] == [3, 4, 5]
         rig.decode[0].behave = hangs
         tasks = [asyncio.create_task(rig.complete()) for _ in range(5)]
         await until(lambda: len(rig.decode[0].calls) == 10)
-        assert len((await look(rig))["running"]) == 3
+        assert len((await poll(rig))["running"]) == 3
         for task in tasks:
             task.cancel()
 
@@ -209,58 +217,63 @@ async def test_rings_are_bounded(monkeypatch):
 @pytest.mark.parametrize(
     "on_stats", [drops, hangs, answers(200, {"values": 1}), answers(503, {})]
 )
-async def test_a_server_without_numbers_keeps_no_page_from_the_others(
+async def test_server_without_statistics_does_not_hide_the_other_servers(
     on_stats, monkeypatch
 ):
-    monkeypatch.setattr(state, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state, "POLL_TIMEOUT_S", 0.05)
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
-        rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
-        servers = (await look(rig))["servers"]
+        rig.decode[0].on_stats = on_stats
+        rig.decode[1].on_stats = Stats(x=1.0)
+        servers = (await poll(rig))["servers"]
         assert servers["decode-0"]["reason"] and servers["decode-0"]["state"] == "ready"
         assert servers["decode-1"]["values"] == {"x": 1.0}
         assert (await rig.complete()).status_code == 200
 
 
-async def test_servers_are_asked_only_while_a_page_asks(monkeypatch):
+async def test_servers_are_queried_only_while_a_page_polls(monkeypatch):
     monkeypatch.setattr(state, "LINGER_S", 0.05)
     async with Rig() as rig:
-        fake, rounds = rig.decode[0], []
+        fake = rig.decode[0]
+        num_queries: list[int] = []
         await rig.complete()
-        assert fake.looks == []
+        assert fake.stats_calls == []
         for _ in range(2):
-            await look(rig)
-            rounds.append(0)
-            while (
-                len(fake.looks) > rounds[-1]
-            ):  # until none comes for some health checks
-                rounds[-1], polls = len(fake.looks), fake.polls
+            await poll(rig)
+            num_queries.append(0)
+            # Until there is no query during ten health checks.
+            while len(fake.stats_calls) > num_queries[-1]:
+                num_queries[-1] = len(fake.stats_calls)
+                polls = fake.polls
                 await until(lambda polls=polls: fake.polls > polls + 10)
-        assert 0 < rounds[0] < rounds[1]
+        assert 0 < num_queries[0] < num_queries[1]
 
 
-async def test_a_page_of_many_servers_is_asked_for_seldom():
-    fakes = [Fake(prefills) for _ in range(25)], [Fake(decodes) for _ in range(25)]
-    async with Rig(*fakes) as rig:
-        found: httpx.Response = await rig.client.get(site.STATE_PATH)
-        assert len(found.json()["names"]) == 50
-        assert found.json()["interval_s"] == 50 / state.ASKS_PER_S
+async def test_page_of_many_servers_polls_less_often():
+    prefill = [Fake(prefills) for _ in range(25)]
+    decode = [Fake(decodes) for _ in range(25)]
+    async with Rig(prefill, decode) as rig:
+        page_state = await poll(rig)
+        assert len(page_state["names"]) == 50
+        assert page_state["interval_s"] == 50 / state.POLLS_PER_S
 
 
-async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data():
+async def test_files_are_public_and_data_needs_an_admin_key():
     async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
-        files = [await rig.client.get(path) for path in site.OPEN_PATHS]
-        assert {answer.status_code for answer in files} == {200}
+        for path in site.OPEN_PATHS:
+            assert (await rig.client.get(path)).status_code == 200
         for key, status in (("", 401), ("client's", 403), ("operator's", 200)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            told = await rig.client.get(site.STATE_PATH, headers=headers)
-            assert told.status_code == status
-        assert (await rig.complete()).status_code == 401  # who has no key is not shown
+            response = await rig.client.get(site.STATE_PATH, headers=headers)
+            assert response.status_code == status
+        # A request without a key is refused and not shown.
+        assert (await rig.complete()).status_code == 401
         (await rig.complete({"x-api-key": "client's"})).raise_for_status()
-        told = await rig.client.get(site.STATE_PATH, headers=headers)
-        assert [each["status"] for each in told.json()["requests"]] == ["200"]
+        response = await rig.client.get(site.STATE_PATH, headers=headers)
+        assert [each["status"] for each in response.json()["requests"]] == ["200"]
 
 
-async def test_servers_with_keys_of_their_own_are_asked_with_the_proxys():
+async def test_queries_carry_the_upstream_api_key():
     async with Rig(upstream_api_key="servers'") as rig:
-        await look(rig)
-        assert rig.decode[0].looks[0].headers["authorization"] == "Bearer servers'"
+        await poll(rig)
+        headers = rig.decode[0].stats_calls[0].headers
+        assert headers["authorization"] == "Bearer servers'"

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, what people can do with it, and what it never does."""
+"""The page in a real browser: its content, its controls, and its console."""
 
 import asyncio
 import shutil
@@ -18,7 +18,7 @@ from tests.proxy.fakes import (
     prefills,
     streams,
 )
-from tests.proxy.test_ui import Tells, served
+from tests.proxy.test_ui import Stats, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip(
@@ -28,35 +28,37 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]
-STATUS = "Failed to load resource: the server responded"  # which the page shows itself
+# The browser logs failed requests; the page shows them itself.
+STATUS = "Failed to load resource: the server responded"
 WICKED = '<img src=x onerror="document.title=1">'
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
 
 
 @asynccontextmanager
 async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
-    """A page of the rig's proxy. It may complain of nothing at the console."""
-    complaints: list[str] = []
+    """Yield the page of the rig's proxy. It must log nothing to the console."""
+    messages: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"]
         )
         page = await (await browser.new_context(**options)).new_page()
-        page.on("console", lambda told: complaints.append(told.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
         await page.goto(rig.url)
         yield page
         assert await page.title() == "Baton"
         await browser.close()
-    assert [text for text in complaints if not text.startswith(STATUS)] == []
+    assert [text for text in messages if not text.startswith(STATUS)] == []
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
+async def test_fifty_servers_fit_and_their_texts_are_escaped(options):
     fakes = [[Fake(behave) for _ in range(25)] for behave in (prefills, decodes)]
     for fake in (*fakes[0], *fakes[1]):
-        fake.on_stats = tells = Tells(**{"baton_kv_blocks{state=free}": 9.0})
-        tells.server = {
+        stats = Stats(**{"baton_kv_blocks{state=free}": 9.0})
+        fake.on_stats = stats
+        stats.server = {
             "model": WICKED,
             "version": WICKED,
             "kv_layout": WICKED,
@@ -71,14 +73,13 @@ async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
             await page.wait_for_selector(".request:nth-child(4)")
             assert await page.inner_text("#status") == "degraded: 49 of 50 servers"
             await page.locator(".request summary").first.press("Enter")
-            assert WICKED in await page.inner_text(
-                ".request .detail p"
-            )  # once it is shown
+            assert WICKED in await page.inner_text(".request .detail p")
             assert WICKED in await page.inner_text("#models")
             assert await page.locator("main img").count() == 0
-            widths = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-            wide, screen = await page.evaluate(widths)
-            assert wide <= screen, "nothing lies beside the screen"
+            root = "document.documentElement"
+            widths = f"[{root}.scrollWidth, {root}.clientWidth]"
+            content_width, screen_width = await page.evaluate(widths)
+            assert content_width <= screen_width
             await page.fill("#servers-filter", "decode-24 ready")
             await page.wait_for_selector(
                 "#servers-table tr:not([hidden]) >> text=decode-24"
@@ -86,12 +87,12 @@ async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
             assert await page.inner_text("#servers-told") == "1 of 50"
 
 
-async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
-    heard: list[Call] = []
+async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
+    calls: list[Call] = []
 
-    async def says(call: Call) -> None:
-        heard.append(call)
-        tells.served = [
+    async def chats(call: Call) -> None:
+        calls.append(call)
+        stats.served = [
             served(
                 1,
                 call.headers["x-request-id"],
@@ -102,16 +103,17 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             )
         ]
         await asyncio.sleep(0.3)
-        thought, *said = [f'content": "{w} "}}}}]}}\n\n' for w in "abc"]
-        deltas = ["reasoning_" + thought, *said]
+        first, *others = [f'content": "{w} "}}}}]}}\n\n' for w in "abc"]
+        deltas = ["reasoning_" + first, *others]
         events = ['data: {"choices": [{"delta": {"' + delta for delta in deltas]
         last = 'data: {"choices": [], "baton_kv": {"transferred": 7, "skipped": 1}}\n\n'
-        await streams(
-            *(event.encode() for event in (*events, last, "data: [DONE]\n\n"))
-        )(call)
+        encoded = [event.encode() for event in (*events, last, "data: [DONE]\n\n")]
+        stream = streams(*encoded)
+        await stream(call)
 
-    async with Rig(decode=[Fake(says)]) as rig:
-        tells = rig.decode[0].on_stats = Tells()
+    async with Rig(decode=[Fake(chats)]) as rig:
+        stats = Stats()
+        rig.decode[0].on_stats = stats
         async with opened(rig) as page:
             await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
             await page.keyboard.press("Tab")
@@ -138,7 +140,7 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             await page.click("#chat-send")
             await page.wait_for_selector(".answer .message >> text=z")
             await page.click("#chat-new")
-            rig.decode[0].behave = says
+            rig.decode[0].behave = chats
             await page.wait_for_selector("#chat-send:not([hidden])")
             await page.fill("#chat-input", "Hello")
             await page.click("#chat-send")
@@ -147,12 +149,12 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             await page.fill("#chat-input", "More")
             await page.click("#chat-send")
             await page.wait_for_selector(".answer:nth-child(4) .message >> text=a b c")
-        sent = heard[0].body
+        sent = calls[0].body
         hello, more = (
             [{"role": "user", "content": text}] for text in ("Hello", "More")
         )
-        assert sent["messages"] == heard[1].body["messages"] == hello
-        assert heard[2].body["messages"] == [
+        assert sent["messages"] == calls[1].body["messages"] == hello
+        assert calls[2].body["messages"] == [
             *hello,
             {"role": "assistant", "content": "b c "},
             *more,
@@ -160,17 +162,17 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
         assert (sent["stream"], sent["model"]) == (True, "m")
 
 
-async def test_a_key_is_asked_for_and_kept_in_the_tab():
+async def test_page_requests_a_key_and_stores_it_in_the_tab():
     async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
         async with opened(rig) as page:
             await page.wait_for_selector("#key-dialog[open]")
-            for key, told in (
+            for key, message in (
                 ("no key", "API key is unknown"),
                 ("client's", "admin keys"),
             ):
                 await page.fill("#key-input", key)
                 await page.keyboard.press("Enter")
-                await page.wait_for_selector(f"#banner >> text={told}")
+                await page.wait_for_selector(f"#banner >> text={message}")
                 await page.keyboard.press("Escape")
                 await page.click("#banner button")
             await page.fill("#key-input", "operator's")

@@ -1,4 +1,4 @@
-"""What the page says in a browser: times, numbers, gaps, and keys only where there are keys."""
+"""The texts of the page in a browser: times, numbers, gaps, and API keys."""
 
 import asyncio
 import re
@@ -21,18 +21,18 @@ NEGATIVE = re.compile(r"[-−]\d[\d.]* (?:µs|ms|s)\b")  # noqa: RUF001
 
 
 async def call(page: Any, module: str, expression: str) -> Any:
-    """The value of an expression over what a module of the page exports, as `m`."""
+    """Return the value of an expression in which `m` is a module of the page."""
     return await page.evaluate(
         f"async () => {{ const m = await import('/ui/{module}'); {expression} }}"
     )
 
 
-async def test_running_requests_have_lasted_for_no_negative_time():
+async def test_times_of_running_requests_are_never_negative():
     decode = Fake(Waits())
     async with Rig(decode=[decode]) as rig, opened(rig) as page:
         await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
         tasks = []
-        for number in range(1, 6):  # at whatever time since the last point
+        for number in range(1, 6):  # at different times since the last point
             tasks.append(asyncio.create_task(rig.complete()))
             await until(lambda number=number: len(decode.calls) == number)
             await page.wait_for_selector(f".request:nth-child({number})")
@@ -47,18 +47,19 @@ async def test_running_requests_have_lasted_for_no_negative_time():
             task.cancel()
 
 
-async def test_times_of_servers_that_do_not_fit_are_cut():
+async def test_times_of_servers_that_contradict_the_proxys_are_cut():
     row = """{at: 100, first_s: null, end_s: null, legs: [["prefill-0", 0.1]],
-              served: {"prefill-0": {times: {admitted: -0.2, drawn: 9, end: 9}, generated: 1}}}"""
+              served: {"prefill-0": {
+                  times: {admitted: -0.2, drawn: 9, end: 9}, generated: 1}}}"""
     async with Rig() as rig, opened(rig) as page:
-        found = await call(
+        segments = await call(
             page, "requests.js", f"return m.segments({row}, m.elapsed({row}, 99))"
         )
-        assert all(0 <= part["from"] < part["to"] for part in found)
+        assert all(0 <= segment["from"] < segment["to"] for segment in segments)
         assert await call(page, "requests.js", f"return m.elapsed({row}, 99)") == 0.1
 
 
-async def test_time_in_which_no_page_was_open_takes_no_room_in_charts():
+async def test_charts_skip_the_time_without_an_open_page():
     async with Rig() as rig:
         async with opened(rig) as page:
             points = rig.app._site._points
@@ -72,15 +73,18 @@ async def test_time_in_which_no_page_was_open_takes_no_room_in_charts():
             await page.wait_for_selector("#charts-note:not([hidden])")
             await page.locator(".plot").first.press("Home")
             label = await page.locator(".plot").first.get_attribute("aria-label")
-            assert label is not None and f"at {old}" in label, (
-                "the time shown is the real one"
+            assert label is not None
+            assert f"at {old}" in label, "the chart shows the real time"
+            points_json = (
+                "[{at: 1}, {at: 2}, {at: 3}, {at: 3603, isGap: true}, {at: 3604}]"
             )
-            given = "[{at: 1}, {at: 2}, {at: 3}, {at: 3603, isGap: true}, {at: 3604}]"
-            places = await call(page, "charts.js", f"return m.positions({given}, 1)")
+            places = await call(
+                page, "charts.js", f"return m.positions({points_json}, 1)"
+            )
             assert places == [3598, 3599, 3600, 3603, 3604]
 
 
-async def test_without_keys_the_page_mentions_none():
+async def test_page_of_a_proxy_without_keys_mentions_no_keys():
     async with Rig() as rig, opened(rig) as page:
         await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
         assert await page.locator("#key-button").is_hidden()
@@ -91,7 +95,7 @@ async def test_without_keys_the_page_mentions_none():
 
 
 @pytest.mark.parametrize("key", ["an operator's", "a client's"])
-async def test_with_keys_the_page_offers_to_take_one_and_commands_send_it(key):
+async def test_page_of_a_proxy_with_keys_takes_one_and_commands_send_it(key):
     async with Rig(api_key=("a client's",), admin_key=("an operator's",)) as rig:
         async with opened(rig) as page:
             await page.fill("#key-input", key)
@@ -103,8 +107,8 @@ async def test_with_keys_the_page_offers_to_take_one_and_commands_send_it(key):
             )
 
 
-async def test_keys_of_servers_that_clients_have_to_send_count_too():
-    async with Rig([], [Fake(decodes, told=REDACTED)]) as rig, opened(rig) as page:
+async def test_page_mentions_keys_that_servers_require():
+    async with Rig([], [Fake(decodes, details=REDACTED)]) as rig, opened(rig) as page:
         await page.wait_for_selector("#key-button:not([hidden])")
         await page.wait_for_selector("#code-curl >> text=Bearer $BATON_API_KEY")
 
@@ -118,7 +122,8 @@ async def test_numbers_agree_with_their_nouns():
         assert await page.inner_text("#requests-told") == ""
         assert await page.inner_text("#status") == "ready: 2 of 2 servers"
         await rig.complete()
-        two = "of the latest 2 requests, 2 went from a prefill server to a decode server and 0 to"
+        two = "of the latest 2 requests, 2 went from a prefill server to a decode "
+        two += "server and 0 to"
         await page.wait_for_selector(f"#track-told >> text={two}")
         assert await page.inner_text("#requests-told") == "the latest 2"
     async with Rig([]) as rig, opened(rig) as page:

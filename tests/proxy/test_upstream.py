@@ -1,4 +1,4 @@
-"""The HTTP client against servers that answer byte by byte as scripted."""
+"""The HTTP client against servers that send scripted bytes."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ CHUNKED = (
 )
 
 
-async def ask(client: HttpUpstream, script: Script) -> bytes:
+async def post(client: HttpUpstream, script: Script) -> bytes:
     return await (await client.send(script.url, "POST", "/x", body=b"{}")).read()
 
 
@@ -39,21 +39,18 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", 1),
         (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"ok", 1),
         (OK.replace(b"X-A: 1", b"connection: close"), b"ok", 2),
-        (
-            OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"),
-            b"ok",
-            2,
-        ),  # answers no other request
+        # The surplus response answers no other request.
+        (OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],
 )
-async def test_a_body_is_read_and_its_connection_used_if_it_may(
+async def test_body_is_read_and_its_connection_reused_if_allowed(
     answer, body, num_connections
 ):
     script = Script(answer, answer)
     async with serving(script) as client:
         for _ in range(2):
-            assert await ask(client, script) == body
+            assert await post(client, script) == body
         assert script.num_connections == num_connections
         assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\n")
         assert script.requests[0].lower().endswith(b"content-length: 2\r\n\r\n{}")
@@ -62,18 +59,18 @@ async def test_a_body_is_read_and_its_connection_used_if_it_may(
 @pytest.mark.parametrize(
     "rest", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"x"]
 )
-async def test_half_a_head_after_an_answer_is_none(rest):
+async def test_partial_head_after_a_response_is_not_used(rest):
     script = Script(OK + rest, OK)
     async with serving(script) as client:
         for _ in range(2):
             with contextlib.suppress(Lost):
-                assert await ask(client, script) == b"ok"
+                assert await post(client, script) == b"ok"
 
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("answer", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK])
-async def test_a_server_may_die_at_any_byte_of_its_answer(answer, resets):
-    """What it was asked is not asked again, and its connection is not used again."""
+async def test_server_may_die_at_any_byte_of_its_response(answer, resets):
+    """The request is not sent again, and the connection is not reused."""
 
     async def dies(position: int, _: Reader, writer: Writer) -> None:
         writer.write(answer[:position])
@@ -88,64 +85,62 @@ async def test_a_server_may_die_at_any_byte_of_its_answer(answer, resets):
     for position in range(len(answer)):
         script = Script(OK, partial(dies, position), OK)
         async with serving(script) as client:
-            assert await ask(client, script) == b"ok"
+            assert await post(client, script) == b"ok"
             with pytest.raises(Lost) as raised:
-                await ask(client, script)
-            assert "headers" not in str(raised.value)  # those that have come
-            assert "400" not in str(
-                raised.value
-            )  # which is no status that anybody sent
+                await post(client, script)
+            # The error quotes no received headers and invents no status.
+            assert "headers" not in str(raised.value)
+            assert "400" not in str(raised.value)
             assert len(script.requests) == 2
-            assert await ask(client, script) == b"ok"
+            assert await post(client, script) == b"ok"
 
 
 @pytest.mark.parametrize(
     "sent", [b"garbage\r\n\r\n", b"\x00" * 100, b"HTTP/1.1 200 OK\r\nx: "]
 )
-async def test_what_is_no_head_is_lost_and_not_quoted(sent):
-    """It may be of another client's answer."""
+async def test_error_does_not_quote_an_invalid_head(sent):
+    """It may be part of another client's response."""
 
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(sent if sent[:1] != b"H" else sent + b"a" * 10_000)
 
     script = Script(answer)
     async with serving(script) as client:
-        with pytest.raises(
-            Lost, match="8190 bytes" if sent[:1] == b"H" else None
-        ) as raised:
-            await ask(client, script)
+        expected = "8190 bytes" if sent[:1] == b"H" else None
+        with pytest.raises(Lost, match=expected) as raised:
+            await post(client, script)
         assert not re.search("garbage|x00|aaa", str(raised.value))
 
 
 @pytest.mark.parametrize("status", [101, 304, 307, 600])
-async def test_what_no_server_of_ours_answers_is_lost(status):
-    """A gateway before it may lead elsewhere: there clients would send their keys."""
+async def test_status_that_no_server_sends_is_an_error(status):
+    """A redirect of a gateway would make clients send their keys to another host."""
     script = Script(b"HTTP/1.1 %d X\r\nlocation: http://inside\r\n\r\n" % status, OK)
     async with serving(script) as client:
         with pytest.raises(Lost, match=f"it answers with status {status}"):
-            await ask(client, script)
+            await post(client, script)
         await until_closed(script, 1)
-        assert await ask(client, script) == b"ok"
+        assert await post(client, script) == b"ok"
 
 
-@pytest.mark.parametrize("told", [b"1", b"2"])
-async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(told):
-    babbled = asyncio.Event()
+@pytest.mark.parametrize("surplus_id", [b"1", b"2"])
+async def test_surplus_response_does_not_answer_the_next_request(surplus_id):
+    first_is_read = asyncio.Event()
     answer = b"x-request-id: %s".join(OK.split(b"X-A: 1"))
 
-    async def babbles(reader: Reader, writer: Writer) -> None:
+    async def sends_twice(reader: Reader, writer: Writer) -> None:
         writer.write(answer % b"1")
-        await babbled.wait()
-        writer.write(answer % told)
+        await first_is_read.wait()
+        writer.write(answer % surplus_id)
         await reader.read()
 
-    script = Script(babbles, OK)
+    script = Script(sends_twice, OK)
     async with serving(script) as client:
         first = await client.send(
             script.url, "POST", "/", headers=[(b"x-request-id", b"1")]
         )
         assert await first.read() == b"ok"
-        babbled.set()
+        first_is_read.set()
         await asyncio.sleep(0.05)
         with pytest.raises(Lost):
             await client.send(
@@ -154,9 +149,12 @@ async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(tol
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"x" * 60_000, b"x" * 100_000])
-async def test_a_connection_that_ended_unseen_is_not_used_again(body):
-    """As where the proxy stood still between an answer and the next request. A body in pieces is
-    not sent again, as some of it may have been delivered, nor is a client told of an address."""
+async def test_connection_whose_end_was_not_noticed_is_not_reused(body):
+    """The proxy was suspended between a response and the next request.
+
+    A body in pieces is not sent again, because some of it may have been delivered. The
+    message for the client contains no address.
+    """
     links: list[int] = []
 
     async def answers(reader: Reader, writer: Writer) -> None:
@@ -169,18 +167,19 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body):
         await (await client.send(script.url, "GET", "/")).read()
         with socket.fromfd(links[0], socket.AF_INET, socket.SOCK_STREAM) as link:
             link.shutdown(socket.SHUT_WR)
-        asking = client.send(script.url, "POST" if body else "GET", "/", body=body)
+        method = "POST" if body else "GET"
+        sending = client.send(script.url, method, "/", body=body)
         if len(body) == 100_000:
             with pytest.raises(Lost) as raised:
-                await asking
-            assert "127.0.0.1" not in raised.value.told
+                await sending
+            assert "127.0.0.1" not in raised.value.client_message
         else:
-            assert await (await asking).read() == b"ok"
+            assert await (await sending).read() == b"ok"
             assert script.num_connections == 2
 
 
 @pytest.mark.parametrize("idle_s", [1.0, 0.1])
-async def test_concurrent_requests_have_connections_of_their_own_for_a_while(
+async def test_each_concurrent_request_has_a_connection_until_it_is_idle(
     idle_s, monkeypatch
 ):
     monkeypatch.setattr(upstream, "IDLE_S", idle_s)
@@ -195,18 +194,16 @@ async def test_concurrent_requests_have_connections_of_their_own_for_a_while(
         if idle_s < 1.0:
             await until_closed(script, 20)
         for _ in range(20):
-            await ask(client, script)
+            await post(client, script)
         assert script.num_connections == (20 if idle_s == 1.0 else 21)
 
 
-async def test_nobody_listens():
+async def test_closed_port_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-    for server in (
-        url,
-        url.replace("127.0.0.1", "localhost"),
-    ):  # several addresses, often
+    # localhost often has several addresses.
+    for server in (url, url.replace("127.0.0.1", "localhost")):
         with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
             await client.send(server, "GET", "/")
     with pytest.raises(Unreachable):
@@ -214,7 +211,7 @@ async def test_nobody_listens():
     await client.close()
 
 
-async def test_a_lack_of_descriptors_is_no_fault_of_the_server():
+async def test_lack_of_descriptors_is_no_failure_of_the_server():
     script = Script(OK)
     async with serving(script) as client:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -226,21 +223,21 @@ async def test_a_lack_of_descriptors_is_no_fault_of_the_server():
                 await client.send(script.url, "GET", "/")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert await ask(client, script) == b"ok"
+        assert await post(client, script) == b"ok"
 
 
-async def test_no_server_is_unreachable_because_the_loop_stands_still():
-    """As it does where a thousand requests come at once."""
+async def test_delay_of_the_event_loop_makes_no_server_unreachable():
+    """A thousand requests that arrive at once delay it."""
     script = Script(OK)
     async with serving(script, connect_timeout_s=0.1) as client:
-        asking = asyncio.create_task(ask(client, script))
+        request = asyncio.create_task(post(client, script))
         for _ in range(3):
             await asyncio.sleep(0)
             time.sleep(0.2)
-        assert await asking == b"ok"
+        assert await request == b"ok"
 
 
-async def test_a_server_that_does_not_take_connections_is_given_up():
+async def test_server_that_accepts_no_connections_is_unreachable():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         others = [socket.socket() for _ in range(4)]
@@ -255,14 +252,14 @@ async def test_a_server_that_does_not_take_connections_is_given_up():
             other.close()
 
 
-async def test_a_server_that_takes_no_request_is_given_up():
+async def test_server_that_does_not_read_the_request_times_out():
     script = Script()
     async with serving(script, read_timeout_s=0.3) as client:
-        with pytest.raises(TimedOut):  # more than sockets hold
+        with pytest.raises(TimedOut):  # the body is larger than the socket buffers
             await client.send(script.url, "POST", "/", body=bytes(64 << 20))
 
 
-async def test_a_malformed_chunk_ends_the_body_at_once():
+async def test_malformed_chunk_ends_the_body_at_once():
     read = asyncio.Event()
 
     async def answer(reader: Reader, writer: Writer) -> None:
@@ -271,7 +268,7 @@ async def test_a_malformed_chunk_ends_the_body_at_once():
         )
         await read.wait()
         writer.write(b"ZZ\r\n")
-        await reader.read()  # until the client hangs up
+        await reader.read()  # until the client disconnects
 
     script = Script(answer)
     async with serving(script, read_timeout_s=60) as client:
@@ -283,7 +280,7 @@ async def test_a_malformed_chunk_ends_the_body_at_once():
         response.close()
 
 
-async def test_what_came_before_a_body_broke_off_is_read():
+async def test_data_before_the_break_of_a_body_is_read():
     async def answer(_: Reader, writer: Writer) -> None:
         head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
         writer.write(head + b"3\r\nall\r\n4\r\n of \r\n2\r\nit\r\n")
@@ -291,9 +288,8 @@ async def test_what_came_before_a_body_broke_off_is_read():
     script = Script(answer)
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
-        while (
-            response._response.content.exception() is None
-        ):  # a slow client held up the relay
+        # A slow client delays the reading until the connection has ended.
+        while response._response.content.exception() is None:
             await asyncio.sleep(0)
         assert await response.next_chunk() == b"all of it"
         with pytest.raises(Lost):
@@ -302,9 +298,7 @@ async def test_what_came_before_a_body_broke_off_is_read():
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])
-async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_no_more(
-    path,
-):
+async def test_request_has_the_given_path_and_headers_unchanged_and_no_others(path):
     script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
     async with serving(script) as client:
         with pytest.raises(InvalidRequest):
@@ -325,7 +319,7 @@ async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_
         assert {line.lower() for line in lines} == head | {b"", b"{}"}
 
 
-async def test_a_server_that_sends_more_than_is_read_has_to_wait():
+async def test_server_that_sends_more_than_is_read_is_slowed_down():
     size = 64 * 1024 * 1024
     written = 0
 
@@ -341,14 +335,14 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait():
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
         before = -1
-        while before != written:  # until it makes no more progress
+        while before != written:  # until the server makes no more progress
             before = written
             await asyncio.sleep(0.05)
         assert written < size // 2
         assert len(await response.read()) == size
 
 
-# -- servers behind TLS, at addresses of either kind
+# -- servers behind TLS, with IPv4 and IPv6 addresses
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +352,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_a_server_behind_tls_is_asked_if_trusted(
+async def test_requests_go_to_tls_servers_only_if_they_are_trusted(
     certificate, monkeypatch, host, trusted
 ):
     async def breaks(_: Reader, writer: Writer) -> None:
@@ -383,9 +377,8 @@ async def test_a_server_behind_tls_is_asked_if_trusted(
                 await client.send(url, "GET", "/")
             return
         for _ in range(2):
-            assert (
-                await (await client.send(url, "POST", "/", body=b"{}")).read() == b"ok"
-            )
+            response = await client.send(url, "POST", "/", body=b"{}")
+            assert await response.read() == b"ok"
         assert script.num_connections == 1
         response = await client.send(url, "GET", "/")
         with pytest.raises(Lost):

@@ -1,4 +1,4 @@
-"""The tokens that a request costs its API key."""
+"""What a request costs its API key: charged before it runs, settled by its answer."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from proxy.relay import Reply
 def charged(
     grant: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
 ) -> Iterator[None]:
-    """Charge a key for what the request within may use, and settle that at its end.
+    """Charge the key for what the request may take, and settle for what it took.
 
-    An error costs nothing. If the client disconnects before any part of the answer, the
-    first charge stays.
+    An error costs nothing. If the client leaves before any answer, the first charge
+    stays.
 
     Args:
-        num_prompt_tokens: estimated, for answers that do not report it.
+        num_prompt_tokens: an estimate, for answers that do not report the number.
         num_reserved: tokens that are likely to be generated.
 
     Raises:
-        RateLimited: the key has reached a limit.
+        RateLimited: the key has too little left.
     """
     grant.charge(num_prompt_tokens + num_reserved)
     reply.headers = grant.headers

@@ -1,0 +1,100 @@
+"""One leg of a request: what is sent to a server, and the server's answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.http.deadlines import Deadline
+from proxy.membership import Kind, Pool, Server
+from proxy.placement.assignment import Assignment
+from proxy.placement.request_profile import RequestProfile
+from proxy.upstream import Failure, Headers, Response
+
+# Servers that may be given a request that generates nothing and fail with it.
+MAX_DELIVERIES = 2
+
+
+def _ignore_server(server: Server) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class UpstreamCall:
+    """One leg: the request to a server, and the servers that may be given it.
+
+    Attributes:
+        pool: the servers that may be chosen.
+        profile: the prompt, if one is computed or an answer is generated from it.
+        read_whole_from: a response with this status or above is read completely; any
+            other is left open, to be relayed.
+        transfer_id: id of a prefill, by which it is cancelled if its answer is lost.
+        computes: the server computes the prompt.
+        foreign_body: returns the body for a server that speaks vLLM's dialect, if that
+            differs.
+        deadline: of all legs together; servers receive the time that is left.
+        priority: smaller is more urgent.
+        baton_headers: headers for Baton servers alone.
+        max_deliveries: how many servers may be given the request and fail with it.
+        can_fail_over: another server can take over at any time, so that a silent
+            server is given up early.
+        is_admitted: the request was admitted before, at another server: a full queue
+            does not refuse it.
+        last_resort: the server that gets the request if no other is ready. It may not
+            be ready either.
+        reservation: the load that was reserved for this request, if any.
+        on_server_chosen: called with each server before the request is sent to it.
+    """
+
+    kind: Kind
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+    pool: Pool
+    profile: RequestProfile | None
+    read_whole_from: int = 500
+    transfer_id: str | None = None
+    computes: bool = False
+    foreign_body: Callable[[], bytes] | None = None
+    deadline: Deadline | None = None
+    priority: int = 0
+    baton_headers: Headers = ()
+    max_deliveries: int = MAX_DELIVERIES
+    can_fail_over: bool = False
+    is_admitted: bool = False
+    last_resort: Server | None = None
+    reservation: Assignment | None = None
+    on_server_chosen: Callable[[Server], None] = _ignore_server
+
+    def untried_last_resort(self, tried: Sequence[Server]) -> Server | None:
+        return None if self.last_resort in tried else self.last_resort
+
+
+class LegFailed(Exception):
+    """No server of a kind did the work. The message, without addresses, is for clients.
+
+    Attributes:
+        failure: the failure of the last server, if any was tried.
+        response: the error response of the last server, if there is one.
+    """
+
+    def __init__(
+        self, message: str, failure: Failure | None, response: Response | None
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.response = response
+
+
+@dataclass
+class Leg:
+    """A server's response to one leg.
+
+    Attributes:
+        assignment: the leg's share of the server's load.
+        is_open: the response is still being read.
+    """
+
+    server: Server
+    response: Response
+    assignment: Assignment | None
+    is_open: bool = True

@@ -1,0 +1,58 @@
+"""Giving KV back to prefill servers that hold it for a request that is over."""
+
+import asyncio
+import contextlib
+
+import msgspec
+
+from protocol.kv_params import RELEASE_PATH
+from protocol.process.logging import get_logger
+from proxy.membership import Server
+from proxy.upstream import Headers, HttpUpstream, UpstreamError
+
+logger = get_logger(__name__)
+
+RELEASE_TIMEOUT_S = 30.0  # a silent prefill server frees the KV when its lease ends
+MAX_RELEASES = 1024  # at once; beyond that, KV is freed when its lease ends
+CLOSE_TIMEOUT_S = 2.0
+
+
+class KVReleaser:
+    """Sends releases in tasks of their own, so that no client waits for them."""
+
+    def __init__(self, upstream: HttpUpstream) -> None:
+        self._upstream = upstream
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def release(
+        self, server: Server, headers: Headers, params: object, after_s: float = 0.0
+    ) -> None:
+        """Report to a prefill server that no server will pull its KV.
+
+        vLLM's servers have no such request. A lease's end frees the KV anyway.
+        """
+        if server.health.is_foreign or len(self._tasks) >= MAX_RELEASES:
+            return
+        body = msgspec.json.encode({"kv_transfer_params": params})
+        task = asyncio.create_task(self._send(server.url, headers, body, after_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(
+        self, url: str, headers: Headers, body: bytes, after_s: float
+    ) -> None:
+        await asyncio.sleep(after_s)
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                response = await self._upstream.send(
+                    url, "POST", RELEASE_PATH, headers=headers, body=body
+                )
+                await response.read()
+        except (UpstreamError, TimeoutError) as error:
+            logger.info("KV was not given back to %s: %r", url, error)
+
+    async def close(self) -> None:
+        """Wait for releases in flight, for CLOSE_TIMEOUT_S at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.gather(*self._tasks, return_exceptions=True)

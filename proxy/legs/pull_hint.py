@@ -1,0 +1,59 @@
+"""The hint for a server that computes a prompt: which server has more of its KV."""
+
+import time
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+import msgspec
+
+from protocol.handshake import may_pair
+from protocol.kv_params import HINT
+from protocol.messages import KVHint
+from proxy.body import hinted
+from proxy.membership import Server
+
+HINT_PARAM = f"kv_transfer_params.{HINT}"  # a server that refuses a hint names this
+_MAX_HINT_TOKENS = 1 << 24
+# A hint names this many times the estimated tokens: text may have a token per byte.
+_HINT_TOKENS_FACTOR = 4
+
+
+def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint | None:
+    """Return the hint for a server that computes a prompt; None if no server can lend.
+
+    A wrong hint costs one query, and a second if the lender is dead.
+
+    Args:
+        lenders: servers in the order of preference, each with the estimated number of
+            the prompt's tokens that it has.
+    """
+    if reader.health.is_foreign or not reader.health.subscribes:
+        return None
+    for lender, num_tokens in lenders:
+        if not isinstance(lender, Server) or lender.url == reader.url:
+            continue
+        channel = lender.health.side_channel
+        if channel is not None and _can_lend(lender, reader):
+            return KVHint(
+                host=channel.host or urlsplit(lender.url).hostname or "",
+                port=channel.port,
+                engine_id=channel.engine_id,
+                incarnation=channel.incarnation,
+                num_tokens=min(num_tokens * _HINT_TOKENS_FACTOR, _MAX_HINT_TOKENS),
+            )
+    return None
+
+
+def with_hint(body: bytes, hint: KVHint, secret: bytes) -> bytes:
+    """Return the body of a leg with this hint, signed now."""
+    return hinted(
+        body, msgspec.structs.replace(hint, issued_s=int(time.time())), secret
+    )
+
+
+def _can_lend(lender: Server, reader: Server) -> bool:
+    if not lender.health.ready or lender.health.open_until is not None:
+        return False
+    if not lender.health.kv_digest or not reader.health.kv_digest:
+        return False
+    return may_pair(lender.health.kv_digest, reader.health.kv_digest)

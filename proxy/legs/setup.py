@@ -1,0 +1,26 @@
+"""Creates what sends the legs of requests, from the proxy's settings."""
+
+from protocol.metrics import Metrics
+from protocol.settings.settings import ProxySettings
+from proxy.discovery.members import Members
+from proxy.failover import signing_secret
+from proxy.legs.series import initial_series
+from proxy.legs.upstreams import Upstreams
+from proxy.upstream import HttpUpstream
+
+
+def create_upstreams(
+    settings: ProxySettings, metrics: Metrics, members: Members, upstream: HttpUpstream
+) -> Upstreams:
+    """Return the way to the servers, and expose the metrics that count on it."""
+    for name, labels in initial_series():
+        metrics.begin(name, **labels)
+    return Upstreams(
+        fleet=members.fleet,
+        upstream=upstream,
+        metrics=metrics,
+        load_tracker=members.load_tracker,
+        max_queue_s=settings.max_queue_s,
+        max_resumes=settings.max_resumes,
+        secret=signing_secret(settings),
+    )

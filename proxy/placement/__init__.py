@@ -1,0 +1,1 @@
+"""Which server gets a request: load estimates, prefix caches, and the choice."""

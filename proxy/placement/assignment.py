@@ -1,0 +1,61 @@
+"""What a server was given: a leg of a request, and what its cache has afterwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from proxy.placement.request_profile import BLOCK_BYTES, RequestProfile
+from proxy.placement.server_load import ServerLoad
+
+
+@dataclass(eq=False)
+class Assignment:
+    """One leg of a request that a server was given, or that is reserved for it.
+
+    Attributes:
+        is_reserved: the leg has not started yet.
+        computes: the server has yet to compute the prompt.
+        prefill_s: estimated time for that.
+        expected_end_at: estimated end of the computation, without the server's
+            `total_delay_s` of that time.
+        started_at: when it was assigned.
+        is_incoming: counted in `load.incoming_streams` and not in `load.streams`,
+            because there is no first token yet.
+        new_blocks: blocks that the server computes, each with the server's index.
+        is_answered: the server has begun to answer with status 200, so its cache has
+            the prompt.
+    """
+
+    load: ServerLoad
+    profile: RequestProfile
+    computes: bool
+    generates: bool
+    prefill_s: float
+    expected_end_at: float
+    started_at: float
+    new_blocks: Sequence[tuple[int, int]]
+    is_incoming: bool
+    is_answered: bool = False
+    is_reserved: bool = False
+
+
+class CachedTail(NamedTuple):
+    """What a server has cached beyond the last complete block of a prompt.
+
+    This is the rest of the prompt, and the answer.
+
+    Attributes:
+        num_bytes: length of the rest, without the characters that close its JSON.
+        text_hash: hash of the rest.
+        num_tokens: estimated tokens from the start of the prompt to the end of the
+            answer.
+    """
+
+    num_bytes: int
+    text_hash: int
+    num_tokens: float
+
+    def matches(self, text: bytes, num_blocks: float) -> bool:
+        """Return whether a prompt continues with this rest after its first blocks."""
+        start = int(num_blocks * BLOCK_BYTES)
+        return hash(text[start : start + self.num_bytes]) == self.text_hash

@@ -1,0 +1,474 @@
+"""Load estimates of the proxy's servers, from what it sent and when it was answered.
+
+No server is queried for its load. Several proxies share nothing: each sees its own part
+of the load, and the rest makes the times that it measures longer. Does no I/O.
+"""
+
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+from proxy.placement.assignment import Assignment, CachedTail
+from proxy.placement.placement import (
+    NOTHING_CACHED,
+    CachedPrefixes,
+    cheapest_server,
+    choose,
+    least_full_server,
+    saved_by_pull_s,
+)
+from proxy.placement.prefix_index import Depths, PrefixIndex
+from proxy.placement.request_profile import BLOCK_BYTES, RequestProfile
+from proxy.placement.server_load import STEP_TOKENS, USUAL_STEP_S, ServerLoad
+from proxy.placement.speed import (
+    MAX_REPORTED,
+    MIN_SECONDS,
+    PromptSpeed,
+    StepTotals,
+    decay_to_fastest,
+    measure_prompts,
+    measure_streams,
+    measures_prompts,
+)
+
+Routing = Literal["auto", "least_loaded", "round_robin"]
+Disaggregate = Literal["always", "auto", "never"]
+
+ServerT = TypeVar("ServerT")
+
+# A hint to pull is given from this many tokens on: fewer are computed in no time.
+MIN_HINT_TOKENS = 32
+_MAX_TAILS = 16_384  # prompts whose tail and answer are remembered, over all servers
+
+
+class _Loads(dict[object, ServerLoad]):
+    """Loads by server.
+
+    Each load gets the smallest index that no other has: indices are bits in
+    PrefixIndex, whose integers must not grow while servers join and leave.
+    """
+
+    def __init__(self, target_step_s: float) -> None:
+        super().__init__()
+        self.target_step_s = target_step_s
+
+    def __missing__(self, server: object) -> ServerLoad:
+        taken = {load.index for load in self.values()}
+        index = next(index for index in range(len(taken) + 1) if index not in taken)
+        load = ServerLoad(index, target_step_s=self.target_step_s)
+        self[server] = load
+        return load
+
+
+class LoadTracker:
+    """The loads of all servers and the prefixes that they have cached.
+
+    Args:
+        max_blocks: limit for the prefixes of all servers.
+        step_s: limit for a step with streams, at servers that do not report theirs.
+        clock: returns monotonic seconds.
+
+    Attributes:
+        pulls: servers receive hints whose KV to pull.
+    """
+
+    def __init__(
+        self,
+        routing: Routing = "round_robin",
+        disaggregate: Disaggregate = "always",
+        *,
+        max_blocks: int = 250_000,
+        step_s: float = USUAL_STEP_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routing = routing
+        self._disaggregate = disaggregate
+        self._prefixes = PrefixIndex(max_blocks)
+        self._clock = clock
+        self.loads = _Loads(step_s)
+        self._totals: dict[object, StepTotals] = {}
+        self._speeds: dict[object, PromptSpeed] = {}
+        self._lenders: dict[int, object] = {}  # servers by the index of their load
+        # By the hash of the last complete block, and the index of the server.
+        self._tails = OrderedDict[tuple[int, int], CachedTail]()
+        # Blocks that are being computed, each with the index of the server.
+        self._pending_blocks = set[tuple[int, int]]()
+        self.pulls = False
+
+    # members
+
+    def forget_cache(self, server: object) -> None:
+        """Record that the server's cache is empty: it has restarted, or left."""
+        self._prefixes.remove_server(self.loads[server].index)
+
+    def share_load(self, server: object, other: object) -> None:
+        """Record that two members are one server, which takes either leg."""
+        self.loads[server] = self.loads[other]
+
+    def remove(self, server: object) -> None:
+        """Drop a server that is no member any more and has no requests."""
+        load = self.loads.pop(server, None)
+        if load is not None:
+            if self._lenders.get(load.index) is server:
+                del self._lenders[load.index]
+            if not any(other is load for other in self.loads.values()):
+                self._prefixes.remove_server(load.index)
+        self._totals.pop(server, None)
+        self._speeds.pop(server, None)
+
+    # choices
+
+    def reserve_decode_only(
+        self,
+        profile: RequestProfile,
+        prefills: Sequence[object],
+        decodes: Sequence[object],
+    ) -> Assignment | None:
+        """Assign both legs to one decode server, if that is the cheapest placement.
+
+        Other requests may be placed before the leg starts, so the server's load
+        includes it from now on. Pass the result to `choose_server` and `start`, and to
+        `cancel` in any case. None: the request takes a prefill server.
+        """
+        cached = self._cached(profile)
+        placement = choose(
+            profile,
+            [self.loads[server] for server in prefills],
+            [self.loads[server] for server in decodes],
+            cached,
+            self._clock(),
+        )
+        if placement.prefill is not None:
+            return None
+        for server in decodes:
+            if self.loads[server].index == placement.decode:
+                assignment = self.start(server, profile, computes=True, generates=True)
+                assignment.is_reserved = True
+                return assignment
+        raise AssertionError("the chosen server is one of `decodes`")
+
+    @property
+    def decode_only(self) -> bool | None:
+        """Whether decode servers compute all prompts; None: by load."""
+        return None if self._disaggregate == "auto" else self._disaggregate == "never"
+
+    def cancel(self, reservation: Assignment | None) -> None:
+        """End a reservation whose leg has not started."""
+        if reservation is not None and reservation.is_reserved:
+            reservation.is_reserved = False
+            self.end(reservation)
+
+    def choose_server(
+        self,
+        servers: Sequence[ServerT],
+        profile: RequestProfile | None,
+        *,
+        computes: bool,
+        generates: bool,
+        reservation: Assignment | None = None,
+    ) -> ServerT:
+        """Return the server for one leg; among equals the first."""
+        if profile is None or self._routing == "round_robin" or len(servers) == 1:
+            return servers[0]
+        if generates and reservation is not None and reservation.is_reserved:
+            for server in servers:
+                if self.loads[server] is reservation.load:
+                    return server
+        loads = [self.loads[server] for server in servers]
+        if not computes:
+            return servers[least_full_server(profile, loads)]
+        cached = NOTHING_CACHED
+        if self._routing == "auto":
+            cached = self._cached(profile)
+        now = self._clock()
+        cost = cheapest_server(profile, loads, cached, now, generates=generates)
+        return servers[cost.position]
+
+    # pulls
+
+    def set_lender(self, server: object, is_lender: bool) -> None:
+        """Record whether others may pull this server's KV."""
+        index = self.loads[server].index
+        if is_lender:
+            self._lenders[index] = server
+        else:
+            self._lenders.pop(index, None)
+
+    def lenders(
+        self, server: object, profile: RequestProfile
+    ) -> list[tuple[object, int]]:
+        """Return the servers that have more of a prompt than the one that computes it.
+
+        Each comes with its number of tokens; the one with the most is first.
+        """
+        if not self.pulls:
+            return []
+        index = self.loads[server].index
+        # Blocks that this server has yet to compute may still be on their way to it
+        # from another server.
+        computed = {
+            i: self._computed_depth(profile, i, depth)
+            for i, depth in self._depths(profile).items()
+        }
+        margin = MIN_HINT_TOKENS / max(profile.block_tokens, 1.0)
+        min_depth = computed.get(index, 0) + margin
+        ranked = sorted(
+            (-depth, self._reply_wait_s(self._lenders[i]), i)
+            for i, depth in computed.items()
+            if i in self._lenders and depth >= min_depth
+        )
+        return [
+            (self._lenders[i], int(-depth * profile.block_tokens))
+            for depth, _, i in ranked
+        ]
+
+    def _cached(self, profile: RequestProfile) -> CachedPrefixes:
+        """Return the cached blocks of a prompt, and those that can be pulled now."""
+        depths = self._depths(profile)
+        if not self.pulls:
+            return CachedPrefixes(depths)
+        lendable = 0.0
+        wait_s = 0.0
+        for index, depth in depths.items():
+            if depth < lendable or index not in self._lenders:
+                continue
+            computed = self._computed_depth(profile, index, depth)
+            if computed < lendable:
+                continue
+            lender_wait_s = self._reply_wait_s(self._lenders[index])
+            if computed > lendable or lender_wait_s < wait_s:
+                wait_s = lender_wait_s
+            lendable = computed
+        return CachedPrefixes(depths, lendable, wait_s)
+
+    def _reply_wait_s(self, lender: object) -> float:
+        """Return how long a lender takes to reply: it does so between two steps."""
+        load = self.loads[lender]
+        step_s = self.loads.target_step_s
+        if not load.streams:
+            step_s = STEP_TOKENS * load.token_s
+        return min(self.wait_s(lender), step_s)
+
+    def _computed_depth(
+        self, profile: RequestProfile, index: int, depth: float
+    ) -> float:
+        """Return how many of a server's blocks are computed; they come in order."""
+        last = min(int(depth), len(profile.hashes))
+        if not last or (profile.hashes[last - 1], index) not in self._pending_blocks:
+            return depth
+        return bisect_left(
+            range(last),
+            True,
+            key=lambda n: (profile.hashes[n], index) in self._pending_blocks,
+        )
+
+    def _depths(self, profile: RequestProfile) -> Depths:
+        """Return the cached blocks of a prompt by server.
+
+        The tail of an earlier prompt and its answer count too, if they precede the
+        latest question.
+        """
+        depths = self._prefixes.depths(profile.hashes)
+        if not profile.text:
+            return depths
+        for index, depth in depths.items():
+            tail = self._tails.get((profile.hashes[int(depth) - 1], index))
+            if tail is not None and tail.matches(profile.text, depth):
+                num_tokens = min(tail.num_tokens, profile.tokens)
+                depths[index] = max(depth, num_tokens / profile.block_tokens)
+        return depths
+
+    # legs
+
+    def start(
+        self,
+        server: object,
+        profile: RequestProfile,
+        *,
+        computes: bool,
+        generates: bool,
+        reservation: Assignment | None = None,
+    ) -> Assignment:
+        """Record that the server is given a leg.
+
+        Call `on_answer` when its answer begins, and `end` in any case.
+        """
+        load = self.loads[server]
+        if reservation is not None and reservation.is_reserved:
+            if reservation.load is load and computes and generates:
+                reservation.is_reserved = False
+                return reservation
+            self.cancel(reservation)
+        prefill_s = 0.0
+        new_blocks: list[tuple[int, int]] = []
+        if computes:
+            cached = self._cached(profile)
+            prefill_s = self._prefill_s(load, profile, cached, generates)
+            depth = int(cached.depths.get(load.index, 0))
+            new_blocks = [(block, load.index) for block in profile.hashes[depth:]]
+            self._pending_blocks.update(new_blocks)
+            load.free_at = max(load.free_at, self._clock()) + prefill_s
+            load.num_prompts += 1
+            load.add_queued(profile.size_class, prefill_s)
+            # The server will have the prompt when it starts whatever comes after it.
+            self._add_prompt(load, profile)
+        is_incoming = generates and not computes
+        if is_incoming:
+            load.incoming_streams += 1
+        elif generates:
+            load.streams += 1
+        if generates:
+            load.kv_tokens += profile.tokens
+        return Assignment(
+            load=load,
+            profile=profile,
+            computes=computes,
+            generates=generates,
+            prefill_s=prefill_s,
+            expected_end_at=load.free_at - load.total_delay_s,
+            started_at=self._clock(),
+            new_blocks=new_blocks,
+            is_incoming=is_incoming,
+        )
+
+    def _prefill_s(
+        self,
+        load: ServerLoad,
+        profile: RequestProfile,
+        cached: CachedPrefixes,
+        generates: bool,
+    ) -> float:
+        """Return the estimated time until a server has computed or pulled a prompt."""
+        num_cached = cached.depths.get(load.index, 0) * profile.block_tokens
+        # At least the last token of a prompt is computed.
+        num_tokens = max(int(profile.tokens - num_cached), 1)
+        prefill_s = load.launch_s + num_tokens * load.token_s
+        if cached.lendable_blocks:
+            prefill_s -= saved_by_pull_s(profile, load, cached)
+        if generates:
+            # Prompts that wait here are streams by the time the next one is computed.
+            prefill_s /= load.prompt_share(load.incoming_streams)
+        return prefill_s
+
+    def wait_s(self, server: object) -> float:
+        """Return the estimated time until the server has computed its prompts."""
+        return max(self.loads[server].free_at - self._clock(), 0.0)
+
+    def on_answer(self, assignment: Assignment) -> None:
+        """Record the first token, or the result of a prefill."""
+        assignment.is_answered = True
+        load = assignment.load
+        hashes = assignment.profile.hashes
+        is_indexed = bool(hashes) and self._prefixes.has(load.index, hashes[-1])
+        # Blocks are missing if the request that was to compute them was refused.
+        if not assignment.computes or not is_indexed:
+            self._add_prompt(load, assignment.profile)
+        self._count_as_running(assignment)
+        delay_s = self._clock() - assignment.expected_end_at - load.total_delay_s
+        self._end_prefill(assignment, delay_s)
+
+    def end(self, assignment: Assignment) -> None:
+        """Record that the server has nothing more to do for a leg.
+
+        A leg without an answer was refused or lost: its blocks are not cached.
+        """
+        load = assignment.load
+        profile = assignment.profile
+        self._count_as_running(assignment)
+        self._end_prefill(assignment, -assignment.prefill_s)
+        if not assignment.is_answered:
+            blocks = [block for block, _ in assignment.new_blocks]
+            self._prefixes.remove(load.index, blocks)
+            if profile.hashes:
+                self._tails.pop((profile.hashes[-1], load.index), None)
+        elif assignment.generates:
+            # The number of generated tokens is estimated from the time.
+            elapsed_s = self._clock() - assignment.started_at
+            num_steps = elapsed_s / max(load.step_s(), MIN_SECONDS)
+            num_generated = min(profile.max_output_tokens, num_steps)
+            self._add_tail(load, profile, num_generated)
+        if assignment.generates:
+            load.streams -= 1
+            load.kv_tokens -= profile.tokens
+
+    def _count_as_running(self, assignment: Assignment) -> None:
+        if assignment.is_incoming:
+            assignment.is_incoming = False
+            assignment.load.incoming_streams -= 1
+            assignment.load.streams += 1
+
+    def _end_prefill(self, assignment: Assignment, delay_s: float) -> None:
+        """Record that a prompt waits no longer.
+
+        Args:
+            delay_s: by how much the prompts behind it are later than predicted.
+        """
+        load = assignment.load
+        self._pending_blocks.difference_update(assignment.new_blocks)
+        if not assignment.computes:
+            return
+        assignment.computes = False
+        load.num_prompts -= 1
+        load.add_queued(assignment.profile.size_class, -assignment.prefill_s)
+        if not load.num_prompts:
+            delay_s = self._clock() - load.free_at
+        load.free_at += delay_s
+        load.total_delay_s += delay_s
+
+    def _add_prompt(self, load: ServerLoad, profile: RequestProfile) -> None:
+        """Record that the server's cache has a prompt."""
+        max_blocks = None
+        if load.kv_capacity is not None:
+            # A body without a prompt has blocks of 0 tokens; the server will refuse it.
+            max_blocks = int(load.kv_capacity / (profile.block_tokens or 1.0))
+        self._prefixes.add(load.index, profile.hashes, max_blocks)
+        self._add_tail(load, profile)
+
+    def _add_tail(
+        self, load: ServerLoad, profile: RequestProfile, num_generated: float = 0
+    ) -> None:
+        """Record that the server's cache has a prompt and this much of its answer."""
+        if not profile.hashes or not profile.text:
+            return
+        key = (profile.hashes[-1], load.index)
+        rest = profile.text[len(profile.hashes) * BLOCK_BYTES : -1]
+        self._tails.pop(key, None)  # the new entry goes to the end
+        num_tokens = profile.tokens + num_generated
+        self._tails[key] = CachedTail(len(rest), hash(rest), num_tokens)
+        if len(self._tails) > _MAX_TAILS:
+            self._tails.popitem(last=False)
+
+    # health reports
+
+    def on_report(
+        self,
+        server: object,
+        kv_capacity: int | None,
+        totals: StepTotals,
+        target_step_s: float | None = None,
+    ) -> None:
+        """Update a server's estimates from the answer to a health check.
+
+        Args:
+            kv_capacity: tokens of KV.
+            target_step_s: limit for a step with streams.
+        """
+        load = self.loads[server]
+        load.kv_capacity = kv_capacity
+        if kv_capacity:
+            load.kv_capacity = max(min(kv_capacity, MAX_REPORTED), 0)
+        load.target_step_s = target_step_s or self.loads.target_step_s
+        before = self._totals.get(server, StepTotals())
+        self._totals[server] = totals
+        new = StepTotals(*(b - a for a, b in zip(before, totals, strict=True)))
+        if not all(0 <= count < MAX_REPORTED for count in new):
+            return  # the server has restarted
+        measure_streams(load, new)
+        if not new.prompts:
+            token_times = [speed.token_s for speed in self._speeds.values()]
+            decay_to_fastest(load, min(token_times, default=load.token_s))
+        elif measures_prompts(new):
+            speed = self._speeds.setdefault(server, PromptSpeed())
+            measure_prompts(load, new, speed)

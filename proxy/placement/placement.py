@@ -1,0 +1,212 @@
+"""The servers that compute a prompt and generate its answer: the cheapest by estimate.
+
+`choose` is pure: it maps a request and load estimates to a placement. Estimates may be
+out of date or missing, which costs time and never correctness. The cost of a placement
+is in seconds and has four terms:
+
+1. The wait for queued prompts, and the prefill. The prefill counts twice, because it
+   also delays the prompts that are queued behind it. What another server has cached
+   counts once more.
+2. The hand-off to a decode server, or the pull of a prefix from another server.
+3. The time that running streams lose while the server computes the prompt.
+4. The wait for KV, if the decode server has too little left.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from proxy.placement.prefix_index import Depths
+from proxy.placement.request_profile import RequestProfile
+from proxy.placement.server_load import ServerLoad
+
+# The parameters of the cost. docs/performance.md ("Placement, simulated") has the rows
+# that comments cite.
+
+# Seconds per hand-off or pull, without the tokens. A hand-off is one more HTTP request
+# and the pull of the KV (measured: 4 to 6 ms). The pull of a prefix is a lookup at the
+# lender and a fence (measured: 5 to 10 ms).
+TRANSFER_S = 0.01
+# Seconds per token of a pulled prefix. KV of an 8B model over 25 GB/s.
+PULL_TOKEN_S = 5e-6
+# Seconds. Up to here each moment of waiting for the first token costs more than the one
+# before; a wait this long counts three times. Fitted: without it, the row "open loop at
+# 24/s", 1P1D, is good for 0.36 instead of 0.70.
+PATIENCE_S = 0.7
+# Seconds of cost per running stream and prompt, however short the prompt: a step with
+# any prompt is launched kernel by kernel. Fitted: with 0.006, 1.2 % instead of 0.2 % of
+# the gaps between tokens exceed 10 ms in the row "32 streams with prompts of 8,192",
+# 1P1D.
+INTERRUPTION_S = 0.012
+# Streams. Interrupting more streams than this costs no more. Fitted: without it, the
+# first token takes 0.65 instead of 0.26 s (p50) in the row "Azure 15 x, 2P2D".
+MAX_COUNTED_STREAMS = 32
+# Seconds of cost per second of prefill and running stream. Fitted: with 0, the row
+# "Mooncake 1.5 x", 3P1D, is good for 0.57 instead of 0.64.
+STREAM_DELAY_WEIGHT = 0.12
+
+_kv_tokens = attrgetter("kv_tokens")
+
+
+class CachedPrefixes(NamedTuple):
+    """The cached blocks of one prompt.
+
+    Attributes:
+        depths: leading blocks that each server has.
+        lendable_blocks: most leading blocks that one server can lend to another.
+        lender_wait_s: seconds until this server can answer.
+    """
+
+    depths: Depths
+    lendable_blocks: float = 0.0
+    lender_wait_s: float = 0.0
+
+
+NOTHING_CACHED = CachedPrefixes(depths={})
+
+
+class Placement(NamedTuple):
+    """The indices of two servers.
+
+    Attributes:
+        prefill: the server that computes the prompt; None if the decode server does.
+        decode: the server that generates.
+    """
+
+    prefill: int | None
+    decode: int
+
+
+class _Cost(NamedTuple):
+    """The cost of computing a prompt on one server, in seconds.
+
+    Attributes:
+        position: which of the servers it is.
+        first_token_s: until the first token: the wait and the prefill.
+        others_s: what other requests lose: those that are queued behind this prompt,
+            and the running streams.
+    """
+
+    position: int
+    first_token_s: float
+    others_s: float
+
+    def total_s(self, handoff_s: float = 0.0) -> float:
+        first_token_s = self.first_token_s + handoff_s
+        impatience_s = min(first_token_s, PATIENCE_S)
+        impatience_s *= impatience_s / (PATIENCE_S / 2)
+        return first_token_s + impatience_s + self.others_s
+
+
+def choose(
+    profile: RequestProfile,
+    prefills: Sequence[ServerLoad],
+    decodes: Sequence[ServerLoad],
+    cached: CachedPrefixes = NOTHING_CACHED,
+    now: float = 0.0,
+) -> Placement:
+    """Return the cheapest placement.
+
+    Args:
+        prefills: servers that may compute the prompt; each is compatible with each
+            decode server.
+        decodes: servers that may generate; at least one.
+        now: seconds of the clock of ServerLoad.free_at.
+    """
+    decode_only = cheapest_server(profile, decodes, cached, now, generates=True)
+    decode_only_placement = Placement(None, decodes[decode_only.position].index)
+    decode = decodes[least_full_server(profile, decodes)]
+    others = [server for server in prefills if server is not decode]
+    if not others:
+        return decode_only_placement
+    pair = cheapest_server(profile, others, cached, now, generates=False)
+    handoff_s = TRANSFER_S + decode.kv_shortage_s(profile)
+    if pair.total_s(handoff_s) > decode_only.total_s():
+        return decode_only_placement
+    return Placement(others[pair.position].index, decode.index)
+
+
+def cheapest_server(
+    profile: RequestProfile,
+    servers: Sequence[ServerLoad],
+    cached: CachedPrefixes,
+    now: float,
+    *,
+    generates: bool,
+) -> _Cost:
+    """Return the server that computes the prompt at the least cost, and this cost.
+
+    Args:
+        generates: the server also generates the answer.
+    """
+    cheapest = _Cost(0, float("inf"), 0.0)
+    size_class = profile.size_class
+    num_kv_tokens = profile.tokens + profile.max_output_tokens
+    most_cached = max(cached.depths.values(), default=0.0)
+    for position, server in enumerate(servers):
+        prefill_s = _prefill_s(profile, server, cached)
+        first_token_s = server.wait_s(size_class, now) + prefill_s
+        others_s = prefill_s
+        if most_cached:
+            # Tokens that another server has cached count once more: computing them
+            # takes cache capacity of this server.
+            num_blocks = most_cached - cached.depths.get(server.index, 0.0)
+            others_s += min(
+                num_blocks * profile.block_tokens * server.token_s, prefill_s
+            )
+        if server.streams:
+            num_streams = server.streams + server.incoming_streams
+            share = server.prompt_share()
+            stream_loss_s = STREAM_DELAY_WEIGHT * num_streams * prefill_s
+            stream_loss_s += INTERRUPTION_S * min(num_streams, MAX_COUNTED_STREAMS)
+            others_s += stream_loss_s / share
+            if generates:
+                first_token_s += prefill_s / share - prefill_s
+                capacity = server.kv_capacity
+                # A call for each server would be slow.
+                if capacity is not None and server.kv_tokens + num_kv_tokens > capacity:
+                    first_token_s += server.kv_shortage_s(profile)
+        cost_s = first_token_s + others_s
+        if cost_s < cheapest.first_token_s + cheapest.others_s:
+            cheapest = _Cost(position, first_token_s, others_s)
+    return cheapest
+
+
+def _prefill_s(
+    profile: RequestProfile, server: ServerLoad, cached: CachedPrefixes
+) -> float:
+    """Return the time to compute a prompt, or to pull what can be pulled faster."""
+    num_tokens: float = profile.tokens
+    if server.index in cached.depths:
+        num_tokens -= cached.depths[server.index] * profile.block_tokens
+    prefill_s = (num_tokens if num_tokens > 1 else 1) * server.token_s
+    if cached.lendable_blocks:
+        prefill_s -= saved_by_pull_s(profile, server, cached)
+    return prefill_s
+
+
+def saved_by_pull_s(
+    profile: RequestProfile, server: ServerLoad, cached: CachedPrefixes
+) -> float:
+    """Return how much faster a server has the prompt if it pulls what others lend."""
+    num_blocks = cached.lendable_blocks - cached.depths.get(server.index, 0)
+    pulled_tokens = num_blocks * profile.block_tokens
+    pull_s = TRANSFER_S + pulled_tokens * PULL_TOKEN_S + cached.lender_wait_s
+    saved_s = pulled_tokens * server.token_s - pull_s
+    if not saved_s > 0:
+        return 0.0
+    num_cached = cached.depths.get(server.index, 0) * profile.block_tokens
+    return min(saved_s, max(profile.tokens - num_cached, 1) * server.token_s)
+
+
+def least_full_server(profile: RequestProfile, servers: Sequence[ServerLoad]) -> int:
+    """Return the position of the decode server with the least KV and enough left.
+
+    The KV that a step reads decides how long the step takes.
+    """
+    best = min(servers, key=_kv_tokens)
+    if best.missing_kv(profile):
+        best = min(
+            servers, key=lambda server: (server.missing_kv(profile), server.kv_tokens)
+        )
+    return servers.index(best)

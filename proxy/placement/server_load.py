@@ -1,0 +1,117 @@
+"""The load of one server and its speed, as the proxy estimates them."""
+
+from dataclasses import dataclass, field
+
+from proxy.placement.request_profile import NUM_SIZE_CLASSES, RequestProfile
+
+USUAL_STEP_S = 0.025  # default of --itl-target-s: a step with streams may take this
+STEP_TOKENS = 8192  # prompt tokens in a step; a started step delays short prompts too
+# Prompts this many classes longer (64 times) are not started before a shorter prompt:
+# skipping them hardly delays them.
+SKIPPED_CLASSES = 6
+STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as long
+MIN_PROMPT_SHARE = 0.2  # of a server's time, which prompts get while streams run
+INITIAL_TOKEN_S = 25e-6  # an 8B model on one H200; used until steps were measured
+INITIAL_STEP_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class ServerLoad:
+    """Estimates for one server. All of them may be out of date.
+
+    Times that end in `_at` are seconds of the tracker's clock.
+
+    Attributes:
+        index: the server's bit in PrefixIndex; unique among the members.
+        num_prompts: prompts that are queued or being computed.
+        free_at: when all these prompts will have been computed.
+        total_delay_s: sum of the corrections of `free_at` so far.
+        queued_s: compute time of the queued prompts, by size class.
+        skippable_s: how much of this queue a prompt of each size class does not wait
+            for, because the queued prompts are much longer.
+        streams: requests that generate, or whose prompt this server computes itself.
+        incoming_streams: requests that will generate here after another server has
+            computed their prompts.
+        kv_tokens: tokens of KV that all these streams hold.
+        kv_capacity: tokens of KV; None until the server has reported it.
+        token_s: seconds per prompt token.
+        launch_s: additional seconds per step with prompts.
+        base_step_s: seconds of a step with one stream; see `step_s`.
+        target_step_s: limit for a step with streams; prompts are cut to fit.
+    """
+
+    index: int
+    num_prompts: int = 0
+    free_at: float = float("-inf")
+    total_delay_s: float = 0.0
+    queued_s: list[float] = field(default_factory=lambda: [0.0] * NUM_SIZE_CLASSES)
+    skippable_s: list[float] = field(default_factory=lambda: [0.0] * NUM_SIZE_CLASSES)
+    streams: int = 0
+    incoming_streams: int = 0
+    kv_tokens: int = 0
+    kv_capacity: int | None = None
+    token_s: float = INITIAL_TOKEN_S
+    launch_s: float = 0.0
+    base_step_s: float = INITIAL_STEP_S
+    target_step_s: float = USUAL_STEP_S
+
+    def add_queued(self, size_class: int, seconds: float) -> None:
+        """Add compute time of a prompt to the queue, or remove it if negative."""
+        self.queued_s[size_class] += seconds
+        # The engine may be in the middle of a step of a long prompt.
+        skippable_s = -STEP_TOKENS * self.token_s
+        for longer in range(NUM_SIZE_CLASSES - 1, SKIPPED_CLASSES - 1, -1):
+            skippable_s += self.queued_s[longer]
+            self.skippable_s[longer - SKIPPED_CLASSES] = max(skippable_s, 0.0)
+
+    def step_s(self, more_streams: int = 0) -> float:
+        """Return the time of a step without prompts.
+
+        Args:
+            more_streams: streams in addition to the current ones.
+        """
+        num_streams = self.streams + more_streams
+        return self.base_step_s * (1.0 + num_streams / STREAMS_PER_DOUBLING)
+
+    def prompt_share(self, more_streams: int = 0) -> float:
+        """Return the share of the server's time that prompts get.
+
+        Streams that run take the rest, so that steps stay within `target_step_s`.
+        """
+        if not self.streams:
+            return 1.0
+        # This repeats `step_s`: a call more for each server would be slow.
+        num_streams = self.streams + more_streams
+        step_s = self.base_step_s * (1.0 + num_streams / STREAMS_PER_DOUBLING)
+        share = 1.0 - step_s / self.target_step_s
+        return share if share > MIN_PROMPT_SHARE else MIN_PROMPT_SHARE
+
+    def wait_s(self, size_class: int, now: float) -> float:
+        """Return how long a new prompt waits before its computation starts.
+
+        If the queued prompts are overdue, the wait is as long as the delay so far.
+        """
+        wait_s = self.free_at - self.skippable_s[size_class] - now
+        if wait_s > 0.0:
+            return wait_s
+        if self.num_prompts and self.free_at < now:
+            return now - self.free_at
+        return 0.0
+
+    def kv_shortage_s(self, profile: RequestProfile) -> float:
+        """Return how long a request waits for KV that finished streams free.
+
+        Streams finish one after the other, so this is a rough estimate.
+        """
+        missing = self.missing_kv(profile)
+        if not missing or not self.streams:
+            return 0.0
+        freed_share = missing / max(self.kv_tokens, 1)
+        return freed_share * profile.max_output_tokens * self.step_s()
+
+    def missing_kv(self, profile: RequestProfile) -> int:
+        """Return the tokens of KV that the server lacks for a request."""
+        if self.kv_capacity is None:
+            return 0
+        needed = self.kv_tokens + profile.tokens + profile.max_output_tokens
+        return max(needed - self.kv_capacity, 0)

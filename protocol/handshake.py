@@ -26,7 +26,7 @@ from protocol.errors import PeerIncompatible
 from protocol.messages import RemotePrefill
 from protocol.short_repr import short_repr
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # Bytes per element.
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}

@@ -120,8 +120,14 @@ def simulate(
     num_engines = num_prefills + int(decodes or 0)
     step_s = args.itl_target_s
     times = EngineTimes()
+    # Prefill servers have no streams. Without prefill servers, throughput comes first.
     engines = [
-        Engine(index, index < num_prefills, times, step_s)
+        Engine(
+            index,
+            index < num_prefills,
+            times,
+            step_s if 0 < num_prefills <= index else None,
+        )
         for index in range(num_engines)
     ]
     fleet = Fleet(engines, times, follow_up)
@@ -163,7 +169,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--itl-target-s",
         type=float,
         default=USUAL_STEP_S,
-        help="time between tokens that servers cut prompts for",
+        help="time between tokens that decode servers of pairs cut prompts for",
     )
     args = parser.parse_args(argv)
     if (args.trace is None) == (args.mix is None):

@@ -1,8 +1,9 @@
 """Simulated servers: engines that run steps, and a fleet that plays requests on them.
 
-A step contains one token of each stream, and prompts in the order of arrival. While
-there are streams, prompts are cut so that a step stays within the target time between
-tokens. The prefix cache of an engine evicts the least recently used blocks.
+A step contains one token of each stream, and prompts in the order of arrival. On a
+decode server of a pair, prompts are cut while there are streams, so that a step stays
+within the target time between tokens; prompts that wait long may exceed it. The prefix
+cache of an engine evicts the least recently used blocks.
 """
 
 import heapq
@@ -10,15 +11,20 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 from benchmarks.loads import BLOCK, FollowUp, Request
-from engine.core import prefill_budget
+from engine.core.budget import step_times
+from engine.core.budget.measurement import StepSizes, measure
+from engine.core.budget.prefill_budget import PrefillBudget
+from engine.core.budget.step_times import StepTimes
 from engine.core.waiting import LONG_PROMPT_TOKENS
 from proxy.placement.prefix_index import PrefixIndex
 from proxy.placement.server_load import INITIAL_TOKEN_S
 from proxy.placement.speed import StepTotals
+
+_MAX_COUNTED_PROMPTS = 256  # as in engine.core.budget.prompt_limit
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,7 @@ class EngineTimes:
         lookup_s: looking up a prefix that another server has, before anything is sent.
         capacity: tokens of KV.
         max_streams: streams at once.
-        prefill_step_tokens: prompt tokens in one step of a prefill server.
-        decode_step_tokens: prompt tokens in one step of a decode server.
+        step_tokens: most prompt tokens in one step.
         min_prompt_step_s: shortest step with prompts; its kernels are launched one by
             one.
         min_prompt_share: prompts get at least this share of the time of the streams.
@@ -55,10 +60,39 @@ class EngineTimes:
     lookup_s: float = 5e-3
     capacity: int = 880_000
     max_streams: int = 256
-    prefill_step_tokens: int = 8192
-    decode_step_tokens: int = 2048
+    step_tokens: int = 8192
     min_prompt_step_s: float = 13e-3
     min_prompt_share: float = 0.25
+
+    def seconds(self, load: step_times.Load) -> float:
+        """Return the time of a step."""
+        seconds = (
+            self.step_s
+            + load.streams * self.sequence_s
+            + load.context_tokens * self.held_token_s
+        )
+        if not load.prompt_tokens:
+            return seconds
+        num_pairs = load.prompt_tokens * (load.prompt_start + load.prompt_tokens / 2)
+        seconds += load.prompt_tokens * self.token_s + num_pairs * self.pair_s
+        return max(seconds, self.min_prompt_step_s)
+
+
+@cache
+def _measured_times(times: EngineTimes, target_s: float) -> StepTimes:
+    """Return what a server measures at its start."""
+
+    def time_step(load: step_times.Load, *, is_required: bool = False) -> float:
+        return times.seconds(load)
+
+    sizes = StepSizes(
+        max_streams=times.max_streams,
+        max_tokens=times.step_tokens,
+        max_len=times.capacity,
+        pool_tokens=times.capacity,
+        target_s=target_s,
+    )
+    return measure(time_step, sizes)
 
 
 class Engine:
@@ -66,7 +100,7 @@ class Engine:
 
     Attributes:
         is_prefill: whether this is a prefill server; otherwise it is a decode server.
-        target_s: target time between tokens.
+        target_s: target time between tokens; None: prompts are not cut.
         waiting: prompts to compute, in order.
         parked: requests computed elsewhere that wait for free KV capacity here.
         held_tokens: tokens of KV of all streams.
@@ -75,7 +109,11 @@ class Engine:
     """
 
     def __init__(
-        self, index: int, is_prefill: bool, times: EngineTimes, target_s: float
+        self,
+        index: int,
+        is_prefill: bool,
+        times: EngineTimes,
+        target_s: float | None,
     ) -> None:
         self.index = index
         self.is_prefill = is_prefill
@@ -91,9 +129,12 @@ class Engine:
         self.busy_until = 0.0
         self.totals = StepTotals()
         self.gaps = Counter[int]()
-        self.prompt_budget = prefill_budget.PrefillBudget(
-            target_s, times.decode_step_tokens
-        )
+        self.prompt_budget: PrefillBudget | None = None
+        if target_s is not None:
+            measured_times = _measured_times(times, target_s)
+            self.prompt_budget = PrefillBudget(
+                measured_times, target_s, times.step_tokens
+            )
 
     def cached_blocks(self, hashes: Sequence[int]) -> int:
         """Return the number of leading blocks of a prompt that are cached."""
@@ -106,9 +147,11 @@ class Engine:
         """Return the time that the waiting prompts will take."""
         num_tokens = sum(each.uncomputed_tokens for each in self.waiting)
         seconds = num_tokens * INITIAL_TOKEN_S
-        if not self.streams:
+        if not self.streams or self.target_s is None:
             return seconds
-        return seconds * max(1.0, self.target_s / self.prompt_time_s())
+        step_s = self.stream_step_s()
+        prompts_s = max(self.target_s - step_s, self.times.min_prompt_share * step_s)
+        return seconds * max(1.0, self.target_s / prompts_s)
 
     def stream_step_s(self) -> float:
         """Return the time of a step with the current streams and no prompts."""
@@ -118,11 +161,6 @@ class Engine:
             + len(self.streams) * times.sequence_s
             + self.held_tokens * times.held_token_s
         )
-
-    def prompt_time_s(self) -> float:
-        """Return the time that prompts may take in a step with streams."""
-        step_s = self.stream_step_s()
-        return max(self.target_s - step_s, self.times.min_prompt_share * step_s)
 
     def admit(self, request: Request) -> None:
         """Queue a prompt in the order of engine.core.waiting.
@@ -154,7 +192,7 @@ class Engine:
         Returns: The time at which the step ends, and the requests whose prompts it
             completes.
         """
-        budget = self._prompt_token_budget()
+        budget = self._prompt_token_budget(now)
         seconds = self.stream_step_s()
         num_prompt_tokens = 0
         completed = list[Request]()
@@ -180,13 +218,22 @@ class Engine:
         self._record_step(num_prompt_tokens, seconds)
         return now + seconds, completed
 
-    def _prompt_token_budget(self) -> int:
+    def _prompt_token_budget(self, now: float) -> int:
         """Return the maximum prompt tokens of the next step."""
-        if self.streams and self.waiting:
-            return self.prompt_budget.prompt_tokens(len(self.streams), self.held_tokens)
-        if self.is_prefill:
-            return self.times.prefill_step_tokens
-        return self.times.decode_step_tokens
+        if self.prompt_budget is None or not (self.streams and self.waiting):
+            return self.times.step_tokens
+        first = self.waiting[0]
+        waited_s = sum(
+            now - request.arrival_s
+            for request in itertools.islice(self.waiting, _MAX_COUNTED_PROMPTS)
+            if not request.computed_tokens
+        )
+        return self.prompt_budget.prompt_tokens(
+            len(self.streams),
+            self.held_tokens,
+            first.prompt_tokens - first.uncomputed_tokens,
+            extra_s=waited_s / len(self.streams),
+        )
 
     def _chunk_s(self, request: Request, num_tokens: int) -> float:
         """Return the time to compute the next `num_tokens` of a prompt."""
@@ -197,8 +244,8 @@ class Engine:
     def _record_step(self, num_prompt_tokens: int, seconds: float) -> None:
         """Record a finished step for the prompt budget and for health reports."""
         num_streams = len(self.streams)
-        if self.streams and not self.is_prefill:
-            load = prefill_budget.Load(num_streams, self.held_tokens, num_prompt_tokens)
+        if self.prompt_budget is not None:
+            load = step_times.Load(num_streams, self.held_tokens, num_prompt_tokens)
             self.prompt_budget.record_step(load, seconds)
         num_tokens = num_streams + num_prompt_tokens
         step = StepTotals(1, num_tokens, num_prompt_tokens, seconds)

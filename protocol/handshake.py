@@ -433,5 +433,6 @@ def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
     expected = _mac(label, message[_MAC_BYTES:], secret)
     if not hmac.compare_digest(message[:_MAC_BYTES], expected):
         raise FrameError(
-            "the MAC is wrong: the two engines have different cluster secrets"
+            "the MAC is wrong: the two engines have different cluster secrets; give "
+            "both servers one BATON_CLUSTER_SECRET"
         )

@@ -103,6 +103,6 @@ def check_advertised(url: str) -> str:
     if host in WILDCARDS:
         raise ValueError(
             f"proxies cannot connect to {host}, which means every address of this "
-            "machine; set --advertise-url to a name or an address that they can reach"
+            "machine; set --advertise-url to a name or an address that proxies reach"
         )
     return url

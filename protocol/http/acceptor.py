@@ -134,7 +134,8 @@ class Acceptor:
         if self._loop.time() >= self._warned_at_s + _WARN_INTERVAL_S:
             self._warned_at_s = self._loop.time()
             logger.warning(
-                "%s; new connections wait in the kernel's backlog. Raise ulimit -n.",
+                "%s; new connections wait in the kernel's backlog. Raise the limit of "
+                "open files (ulimit -n).",
                 reason,
             )
 

@@ -1,4 +1,4 @@
-"""The state that all calls of one HTTP application share, and hooks for its servers."""
+"""The state that all HTTP calls of one server share, and the hooks of its legs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +23,20 @@ from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# kv_transfer_params, which a proxy adds to a request, do not count towards the client's
-# limit. They carry a prompt's logprobs where the client requests them: 20 bytes each,
-# at most limits.MAX_PROMPT_LOGPROBS of them.
+# The most bytes of kv_transfer_params, which a proxy adds to a request. They do not
+# count towards --max-body-bytes. They contain a prompt's logprobs if the client
+# requests logprobs: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
 
 class Endpoint(NamedTuple):
-    """The name, the parser and the writer of an endpoint that generates."""
+    """The name, the parser and the writer of an endpoint that generates text.
+
+    Attributes:
+        name: the value of the label `endpoint` of metrics.
+        parse: validates the members of a body.
+        writer: writes responses in the endpoint's format.
+    """
 
     name: str
     parse: Callable[[dict[str, Any]], GenerationRequest]
@@ -57,10 +63,11 @@ class ServerHooks:
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
-        """Return the engine's requests with the effects of `kv_transfer_params`.
+        """Return `adds`, changed as `request.kv_transfer_params` requires.
 
         Args:
             adds: the engine's requests, one for each prompt.
+            ready: the engine's report about itself.
 
         Raises:
             KVParamsRejected: the request's kv_transfer_params cannot be honoured.
@@ -73,49 +80,55 @@ class ServerHooks:
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Accept a request; the result is called once, when the request has ended.
+        """Reserve what a request needs until it ends.
+
+        Returns:
+            A callback that frees the reservation. The caller calls it once, when the
+            request has ended.
 
         Raises:
-            Overloaded: the free blocks do not suffice for these prompts together.
+            Overloaded: requests of several prompts would hold too many KV blocks.
         """
         return no_op
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return messages to the engine that release the KV of these params.
+        """Return messages to the engine that release the KV of `kv_transfer_params`.
 
-        The server sends them when it refuses a request with these params, or when no
-        server will pull the KV to which they refer.
+        The server sends these messages when it refuses a request with the params, or
+        when no server will pull the KV to which the params refer.
         """
         return ()
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
-        """Return top-level members of the response.
+        """Return the members that the leg adds to the JSON response.
 
         Args:
-            finals: the last delta of each prompt, in order.
+            finals: the last delta of each prompt's first choice, in order of prompts.
         """
         return {}
 
 
 def no_op() -> None:
-    """The callback of an admitted request that needs nothing at its end."""
+    """Do nothing. `admit` returns this callback if it has reserved nothing."""
 
 
 @dataclass
 class Api:
-    """The state that every call needs, made once per application.
+    """The state that every call needs. An application has one Api.
 
-    `set_model` adds the model. Until then, `client.require_ready` refuses the calls
-    that need it. Raises ValueError where the settings name unusable keys or
-    certificates.
+    `set_model` adds the model. Until `set_model` has been called,
+    `client.require_ready` refuses the calls that need the model.
 
     Args:
         secret: the cluster secret, with which proxies sign.
 
     Attributes:
-        on_drain: makes the server end in order.
-        fingerprint: the `system_fingerprint` of answers.
-        generation_config: the defaults for fields that a request leaves out.
+        on_drain: starts the shutdown of the server: its streams migrate or finish.
+        fingerprint: the `system_fingerprint` of responses.
+        generation_config: the model's defaults for fields that a request leaves out.
+
+    Raises:
+        ValueError: the settings name unusable keys or certificates.
     """
 
     client: EngineClient
@@ -139,10 +152,11 @@ class Api:
         fingerprint: str | None = None,
         generation_config: GenerationConfig | None = None,
     ) -> None:
-        """Add the contents of the model's files.
+        """Set the tokenizer, the fingerprint and the defaults of the model.
 
         Raises:
-            ValueError: the files lack what an option needs.
+            ValueError: the model lacks a token that --reasoning-parser or
+                --tool-call-parser needs.
         """
         check_parsers(self.settings, tokenizer)
         self.tokenizer = tokenizer
@@ -161,7 +175,11 @@ class Api:
         parsed: GenerationRequest,
         scope: Mapping[str, Any],
     ) -> list[AddRequest]:
-        """Return the engine's requests with the cache salt of request and API key."""
+        """Return the engine's requests with a cache salt.
+
+        The salt depends on the request's `cache_salt` and on the client's API key.
+        `adds` is returned unchanged if there is no salt.
+        """
         salt = grant_of(scope).cache_salt(parsed.cache_salt, self.secret)
         if not salt:
             return adds

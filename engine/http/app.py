@@ -1,4 +1,7 @@
-"""A server's HTTP application, which runs in a process without torch."""
+"""The HTTP application of a prefill or decode server.
+
+It runs in the server's HTTP process, which does not import torch.
+"""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -42,9 +45,9 @@ class _Migrate(msgspec.Struct, forbid_unknown_fields=True):
 def create_app(api: Api) -> FastAPI:
     """Return the application of one server.
 
-    The caller starts and closes `api.client` and `api.grammars`, on the loop that
-    serves the application. The application answers before the engine and its model are
-    ready.
+    The caller starts and closes `api.client` and `api.grammars`, on the event loop that
+    serves the application. The application can serve requests before the engine is
+    ready: it refuses those that need the model, and reports its health.
     """
     pages = _Pages(api)
     post_handlers: dict[str, Callable[..., Any]] = {
@@ -52,8 +55,8 @@ def create_app(api: Api) -> FastAPI:
         for path, endpoint in ENDPOINTS.items()
     }
     post_handlers |= {
-        "/tokenize": partial(pages.on_text, work=pages.tokenize),
-        "/detokenize": partial(pages.on_text, work=pages.detokenize),
+        "/tokenize": partial(pages.handle_text, work=pages.tokenize),
+        "/detokenize": partial(pages.handle_text, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
         "/drain": pages.drain,
         "/migrate": pages.migrate,
@@ -73,7 +76,7 @@ def create_app(api: Api) -> FastAPI:
     for path, handler in post_handlers.items():
         routes.append(Route(path, handler, methods=["POST"]))
     for path, handler in get_handlers.items():
-        routes.append(Route(path, handler, methods=["GET"]))  # also HEAD
+        routes.append(Route(path, handler, methods=["GET"]))  # Starlette adds HEAD
     return FastAPI(
         title="Baton",
         docs_url=None,
@@ -86,7 +89,7 @@ def create_app(api: Api) -> FastAPI:
 
 
 class _Pages:
-    """The handlers of all paths that do not generate."""
+    """The handlers of all paths that do not generate text."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -108,7 +111,7 @@ class _Pages:
         if name != self._api.model_name:
             served = short_repr(self._api.model_name)
             error = ModelNotFound(
-                f"The model in the path is {short_repr(name, 200)}; this server has "
+                f"The model in the path is {short_repr(name, 200)}; this server serves "
                 f"{served}."
             )
             return error_response(error)
@@ -118,7 +121,7 @@ class _Pages:
         return JSONResponse({"version": self._api.metrics.version})
 
     async def health(self, request: Request) -> Response:
-        """Report whether this process and its engine are alive."""
+        """Report whether the engine is alive: status 200, or 503 with the reason."""
         if not self._api.client.healthy:
             reason = {"reason": self._api.client.failure}
             details = self._api.access.redaction(request.scope) or reason
@@ -126,16 +129,20 @@ class _Pages:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the engine can serve, and what it serves."""
+        """Report whether the engine can serve, with the model and the engine's sizes.
+
+        The status is 503 while the server starts or ends. Clients without the rights of
+        an administrator do not receive the details.
+        """
         client = self._api.client
         reason = None
         if client.ready is None or not client.healthy:
             reason = client.failure or client.progress
         elif client.is_draining:
-            reason = "the server is ending"
+            reason = "the server is shutting down"
         report: dict[str, Any] = {"ready": reason is None}
-        if bare := self._api.access.redaction(request.scope):
-            report |= bare
+        if redaction := self._api.access.redaction(request.scope):
+            report |= redaction
         elif reason is not None:
             report |= {"reason": reason, **self._describe_server()}
         else:
@@ -145,7 +152,7 @@ class _Pages:
         return JSONResponse(report, 200 if reason is None else 503)
 
     def _describe_server(self) -> dict[str, Any]:
-        """Return the role, the model, and the engine's sizes once they are known."""
+        """Return the role, the model, and the sizes of the engine if it is ready."""
         common = {"role": self._api.settings.role, "model": self._api.model_name}
         engine = self._api.client.ready
         if engine is None:
@@ -159,8 +166,8 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
-        """Send numbers and the times of the last requests, for the proxy's page."""
-        report = self._api.metrics.numbers(
+        """Return metrics and the times of recent requests, for the proxy's web page."""
+        report = self._api.metrics.stats_report(
             request.query_params.get("since", "0"),
             self._describe_server(),
             self._api.client.stats,
@@ -184,7 +191,7 @@ class _Pages:
         return Response(self._page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
-        """Release the KV of these `kv_transfer_params`, which no server will pull."""
+        """Release the KV of the body's `kv_transfer_params`. No server will pull it."""
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False
         )
@@ -195,13 +202,16 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        """Drain the server like SIGTERM: its streams migrate to other servers."""
+        """Shut the server down like SIGTERM: its streams migrate to other servers."""
         check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
-        """Migrate N streams to other servers; the body is {"requests": N}."""
+        """Migrate at most N streams to other servers; the body is {"requests": N}.
+
+        The response has the number of streams that will migrate.
+        """
         check_operator(request.scope)
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False
@@ -210,21 +220,22 @@ class _Pages:
             body = msgspec.convert(members, _Migrate)
         except msgspec.ValidationError as error:
             raise InvalidRequest(
-                f'the body of /migrate: {error}; send {{"requests": N}}',
+                f'the body of /migrate is not valid: {error}; send {{"requests": N}}',
                 param="requests",
             ) from None
         return JSONResponse({"moving": self._api.client.migrate(body.requests)})
 
-    async def on_text(
+    async def handle_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
-        """Answer a call that needs the tokenizer only.
+        """Answer a call that needs only the tokenizer.
 
         Args:
-            work: makes the answer from the body's members and its size in bytes.
+            work: returns the JSON response. Its arguments are the body's members and
+                the body's size in bytes.
         """
         settings = self._api.settings
-        self._api.client.require_ready()  # the tokenizer is then there, too
+        self._api.client.require_ready()  # the tokenizer is loaded before this succeeds
         async with enforce_deadline(
             deadline_of(request.scope["headers"], settings.request_timeout_s)
         ):
@@ -244,7 +255,8 @@ class _Pages:
             return validate(TokenizeRequest, members)
 
         parsed = await api.texts.run_python(num_bytes, parse)
-        # Clients use the count to find out by how much a text is too long.
+        # Clients use the count to learn how far a text exceeds the context. So a text
+        # beyond the context is tokenized, too, if it has at most LONG_CHARS characters.
         (ids,) = await api.texts.tokenize(
             parsed.as_generation(), num_bytes, length, always_tokenized=LONG_CHARS
         )

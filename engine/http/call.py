@@ -1,7 +1,8 @@
 """Turns the engine's deltas for an accepted call into one response or a stream.
 
-A stream starts only when its first tokens have come. So a failure before that is an
-HTTP error. A later failure ends the stream with an error event and no [DONE].
+A stream starts only when its first tokens have arrived. So a failure before the first
+tokens is an HTTP error. A failure after the first tokens ends the stream with an error
+event and no [DONE].
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from protocol.resume import HEADER, Resume
 
 log = get_logger(__name__)
 
-# A resumed stream replays so many frames before other tasks run.
+# Frames that a resumed stream replays between two yields to the event loop.
 _REPLAYED_AT_ONCE = 64
 
 
@@ -45,11 +46,13 @@ class HttpRequestState:
 
     Args:
         adds: the engine's requests, one for each prompt, in order.
-        subscription: the subscription to their deltas.
-        framing: the frames with which the stream may migrate, or by which it resumes.
+        subscription: the subscription to the deltas of `adds`.
+        framing: the response's frames, with which a proxy can continue the response at
+            another server (engine/http/resume.py).
 
     Attributes:
-        migrated_kv: once the request has migrated, the params that refer to its KV.
+        migrated_kv: the kv_transfer_params of a request that has migrated, which refer
+            to its KV; None for other requests.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class HttpRequestState:
         stats: RequestStats,
         framing: Framing,
     ) -> None:
-        stats.accepted(sum(len(add.token_ids) for add in adds))
+        stats.mark_accepted(sum(len(add.token_ids) for add in adds))
         self._hooks = api.hooks
         self._parsed = parsed
         self.framing = framing
@@ -72,7 +75,8 @@ class HttpRequestState:
         )
         texts = client_texts(parsed)
         if parsed.truncate_prompt_tokens is not None:
-            texts = [None] * len(texts)  # an echo has only the remaining tokens
+            # An echo contains only the tokens that truncation has left.
+            texts = [None] * len(texts)
         num_choices = parsed.num_candidates
         self._prompts = {
             add.request_id: PromptGeneration(
@@ -81,10 +85,10 @@ class HttpRequestState:
                 text,
                 api.tokenizer,
                 api.settings,
-                first=at * num_choices,
+                first_index=prompt_index * num_choices,
                 answer_id=origin.id,
             )
-            for at, (add, text) in enumerate(zip(adds, texts, strict=True))
+            for prompt_index, (add, text) in enumerate(zip(adds, texts, strict=True))
         }
         self.subscription = subscription
         self.stats = stats
@@ -97,10 +101,13 @@ class HttpRequestState:
         return self._num_open == 0
 
     async def respond(self, receive: Receive) -> Response:
-        """Return the response, which ends its requests itself.
+        """Wait for a stream's first tokens, else for all tokens; return a response.
+
+        The response closes the subscription when it has been sent. This function closes
+        the subscription if an error occurs.
 
         Raises:
-            BatonError: the request failed before its answer began.
+            BatonError: the request failed before its response began.
             ClientDisconnected: the client disconnected.
         """
         try:
@@ -109,9 +116,9 @@ class HttpRequestState:
                 replayed: list[ChoicePiece] = []
                 if framing.resumed:
                     replayed = await self._replay(framing.resumed)
-                if framing.is_movable:  # from now on a drain waits for this request
+                if framing.is_movable:  # from now on a drain can migrate this request
                     self.subscription.allow_migration(
-                        lambda: framing.may_move,
+                        lambda: framing.may_migrate,
                         is_resumed=framing.resumed is not None,
                     )
                 pieces = await self.next_pieces()
@@ -123,10 +130,17 @@ class HttpRequestState:
             raise
 
     async def _collect(self, pieces: list[ChoicePiece]) -> Response:
-        """Return the complete answer, or the frames of an answer that has migrated."""
+        """Collect all pieces and return the complete response.
+
+        If the request migrates while pieces are collected, the response has its frames
+        instead.
+
+        Args:
+            pieces: the pieces that have arrived, including those of a resumed request.
+        """
         merged: dict[int, ChoicePiece] = {}
         while True:
-            self.framing.hold()
+            self.framing.hold_frame()
             if self.migrated_kv is not None:
                 return EventStream(self, [])
             for piece in pieces:
@@ -138,7 +152,7 @@ class HttpRequestState:
             if self.done:
                 break
             pieces = await self.next_pieces()
-        choices = self._best(merged)
+        choices = self._best_candidates(merged)
         usage, extra = self._finish(choices[0].finish_reason)
         write = partial(self.writer.full, choices, usage, extra)
         num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
@@ -150,18 +164,23 @@ class HttpRequestState:
         )
 
     def prefill_kv(self) -> dict[str, str]:
-        """Return the header about prefill legs; empty until every prompt has usage."""
+        """Return the header that describes the KV of the prefill legs.
+
+        The result is empty until every prompt has reported its usage, and if no KV came
+        from a prefill leg.
+        """
         first_usages = [prompt.first_usage for prompt in self._prompts.values()]
         usage = Usage(kv=add_kv([first for first in first_usages if first is not None]))
         if None in first_usages or not any(usage.baton_kv("prefill_").values()):
             return {}
         return {PREFILL_KV_HEADER: kv_header(usage, "prefill_")}
 
-    def _best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
-        """Return the answers to be returned, in order and with new indices.
+    def _best_candidates(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
+        """Select the `n` best candidates of each prompt, and number them from 0.
 
         Args:
-            merged: the complete answers of all candidates, by index.
+            merged: the complete answers of all candidates, by index. The index of each
+                selected one is changed.
         """
         best: list[ChoiceStream] = []
         for prompt in self._prompts.values():
@@ -175,9 +194,11 @@ class HttpRequestState:
         return pieces
 
     async def next_pieces(self) -> list[ChoicePiece]:
-        """Return the pieces that have arrived since the last call.
+        """Wait for pieces, and return those that have arrived since the last call.
 
-        There is at least one piece, until the request is `done` or has migrated.
+        The result is empty only if the request is `done` or has migrated. A migration
+        sets `migrated_kv`. New tokens are counted in the request's stats and added to
+        its frames.
 
         Raises:
             BatonError: a sequence failed; the call cannot continue.
@@ -199,22 +220,24 @@ class HttpRequestState:
                 pieces.append(piece)
                 if piece.token_ids:
                     self.stats.add_tokens(len(piece.token_ids))
-                self.framing.take(piece.index, delta)
+                self.framing.add_delta(piece.index, delta)
             if pieces or self.done:
                 return pieces
 
     async def _replay(self, resumed: Resume) -> list[ChoicePiece]:
-        """Feed the frames of a resumed request to a new state.
+        """Restore the state of a resumed request from its frames.
 
-        Returns the pieces of an answer that is not a stream; the client of a stream has
-        them.
+        Returns:
+            The pieces of the frames if the response is not a stream. The client of a
+            stream has already received the pieces, so the list is then empty.
         """
         pieces: list[ChoicePiece] = []
         request_ids = list(self._prompts)
         num_choices = self._parsed.num_candidates
         for prompt in self._prompts.values():
             if prompt.is_resumed and self._parsed.num_prompt_logprobs is not None:
-                # The client has the prompt's logprobs.
+                # The client has already received the prompt's logprobs. Placeholders
+                # stand for them.
                 prompt.add_logprobs([None] * len(prompt.ids))
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
@@ -239,14 +262,18 @@ class HttpRequestState:
         return pieces
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
-        """Feed a delta to its choice. Raises the delta's error, if it has one."""
+        """Feed a delta to its choice, and return the piece that the delta adds, if any.
+
+        Aborts the choice in the engine if the delta completes a stop string. Raises the
+        delta's error, if the delta has one.
+        """
         if delta.error is not None:
             raise delta.error.to_error()
         prompt = self._prompts[delta.request_id]
         if delta.choice == 0 and delta.usage is not None:
             delta = prompt.with_first_usage(delta)
         choice = prompt.choices[delta.choice]
-        was_stopped = choice.stop_found
+        was_stopped = choice.hit_stop_string
         piece = choice.feed(delta)
         if piece is None:
             return None
@@ -260,7 +287,11 @@ class HttpRequestState:
         return piece
 
     def events(self, pieces: list[ChoicePiece]) -> bytes:
-        """Return the stream's bytes for some pieces, through [DONE] after the last."""
+        """Return the events of `pieces` as bytes.
+
+        After the last piece of the request they end in [DONE], and the request is
+        recorded as finished.
+        """
         last = len(pieces) - 1 if self.done else -1
         shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
         parts: list[bytes] = []
@@ -277,26 +308,36 @@ class HttpRequestState:
                 has_shown_tokens or piece.first or piece.finish_reason or piece.has_text
             ):
                 if usage_so_far is not None:
-                    # The usage up to this piece: others may have arrived with it.
+                    # Report only the tokens up to this piece: more pieces may have
+                    # arrived in the same batch.
                     usage_so_far.completion_tokens = self._num_sent_tokens
                 parts.append(self.writer.chunk(piece, usage_so_far))
         return b"".join(parts)
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
+        """Record the request as finished.
+
+        Returns:
+            The usage, and the members that the hooks add to the response.
+        """
         usage = self._usage()
         finals = self._finals()
         extra = self._hooks.finish(finals)
         times = finals[0].times if finals else None
-        self.stats.finished(usage, finish_reason or "stop", times)
+        self.stats.mark_finished(usage, finish_reason or "stop", times)
         return usage, extra
 
     def _finals(self) -> list[TokenDelta]:
-        """Return the last delta of each prompt's first choice, if it has come."""
+        """Return the last delta of each prompt's first choice, if it has arrived."""
         finals = [prompt.choices[0].final for prompt in self._prompts.values()]
         return [final for final in finals if final is not None]
 
     def _usage(self) -> Usage:
-        """Return the usage of all candidates, returned or not; a prompt counts once."""
+        """Return the request's usage.
+
+        The tokens of all candidates count, including those that are not in the
+        response. The tokens of a prompt count once, however many candidates it has.
+        """
         prompts = self._prompts.values()
         choices = [choice for prompt in prompts for choice in prompt.choices]
         usages = [final.usage for final in self._finals() if final.usage is not None]
@@ -309,11 +350,11 @@ class HttpRequestState:
 
 
 class CompleteAnswer(Response):
-    """A response that ends its requests.
+    """A complete JSON response, which closes its subscription when it has been sent.
 
-    If it refers to retained KV and the connection ends before the client has the
-    response, no server will pull the KV. The requests then end in a way that releases
-    it.
+    A response may refer to KV that this server retains. If the connection is closed
+    before the client has received such a response, no server will pull the KV. Closing
+    the subscription then releases the KV.
     """
 
     media_type = "application/json"
@@ -334,7 +375,8 @@ class CompleteAnswer(Response):
             await _send_head(send, self)
             await _send_body(send, bytes(self.body), more=self._refers_to_kv)
             if self._refers_to_kv:
-                await _send_body(send, b"", more=True)  # waits until most of it is sent
+                # This call returns only when most of the body has been sent.
+                await _send_body(send, b"", more=True)
                 if not is_closing(scope):
                     self._subscription.confirm_delivery()
                 await _send_body(send, b"", more=False)
@@ -343,9 +385,13 @@ class CompleteAnswer(Response):
 
 
 class EventStream(Response):
-    """Sends a call's events.
+    """Sends the events of a call.
 
-    It is cheaper than StreamingResponse, which runs a task group for each stream.
+    This class is cheaper than Starlette's StreamingResponse, which runs a task group
+    for each stream.
+
+    Args:
+        pieces: the pieces that have arrived, which are sent first.
     """
 
     media_type = sse.MEDIA_TYPE
@@ -374,14 +420,18 @@ class EventStream(Response):
             self._call.subscription.close()
 
     async def _send_events(self, send: Send) -> None:
+        """Send events until the call is done, has migrated or fails.
+
+        A failure is sent as an error event.
+        """
         call = self._call
         pieces = self._pieces
         framing = call.framing
-        first_frame = framing.begin()
+        first_frame = framing.origin_frame()
         try:
             while True:
                 data = call.events(pieces)
-                if pieces:  # frames also have tokens that no event shows yet
+                if pieces:  # a frame also has the tokens of pieces without an event
                     data = first_frame + framing.wrap(data)
                     first_frame = b""
                 if data:
@@ -392,7 +442,7 @@ class EventStream(Response):
         except BatonError as error:
             failure = error
         except Exception:
-            log.exception("a stream failed")
+            log.exception("A stream failed and ends with an error event.")
             failure = InternalError("The server failed while it was answering.")
         call.stats.close(failure)
         event = framing.wrap_error(failure, call.writer.error(failure))
@@ -401,10 +451,17 @@ class EventStream(Response):
     async def _send_migration(
         self, scope: Scope, send: Send, params: dict[str, Any]
     ) -> None:
-        """End the stream here; the proxy continues it at another server."""
-        self._call.stats.migrated()
-        error = NoServerAvailable("the server hands its streams over; ask again")
-        end = self._call.framing.moved(params, self._call.writer.error(error))
+        """End the stream at this server; the proxy continues it at another server.
+
+        Args:
+            params: the kv_transfer_params that refer to the stream's KV.
+        """
+        self._call.stats.mark_migrated()
+        error = NoServerAvailable(
+            "the stream left this server and no other server continued it; send the "
+            "request again"
+        )
+        end = self._call.framing.migration_end(params, self._call.writer.error(error))
         await _send_body(send, end, more=True)
         if not is_closing(scope):
             self._call.subscription.confirm_delivery()

@@ -1,6 +1,6 @@
 """The prompts and choices of one call. Pure, no I/O.
 
-Deltas of token ids go in; text, log-probabilities and tool calls come out.
+They turn deltas of token ids into text, log-probabilities and tool calls.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,15 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-# More logprobs are written off the event loop, as each takes 4 us.
+# Up to this number of logprobs are written on the event loop, more of them in a thread.
+# Each takes 4 us.
 INLINE_LOGPROBS = 1 << 12
-# The encoder's own buffer takes a fifth of the memory of msgspec.json.encode's.
+# An Encoder reuses its buffer, so it needs a fifth of the memory that
+# msgspec.json.encode needs.
 _encode = msgspec.json.Encoder().encode
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-# The first characters of a text, by which it is found after the tokenizer's prefix.
+_LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
+# How many of its first characters are searched for, to find a text after the
+# tokenizer's prefix.
 _HEAD_CHARS = 4
 
 
@@ -39,9 +42,9 @@ class PromptReport(NamedTuple):
     """The parts of an answer that describe its prompt.
 
     Attributes:
-        logprobs: `prompt_logprobs`.
-        text: the text of the echo.
-        tokens: the tokens of the echo, where log-probabilities are requested.
+        logprobs: the response's `prompt_logprobs`, if requested.
+        text: the prompt's text if an echo is requested, else "".
+        tokens: the tokens of the echo, if logprobs are requested, too.
     """
 
     logprobs: list[Any] | None
@@ -50,34 +53,34 @@ class PromptReport(NamedTuple):
 
 
 class PromptGeneration:
-    """One prompt: its choices, its echo, and how tokens are shown.
+    """One prompt: its choices, its echo, and the reports of its tokens.
 
     Args:
-        add: the engine's request.
-        given_text: the text that the client sent, or None where it sent token ids.
-        options: the formats of tool calls and reasoning; see tool_formats.tool_syntax
-            and reasoning.reasoning_start.
-        first: the index in the answer of the first choice.
-        answer_id: the ids of tool calls follow from it.
+        add: the engine's request for this prompt.
+        client_text: the prompt's text as the client sent it; None if the client sent
+            token ids or a chat.
+        options: the options that choose the formats of tool calls and reasoning; see
+            tool_formats.tool_syntax and reasoning.reasoning_start.
+        first_index: the index of the prompt's first choice in the response.
+        answer_id: the id of the response, from which the ids of tool calls are derived.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
         add: AddRequest,
-        given_text: str | None,
+        client_text: str | None,
         tokenizer: Tokenizer,
         options: ModelOptions,
-        first: int = 0,
+        first_index: int = 0,
         answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
-        self.is_resumed = bool(
-            add.resumed_choices
-        )  # the answer began at another server
+        # Whether another server began the response.
+        self.is_resumed = bool(add.resumed_choices)
         self.first_usage: KVUsage | None = None  # reported with the first token
         self.request = request
-        self._given_text = given_text
+        self._client_text = client_text
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprobs | None] = []
         self._report: PromptReport | None = None
@@ -92,7 +95,7 @@ class PromptGeneration:
             head = answer_head(add.token_ids, tokenizer)
             tags = tag_characters(tokenizer)
         self.choices = []
-        for index in range(first, first + add.num_choices):
+        for index in range(first_index, first_index + add.num_choices):
             tool_parser = create_tool_parser(
                 tools, option, template, f"{answer_id}-{index}"
             )
@@ -107,14 +110,15 @@ class PromptGeneration:
             )
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
-        """Add the logprobs of the next of the prompt's tokens."""
+        """Append the logprobs of the prompt's next tokens."""
         self._logprobs += logprobs
 
     def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
-        """Return the first choice's first or last delta with the prompt's usage.
+        """Return the first choice's first or last delta, with corrected usage.
 
-        The last delta of an answer that has migrated reports as many cached tokens as
-        the first: the client did not request what the second server computed again.
+        Stores the usage of the first delta in `first_usage`. In a response that has
+        migrated, the last delta reports as many cached tokens as the first one. So the
+        client does not see which tokens the second server computed again.
         """
         first_usage = self.first_usage
         usage = delta.usage
@@ -127,11 +131,12 @@ class PromptGeneration:
     def token_report(
         self, token_id: int, logprobs: TokenLogprobs | None, num_top: int, offset: int
     ) -> TokenReport:
-        """Return the report of one token of prompt or answer.
+        """Return the report of one token of the prompt or the answer.
 
         Args:
-            num_top: the most alternatives to report.
-            offset: the position of the token's text, in characters.
+            logprobs: None for the prompt's first token, which has no logprob.
+            num_top: the maximum number of alternatives to report.
+            offset: where the token's text begins in the answer, in characters.
         """
         token = self._token_text(token_id)
         if logprobs is None:
@@ -157,7 +162,10 @@ class PromptGeneration:
 
     @property
     def is_slow_to_report(self) -> bool:
-        """Whether `prompt_report` takes long and could run now."""
+        """Whether the next call of `prompt_report` takes long and so needs a thread.
+
+        False before all of the prompt's logprobs have come, and after the first call.
+        """
         num_logprobs = self.request.num_prompt_logprobs
         has_logprobs = num_logprobs is None or len(self._logprobs) == len(self.ids)
         if self._report is not None or not has_logprobs:
@@ -168,9 +176,10 @@ class PromptGeneration:
         return reports_per_token * len(self.ids) > INLINE_LOGPROBS
 
     def prompt_report(self) -> PromptReport:
-        """Return the parts of the answer that describe the prompt.
+        """Return the parts of the response that describe the prompt.
 
-        They are made once, by any thread, after all of the prompt's logprobs have come.
+        The first call makes the report, on any thread. It must come after all of the
+        prompt's logprobs. Later calls return the same report.
         """
         if self._report is None:
             text = ""
@@ -194,22 +203,24 @@ class PromptGeneration:
         return text, tokens
 
     def _prompt_logprobs(self) -> list[Any] | None:
-        """Return `prompt_logprobs` as vLLM has it.
+        """Return `prompt_logprobs` in vLLM's format; None if it is not requested.
 
-        It has one object by token id for each token, and null for the first token.
+        The list has an entry for each token of the prompt: null for the first token,
+        and for all others an object that maps token ids to logprobs.
         """
         num_top = self.request.prompt_logprobs
         if num_top is None or self.request.is_prefill:
             return None
         entries = zip(self.ids, self._complete_logprobs(), strict=True)
         return [
-            logprobs and Raw(_encode(self._by_id(token_id, logprobs, num_top)))
+            logprobs and Raw(_encode(self._logprobs_by_id(token_id, logprobs, num_top)))
             for token_id, logprobs in entries
         ]
 
-    def _by_id(
+    def _logprobs_by_id(
         self, token_id: int, logprobs: TokenLogprobs, num_top: int
     ) -> dict[str, Any]:
+        """Return the logprobs of a token and of the likeliest tokens in its place."""
         ranked = enumerate(logprobs.top_logprobs, 1)
         top = zip(logprobs.top_ids[:num_top], ranked, strict=False)
         entries = {token_id: (logprobs.rank or None, logprobs.logprob), **dict(top)}
@@ -231,27 +242,27 @@ class PromptGeneration:
         return self._logprobs
 
     def _text_and_offsets(self) -> tuple[str, list[int]]:
-        """Return the text to echo, and each token's offset in it.
+        """Return the text to echo, and the offset of each token in that text.
 
-        If the client's ids end within a character, the character belongs to the text of
-        the choice. A text is echoed as the client sent it. Tokens that the tokenizer
-        put before it, such as BOS, have no characters in it.
+        A text is echoed as the client sent it. Tokens that the tokenizer put before the
+        client's text, such as BOS, have no characters in the echo. If the client sent
+        token ids that end within a character, the character belongs to the answer.
         """
-        skips = self._given_text is None and self.request.skip_special_tokens
+        skips_special = self._client_text is None and self.request.skip_special_tokens
         detokenizer = create_detokenizer(
-            self._tokenizer, self.ids, skip_special_tokens=skips
+            self._tokenizer, self.ids, skip_special_tokens=skips_special
         )
         text, offsets = detokenizer.echo(self.ids)
-        if self._given_text is None:
+        if self._client_text is None:
             return text, offsets
-        size = len(self._given_text)
+        size = len(self._client_text)
         surplus = len(text) - size
-        if not text.endswith(self._given_text):
-            # The text names special tokens, and tokenizing dropped the spaces around
-            # them.
-            surplus = max(text.find(self._given_text[:_HEAD_CHARS]), 0)
+        if not text.endswith(self._client_text):
+            # The client's text contains special tokens, and tokenizing dropped the
+            # spaces around these tokens.
+            surplus = max(text.find(self._client_text[:_HEAD_CHARS]), 0)
         offsets = [min(max(offset - surplus, 0), size) for offset in offsets]
-        return self._given_text, offsets
+        return self._client_text, offsets
 
 
 def _finite(logprob: float) -> float:
@@ -262,17 +273,19 @@ class ChoiceStream:
     """Detokenizes one sequence, finds its stop strings and counts its tokens.
 
     Args:
-        index: the choice's index in the answer.
+        index: the choice's index in the response.
         prompt: the prompt that the choice continues.
-        add: the engine's request.
-        tool_parser: separates tool calls from the text, where there can be any.
+        add: the engine's request for the prompt.
+        tool_parser: separates tool calls from the text; None if the choice cannot have
+            tool calls.
         reasoning: separates the model's reasoning from the text.
 
     Attributes:
-        num_tokens: generated tokens, through the one that completed a stop string.
-        num_reasoning: how many of them belong to the reasoning.
-        final: the last delta, once it has come.
-        stop_found: whether a stop string has ended the text.
+        num_tokens: the number of generated tokens. Tokens after a stop string do not
+            count.
+        num_reasoning: how many of the `num_tokens` belong to the reasoning.
+        final: the choice's last delta; None until it arrives.
+        hit_stop_string: whether a stop string has ended the text.
     """
 
     def __init__(
@@ -288,61 +301,63 @@ class ChoiceStream:
         self.index = index
         self.num_tokens = 0
         self.final: TokenDelta | None = None
-        self.stop_found = False
+        self.hit_stop_string = False
         self._last_id: int | None = None
         self._sum_logprobs = 0.0
         self._request = request
         self._prompt = prompt
         self._max_tokens = add.max_tokens
-        # A token that ends the sequence has text only if the request includes the stop.
+        # The text of a stop token is shown only with `include_stop_str_in_output`.
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
-        shown: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
+        # Tags that the parsers need, although the tags may be special tokens.
+        visible_tags: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
         if tool_parser:
-            shown += SPECIAL_TAGS
+            visible_tags += SPECIAL_TAGS
         self._detokenizer = create_detokenizer(
             tokenizer,
             add.token_ids,
             skip_special_tokens=request.skip_special_tokens,
-            shown=shown,
+            visible_tags=visible_tags,
             echoes_prompt=request.wants_echo,
         )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
-        self._offset = 0  # characters of the answer so far, held ones included
-        self._first = True
+        # Characters of the answer so far, including those that a parser holds back.
+        self._offset = 0
+        self._is_first_piece = True
         self._tool_parser = tool_parser
         self.num_reasoning = 0
-        # The last tokens, which count as reasoning unless the reasoning ended before
-        # them.
-        self._num_waiting = 0
+        # How many of the last tokens the reasoning parser holds back. They count as
+        # reasoning, until `_finish` learns that they belong to the answer.
+        self._num_held_back = 0
         self._reasoning = reasoning
 
     @property
     def needs_abort(self) -> bool:
-        """Whether the engine would continue although the text is complete."""
+        """Whether the engine would generate more tokens after a stop string."""
         return (
-            self.stop_found
+            self.hit_stop_string
             and self.final is None
             and self.num_tokens < self._max_tokens
         )
 
     @property
     def mean_logprob(self) -> float:
-        """Mean logprob per token, by which candidates are ranked; 0 without tokens."""
+        """Mean logprob per token, for ranking candidates; 0 if there are no tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
 
     def feed(self, delta: TokenDelta) -> ChoicePiece | None:
-        """Return the piece that a delta without error adds.
+        """Return the piece that a delta adds. The delta must not have an error.
 
-        Returns None for a delta that is about the prompt only. The last piece has the
-        finish reason. After a stop string the text is complete, but the last piece
-        follows when the engine has confirmed the end, because that delta has the usage.
+        Returns None for a delta that describes only the prompt. The last piece has the
+        finish reason. A stop string completes the text, but does not make the last
+        piece: that comes with the engine's last delta, which has the usage.
         """
         if not delta.token_ids and delta.finish_reason is None:
             return None
         piece = self._new_piece()
         for position, token_id in enumerate(delta.token_ids):
-            if self.stop_found:
+            if self.hit_stop_string:
                 break
             logprobs = delta.logprobs[position] if delta.logprobs else None
             self._add_token(piece, token_id, logprobs)
@@ -361,8 +376,8 @@ class ChoiceStream:
         request = self._request
         piece = ChoicePiece(self.index, token_ids=[])
         piece.logprobs = [] if request.wants_logprobs else None
-        if self._first:
-            self._first = False
+        if self._is_first_piece:
+            self._is_first_piece = False
             piece.first = True
             report = self._prompt.prompt_report()
             piece.prompt_logprobs = report.logprobs
@@ -389,14 +404,16 @@ class ChoiceStream:
         self._offset += len(text)
         is_of_head = bool(tag) or reasoning.is_in_head
         may_think = reasoning.may_think
-        # Stop strings neither begin nor end before min_tokens, nor in a message's head,
-        # which the client does not see.
+        # Text before min_tokens is not searched for stop strings, and neither is the
+        # head of a harmony message, which the client does not see.
         if self.num_tokens > self._request.min_tokens and not reasoning.is_in_head:
-            text, self.stop_found = self._stops.push(text)
+            text, self.hit_stop_string = self._stops.push(text)
         self._add_text(piece, *reasoning.feed(text))
         is_thought = may_think and reasoning.is_inside
         self.num_reasoning += is_thought
-        self._num_waiting = self._num_waiting + 1 if reasoning.is_waiting else 0
+        self._num_held_back = (
+            self._num_held_back + 1 if reasoning.holds_text_back else 0
+        )
         if logprobs is not None:
             self._sum_logprobs += logprobs.logprob
             if piece.logprobs is not None:
@@ -407,17 +424,17 @@ class ChoiceStream:
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
-        if not self.stop_found:
-            text, self.stop_found = self._stops.push(self._detokenizer.flush())
+        if not self.hit_stop_string:
+            text, self.hit_stop_string = self._stops.push(self._detokenizer.flush())
             text += self._stops.flush()
             self._add_text(piece, *self._reasoning.feed(text))
         was_over = self._reasoning.is_over
-        is_cut = delta.finish_reason != "stop" and not self.stop_found
-        reasoning, text = self._reasoning.finish(is_cut=is_cut)
+        is_truncated = delta.finish_reason != "stop" and not self.hit_stop_string
+        reasoning, text = self._reasoning.finish(is_truncated=is_truncated)
         self._add_text(piece, reasoning, text)
         if text and not was_over:
-            self.num_reasoning = max(0, self.num_reasoning - self._num_waiting)
-        piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
+            self.num_reasoning = max(0, self.num_reasoning - self._num_held_back)
+        piece.finish_reason = "stop" if self.hit_stop_string else delta.finish_reason
         piece.stop_reason = self._stops.matched_stop
         is_stop_token = self._last_id in self._request.stop_token_ids
         if piece.finish_reason == "stop" and is_stop_token:
@@ -425,7 +442,11 @@ class ChoiceStream:
 
 
 def _separate_calls(piece: ChoicePiece, parser: ToolParser) -> None:
-    """Move the calls in a piece's text to its `tool_calls`."""
+    """Move the calls in a piece's text to its `tool_calls`.
+
+    Sets the finish reason "tool_calls" on the last piece of an answer that stopped by
+    itself and has complete calls.
+    """
     parsed = parser.feed(piece.text)
     piece.text = parsed.content
     piece.tool_calls = parsed.calls
@@ -433,6 +454,6 @@ def _separate_calls(piece: ChoicePiece, parser: ToolParser) -> None:
         rest = parser.finish()
         piece.text += rest.content
         piece.tool_calls += rest.calls
-        # "tool_calls" promises that no arguments are cut off.
+        # The finish reason "tool_calls" means that no call's arguments are cut off.
         if piece.finish_reason == "stop" and parser.has_complete_calls:
             piece.finish_reason = "tool_calls"

@@ -1,7 +1,7 @@
-"""Handles one call of an endpoint that generates.
+"""Handles one call of an endpoint that generates text.
 
-body -> parse -> tokenize -> AddRequests (with the server's hooks)
-     -> a place in the queue
+body -> parse -> tokenize -> AddRequests, as changed by the server's hooks
+     -> queue -> engine
      -> PromptGenerations (choice.py) -> one response, or a stream (call.py)
 """
 
@@ -32,7 +32,7 @@ from engine.http.middleware import (
 )
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, has_open_choice, pop_resume, resume_requests
-from engine.text.request_grammar import grammar_of
+from engine.text.request_grammar import answer_grammar
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.http.json_bounds import INLINE_BODY_BYTES
@@ -44,7 +44,11 @@ from protocol.process.logging import current_request_id
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
-    """Answer one HTTP request. Of Baton's errors, it raises only ClientDisconnected."""
+    """Return the response to one HTTP request. Baton's errors become error responses.
+
+    Raises:
+        ClientDisconnected: the client disconnected before the response began.
+    """
     stats = RequestStats(api.metrics, endpoint.name, request.scope)
     members: dict[str, Any] = {}
     call: HttpRequestState | None = None
@@ -53,7 +57,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         async with enforce_deadline(deadline):
             members, num_bytes = await read_json(request, api.settings.max_body_bytes)
             call = await _start(request, api, endpoint, members, num_bytes, stats)
-            members.clear()  # frees the memory, as an answer may take minutes
+            members.clear()  # frees the body's memory: the response may take minutes
         if deadline is not None:
             stats.on_end(
                 call.subscription.fail_at(deadline.expires_at_s, deadline.error)
@@ -73,9 +77,9 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
 
 
 def _release_offered_kv(api: Api, members: dict[str, Any]) -> None:
-    """Release the KV that a request refers to, if the request never started.
+    """Release the KV that a request refers to. The request was never started.
 
-    Does nothing where the sender releases the KV itself.
+    Does nothing if the sender of the request releases the KV itself.
     """
     params = members.get("kv_transfer_params")
     if not sender_releases(params):
@@ -93,8 +97,15 @@ async def _start(
 ) -> "HttpRequestState":
     """Prepare a call and submit it to the engine.
 
-    The call enters the queue only when all that it waits for is done. Before that,
-    neither its length is known nor whether it can be served.
+    The call enters the queue when its length is known and this server can serve it.
+
+    Args:
+        members: those of the body. `baton_resume` is removed, and `model` is set.
+        num_bytes: the size of the body.
+
+    Raises:
+        BatonError: the request is invalid, or this server cannot serve it.
+        ClientDisconnected: the client disconnected while the call was prepared.
     """
     resumed = pop_resume(members, api.secret)
     set_default_model(members, api.model_name)
@@ -113,11 +124,10 @@ async def _start(
     open_adds = [add for add in adds if has_open_choice(add)]
     queue_entry = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
     stats.on_end(queue_entry.drop_all)
-    stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
-    stats.on_end(
-        api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params)
-    )
-    framing = Framing.of(
+    stats.on_end(api.grammars.reserve_memory(adds[0].sampling.grammar))
+    ready = api.client.require_ready()
+    stats.on_end(api.hooks.admit(adds, ready, parsed.kv_transfer_params))
+    framing = Framing.from_request(
         request.scope["headers"],
         api,
         endpoint,
@@ -126,11 +136,9 @@ async def _start(
         is_stream=parsed.stream,
         keeps_logprobs=not parsed.streams_logprobs_once,
     )
-    for add in adds:
-        if add.remote is not None and not has_open_choice(add):
-            api.client.send(ReleaseRemote(add.remote))
+    _release_unused_kv(api, adds)
     subscription = api.client.submit(open_adds, queue_entry)
-    # The rest is made after the engine has started.
+    # The engine works on the request while its response is prepared.
     try:
         parsed = parsed.without_prompt_fields()
         return HttpRequestState(
@@ -141,11 +149,19 @@ async def _start(
         raise
 
 
-def _parsing_size(api: Api, num_bytes: int) -> int:
-    """Return the size of a body for `TextWorkers.run_python`.
+def _release_unused_kv(api: Api, adds: list[AddRequest]) -> None:
+    """Release the remote KV of prompts for which nothing is left to generate."""
+    for add in adds:
+        if add.remote is not None and not has_open_choice(add):
+            api.client.send(ReleaseRemote(add.remote))
 
-    It is 0 where the body is parsed on the event loop. References to KV, which proxies
-    add, may be larger than bodies of clients; they count at most as the largest body.
+
+def _parsing_size(api: Api, num_bytes: int) -> int:
+    """Return the `size` for `TextWorkers.run_python` to parse a body of `num_bytes`.
+
+    The size is 0 if the body is parsed on the event loop. Proxies add references to KV,
+    which can make a body larger than --max-body-bytes. The size never exceeds that
+    limit.
     """
     if num_bytes <= INLINE_BODY_BYTES:
         return 0
@@ -155,10 +171,13 @@ def _parsing_size(api: Api, num_bytes: int) -> int:
 async def _prepare(
     api: Api, endpoint: Endpoint, members: dict[str, Any], num_bytes: int
 ) -> tuple[GenerationRequest, list[AddRequest]]:
-    """Parse and tokenize a call. Returns one of the engine's requests for each prompt.
+    """Parse, check and tokenize a call.
+
+    Returns:
+        The parsed request, and the engine's requests, one for each prompt.
 
     Raises:
-        BatonError: this server cannot do what the call requests; says why.
+        BatonError: the call is invalid, or this server cannot serve it.
     """
     ready = api.client.require_ready()
     max_model_len = ready.max_model_len
@@ -180,7 +199,7 @@ async def _prepare(
     limits = [
         token_limit(parsed, len(ids), max_model_len, default_limit) for ids in prompts
     ]
-    # No prompt is longer than the context now, so this loop suits the event loop.
+    # The prompts fit the context now, so this loop does not block the event loop long.
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
@@ -190,7 +209,8 @@ async def _prepare(
         num_prompt_tokens=sum(map(len, prompts)),
         num_output_tokens=sum(limits) * parsed.num_candidates,
     )
-    num_chars = sum(map(len, parsed.bad_words))  # these are tokenized, too
+    # The work depends on the length of the bad words, which `_make_adds` tokenizes.
+    num_chars = sum(map(len, parsed.bad_words))
     make_adds = partial(_make_adds, api, parsed, prompts, limits)
     adds = await api.texts.run(num_chars, make_adds)
     return parsed, adds
@@ -202,18 +222,20 @@ def _make_adds(
     """Return the engine's request for each prompt.
 
     Args:
-        limits: the tokens that each prompt may generate.
+        prompts: the token ids of each prompt.
+        limits: how many tokens each prompt may generate at most.
     """
     sampling = parsed.sampling(
         parsed.seed if parsed.seed is not None else secrets.randbits(63)
     )
-    grammar = grammar_of(
+    grammar = answer_grammar(
         sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings
     )
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stop_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     stop_ids += [i for i in parsed.stop_token_ids if i not in stop_ids]
-    # Unique even where a client uses one X-Request-Id twice, and short for any header.
+    # The random part keeps ids unique if a client sends the same X-Request-Id twice.
+    # The cut keeps them short.
     unique_id = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
     return [
         AddRequest(

@@ -14,38 +14,43 @@ from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import schema_text
 from protocol.short_repr import short_repr
 
-# Tokens of all sequences of one request, prompts and outputs. As many tokens as
-# --max-num-seqs sequences of the whole context have are always accepted.
+# The most tokens that all sequences of one request may have, prompts and outputs. The
+# limit is higher if --max-num-seqs sequences of full context length have more tokens.
 MAX_REQUEST_TOKENS = 1 << 22
-# A choice counts as so many tokens at least: it takes some memory even if it is short.
+# A shorter choice counts as this number of tokens: even a short choice takes memory.
 MIN_CHOICE_TOKENS = 256
-# Logprobs of prompt tokens in one answer. Each takes 100 bytes, and in a stream or in a
-# reference to KV a few microseconds of the event loop. Another thread writes an answer
-# that is no stream.
+# The most logprobs of prompt tokens in one response. Each takes 100 bytes. In a stream
+# or in a reference to KV, each also takes a few microseconds of the event loop. So the
+# limit is lower for streams, whereas a thread writes the other responses.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
-MAX_LOGPROBS = 1 << 23  # of output tokens in one answer: about 0.3 GB
+# The most logprobs of output tokens in one response. They take about 0.3 GB.
+MAX_LOGPROBS = 1 << 23
 
 
 def set_default_model(members: dict[str, Any], served: str) -> None:
-    """Set `model` in a body that leaves it out.
+    """Set `model` in a body without it, and check the `model` of other bodies.
+
+    Args:
+        members: the members of the body.
+        served: the name of the model that this server serves.
 
     Raises:
-        ModelNotFound: the body names another model.
+        ModelNotFound: the body names a model that this server does not serve.
     """
     name = members.get("model")
     if name is None:
         members["model"] = served
     elif isinstance(name, str) and name not in ("", served):
         raise ModelNotFound(
-            f"`model` is {short_repr(name, 200)}; this server has "
+            f"`model` is {short_repr(name, 200)}; this server serves "
             f"{short_repr(served, 200)}.",
             param="model",
         )
 
 
 def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequest for an empty prompt and for ids beyond the vocabulary."""
+    """Raise InvalidRequest if there are no ids or an id is not in the vocabulary."""
     if not ids:
         refuse(param, "has no tokens; send some text")
     smallest = min(ids)
@@ -57,7 +62,12 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
 def check_against_server(
     parsed: GenerationRequest, vocab_size: int, max_num_seqs: int
 ) -> None:
-    """Raise InvalidRequest for what this model or this server cannot do."""
+    """Raise InvalidRequest for unknown token ids and for too many choices.
+
+    Args:
+        vocab_size: the number of token ids that the model has.
+        max_num_seqs: the number of sequences that the server runs at once.
+    """
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if ids := getattr(parsed, name):
             check_token_ids(ids, vocab_size, name)
@@ -70,11 +80,11 @@ def check_against_server(
 
 
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
-    """Return the grammars of a request that the server must try.
+    """Return the grammars that the server must compile before it accepts a request.
 
-    They are the grammar of the output and, before it, the schema of each tool that must
-    be called, so that an error names the tool. Other tools' schemas are not enforced,
-    so they are not tried.
+    The last one is the grammar of the output. If the model must call a tool, the schema
+    of each tool comes first, so that an error names the tool. The schemas of tools that
+    need not be called are not enforced, so they are left out.
 
     Raises:
         InvalidRequest: the schemas of the tools are too long.
@@ -84,15 +94,15 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
         return guided
     tools = parsed.toolset
     schemas = [
-        GuidedDecoding(Grammar("json_schema", schema_text(tool)), tools.field(at))
-        for at, tool in enumerate(tools.offered)
+        GuidedDecoding(Grammar("json_schema", schema_text(tool)), tools.field(index))
+        for index, tool in enumerate(tools.offered)
     ]
     num_chars = sum(len(schema.grammar.text) for schema in schemas)
     if num_chars > MAX_GRAMMAR_CHARS:
         refuse(
             "tools",
-            f"have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are "
-            "taken; send fewer or simpler ones",
+            f"have {num_chars} characters of schemas, the limit is "
+            f"{MAX_GRAMMAR_CHARS}; send fewer or simpler tools",
         )
     return schemas + guided
 
@@ -100,11 +110,12 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
 def context_length_error(
     num_tokens: int, max_model_len: int, param: str, qualifier: str = ""
 ) -> Exception:
-    """Return the error for a prompt beyond the context.
+    """Return the error for a prompt that does not fit the context.
 
-    Client libraries look for its words.
+    The message begins as OpenAI's does, because client libraries search for that text.
 
     Args:
+        param: the request's field that has the prompt.
         qualifier: text before the number of tokens, such as "at least ".
     """
     return ContextLengthExceeded(
@@ -121,19 +132,20 @@ def token_limit(
     max_model_len: int,
     model_limit: int | None = None,
 ) -> int:
-    """Return how many tokens a prompt may generate.
+    """Return how many tokens may be generated after a prompt.
 
     Args:
-        model_limit: the model's own limit for a request without one.
+        model_limit: `max_new_tokens` of the model's files, which limits requests
+            without a limit; None if the files have none.
 
     Raises:
-        ContextLengthExceeded: the prompt does not fit the context, or not together with
-            the request's limit.
-        InvalidRequest: `min_tokens` is above the limit that the request leaves out.
+        ContextLengthExceeded: the context is too short for the prompt, or for the
+            prompt and the request's `max_tokens`.
+        InvalidRequest: `min_tokens` exceeds the default for an absent `max_tokens`.
     """
     free_tokens = max_model_len - num_prompt_tokens
     requested = parsed.token_limit
-    # A prompt that is only scored may fill the context.
+    # A prompt may fill the context only if no token is generated after it.
     if free_tokens < 0 or (free_tokens == 0 and requested != 0):
         raise context_length_error(
             num_prompt_tokens, max_model_len, parsed.prompt_field
@@ -145,8 +157,8 @@ def token_limit(
         if parsed.min_tokens > limit:
             refuse(
                 "min_tokens",
-                f"is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
-                "tokens are generated here; lower the one or set the other",
+                f"is {parsed.min_tokens}, but without `max_tokens` at most {limit} "
+                "tokens are generated; lower `min_tokens` or set `max_tokens`",
             )
         return limit
     if requested > free_tokens:
@@ -163,11 +175,11 @@ def token_limit(
 def check_logprobs(
     parsed: GenerationRequest, num_prompt_tokens: int, num_output_tokens: int
 ) -> None:
-    """Raise InvalidRequest for more logprobs than one answer may have.
+    """Raise InvalidRequest if a response could have too many logprobs.
 
     Args:
-        num_prompt_tokens: tokens of all prompts.
-        num_output_tokens: the most tokens that the answer may have.
+        num_prompt_tokens: the sum of the lengths of all prompts, in tokens.
+        num_output_tokens: the maximum number of generated tokens of all choices.
     """
     _check_prompt_logprobs(parsed, num_prompt_tokens)
     if parsed.num_logprobs is None:
@@ -178,8 +190,9 @@ def check_logprobs(
         alternative = ", or stream it" if parsed.streams_logprobs_once else ""
         refuse(
             parsed.logprobs_field,
-            f"asks for up to {num_logprobs} logprobs of drawn tokens, an answer has "
-            f"{MAX_LOGPROBS} at most; lower `n` or `{parsed.limit_field}`{alternative}",
+            f"asks for up to {num_logprobs} logprobs of generated tokens, a response "
+            f"has {MAX_LOGPROBS} at most; lower `n` or `{parsed.limit_field}`"
+            f"{alternative}",
         )
 
 
@@ -193,11 +206,11 @@ def _check_prompt_logprobs(parsed: GenerationRequest, num_prompt_tokens: int) ->
         field = "prompt_logprobs"
         if parsed.prompt_logprobs is None:
             field = parsed.logprobs_field
-        answer = "a stream" if parsed.stream else "an answer"
+        response = "a stream" if parsed.stream else "a response"
         refuse(
             field,
-            f"asks for {num_logprobs} logprobs of prompt tokens, {answer} has {limit} "
-            "at most; send less at once",
+            f"asks for {num_logprobs} logprobs of prompt tokens, {response} has "
+            f"{limit} at most; send fewer or shorter prompts at once",
         )
 
 
@@ -207,10 +220,13 @@ def check_size(
     max_model_len: int,
     max_num_seqs: int,
 ) -> None:
-    """Raise InvalidRequest for more tokens than one request may have.
+    """Raise InvalidRequest if a request could have too many tokens.
+
+    The limit is MAX_REQUEST_TOKENS, or `max_num_seqs` sequences of full length if they
+    have more tokens.
 
     Args:
-        lengths: the tokens of each prompt with one output.
+        lengths: for each prompt, the number of its tokens and of one choice's tokens.
     """
     num_choices = parsed.num_candidates
     size = num_choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)
@@ -224,7 +240,8 @@ def check_size(
             field = "n"
         refuse(
             field,
-            f"is too much: {len(lengths)} prompts with {num_choices} choices each may "
-            f"have {size} tokens in all, and a choice counts as {MIN_CHOICE_TOKENS} at "
-            f"least; ask for at most {limit} at once",
+            f"asks for too many tokens: {len(lengths)} prompts with {num_choices} "
+            f"choices each may have {size} tokens in all, where a choice counts as "
+            f"{MIN_CHOICE_TOKENS} tokens at least; the limit is {limit} tokens; send "
+            "fewer prompts or ask for fewer choices",
         )

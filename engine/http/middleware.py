@@ -1,4 +1,4 @@
-"""Gives all HTTP requests ids, limits on bodies, and errors in OpenAI's shape."""
+"""Request ids, limits on bodies and error responses, for all HTTP requests."""
 
 import asyncio
 import secrets
@@ -29,19 +29,23 @@ from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
 
-# The most brackets and commas in the members that proxies add: as many as the 2**19
-# logprobs of a prompt have, in a reference to many blocks. They are decoded in 0.2 s. A
-# member takes longer to decode than an element.
+# The most brackets, commas and colons in the members that proxies add, which bounds the
+# time to decode the members to 0.2 s. A reference to many blocks with the 2**19
+# logprobs of a prompt has this number.
 MAX_MARKS = 5 << 20
-_MARKS = {b",": 1, b"[": 1, b"{": 1, b":": 8}
-# Proxies log this status for a client that disconnected. No client receives it.
-CLIENT_GONE = 499
+# A colon stands for an object's member, which takes longer to decode than an element of
+# a list.
+_MARK_WEIGHTS = {b",": 1, b"[": 1, b"{": 1, b":": 8}
+# Access logs show this status, as nginx's do. The client has disconnected, so it does
+# not receive the status.
+CLIENT_CLOSED_REQUEST = 499
 
 
 class RequestIdMiddleware:
-    """Gives each request an id, and refuses requests without access.
+    """Gives each request an id, and refuses requests without a valid API key.
 
-    The id is the client's X-Request-Id, or a new one. The response repeats it.
+    The id is the client's X-Request-Id, or a new one. The response repeats the id in
+    its own X-Request-Id header.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -64,19 +68,19 @@ class RequestIdMiddleware:
 
         with request_context(request_id.decode("latin-1")):
             try:
-                visit = self._access.admit(scope)
+                grant = self._access.admit(scope)
             except RequestError as error:
                 log.info(
                     "%s status=%d: %s", scope["path"][:200], error.status, error.message
                 )
                 await error_response(error)(scope, receive, send_with_id)
                 return
-            for name, text in visit.headers.items():
+            for name, text in grant.headers.items():
                 extra_headers.append((name.encode(), text.encode()))
             try:
-                with visit:
+                with grant:
                     generates = scope["method"] == "POST" and scope["path"] in ENDPOINTS
-                    # The endpoints that generate check the connection themselves.
+                    # Endpoints that generate text check the connection in `read_body`.
                     connection_error = None if generates else refusal(scope)
                     app = (
                         error_response(connection_error)
@@ -84,14 +88,14 @@ class RequestIdMiddleware:
                         else self._app
                     )
                     await app(scope, receive, send_with_id)
-            # uvicorn cancels requests at the end of its grace time.
+            # At shutdown, uvicorn cancels the requests that exceed its grace period.
             except asyncio.CancelledError:
                 if has_started:
                     raise
-                ending = error_response(
+                shutdown_response = error_response(
                     NoServerAvailable("This server is shutting down.")
                 )
-                await ending(scope, receive, send_with_id)
+                await shutdown_response(scope, receive, send_with_id)
 
 
 async def read_json(
@@ -99,17 +103,19 @@ async def read_json(
 ) -> tuple[dict[str, Any], int]:
     """Return the members of the request's body, and the body's size in bytes.
 
-    A large body is read off the event loop.
+    A thread parses a large body, so that the event loop is not blocked.
 
     Args:
-        max_bytes: the most bytes, without the members that proxies add.
-        is_held: see `read_body`.
+        max_bytes: the largest body in bytes. The members that proxies add do not count,
+            but may have KV_PARAMS_BYTES at most.
+        is_held: whether the body counts against --max-held-bytes; see `read_body`.
 
     Raises:
-        PayloadTooLarge: the body is longer; at most KV_PARAMS_BYTES more were kept in
-            memory. Or it has more members than `check_bounds` allows, or the members
-            that proxies add have more values than servers send.
-        InvalidRequest: the body is no JSON object, or nested too deeply.
+        PayloadTooLarge: the body is too large, has more members than `check_bounds`
+            allows, or has more values in the members that proxies add than servers
+            send.
+        QueueFull: other requests already hold too many bytes.
+        InvalidRequest: the body is not a JSON object, or it is nested too deeply.
         ClientDisconnected: the client disconnected before the body was complete.
     """
     limit = max_bytes + KV_PARAMS_BYTES
@@ -125,14 +131,14 @@ async def read_json(
 
 
 class _ProxyMembers(msgspec.Struct):
-    """The members of a body that proxies add."""
+    """The members that proxies add to a body, as JSON texts."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
     baton_resume: msgspec.Raw = msgspec.Raw()
 
 
 def _check_size(body: bytes, max_bytes: int) -> None:
-    """Raise PayloadTooLarge or InvalidRequest; see `read_json`."""
+    """Check the size and the structure of a body. `read_json` lists the errors."""
     client_part = body
     if len(body) > min(max_bytes, INLINE_BODY_BYTES) and _may_have_proxy_members(body):
         try:
@@ -141,19 +147,21 @@ def _check_size(body: bytes, max_bytes: int) -> None:
         except (msgspec.DecodeError, RecursionError):
             values = ()
         added = b"".join(values)
-        num_marks = sum(added.count(mark) * weight for mark, weight in _MARKS.items())
+        num_marks = sum(
+            added.count(mark) * weight for mark, weight in _MARK_WEIGHTS.items()
+        )
         if num_marks > MAX_MARKS:
             names = ", ".join(_ProxyMembers.__struct_fields__)
             raise PayloadTooLarge(
-                f"{names}: {num_marks} brackets and commas are too many, the limit is "
-                f"{MAX_MARKS}; send a server's own"
+                f"{names}: {num_marks} brackets, commas and colons are too many, the "
+                f"limit is {MAX_MARKS}; send the members as a server returned them"
             )
         for value in filter(None, map(bytes, values)):
             client_part = client_part.replace(value, b"", 1)
     if len(client_part) > max_bytes:
         raise PayloadTooLarge(
             f"the body has {len(body)} bytes, the limit is {max_bytes} bytes; send "
-            "less at once"
+            "less at once (--max-body-bytes)"
         )
     check_bounds(client_part)
 
@@ -166,7 +174,8 @@ def _may_have_proxy_members(body: bytes) -> bool:
 async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Raise ClientDisconnected in the `with` body when the client disconnects.
 
-    Use it only after the request's body has been read.
+    Use this only after the request's body has been read: it discards all messages of
+    `receive`.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -193,40 +202,42 @@ async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 # fmt: off
 class _UnknownPath(RequestError, status=404, code="not_found"): ...
 class _WrongMethod(RequestError, status=405, code="method_not_allowed"): ...
-class _HttpError(RequestError, code="http_error"): ...  # any other of the framework
+# Starlette's errors with a status other than 404 and 405.
+class _HttpError(RequestError, code="http_error"): ...
 # fmt: on
 
 
 def error_response(
     error: BatonError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return an error as an HTTP response in OpenAI's shape."""
+    """Return an error as an HTTP response in OpenAI's format."""
     return JSONResponse(
         error.to_openai(), error.status, {**error.headers, **(headers or {})}
     )
 
 
 def as_baton_error(raised: BatonError | RecursionError) -> BatonError:
-    """Return the error for a request that was refused.
+    """Return the error to send to the client.
 
-    A body that could be read may still be nested too deeply for an error's message or a
-    chat template, for which less of the stack is left.
+    Parsing a nested body may succeed and a RecursionError occur later, in an error
+    message or a chat template, which use more of the stack.
     """
     if isinstance(raised, BatonError):
         return raised
-    return InvalidRequest("The body is nested too deeply; send a flatter one.")
+    return InvalidRequest("The body is nested too deeply; send a flatter body.")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
+    """Return the response for an exception. Log exceptions that are not expected."""
     path = request.url.path[:200]
     match error:
         case BatonError() | RecursionError():
             return error_response(as_baton_error(error))
         case ClientDisconnected():
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         case HTTPException(status_code=404):
             return error_response(
-                _UnknownPath(f"There is no {path} here; GET /docs lists all paths.")
+                _UnknownPath(f"There is no path {path}; GET /docs lists all paths.")
             )
         case HTTPException(status_code=405):
             wrong_method = _WrongMethod(f"{path} does not take {request.method}.")
@@ -235,7 +246,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return JSONResponse(
                 _HttpError(str(error.detail)).to_openai(), error.status_code
             )
-    log.exception("unexpected error", exc_info=error)
+    log.exception("Unexpected error in a request for %s.", path, exc_info=error)
     return error_response(InternalError("The server failed on this request."))
 
 

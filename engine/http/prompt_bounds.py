@@ -1,8 +1,8 @@
-"""Refuses prompts that cannot fit the context before they are validated and rendered.
+"""Refuses prompts that cannot fit the context, before they are validated and rendered.
 
-It refuses only what is certain: a message, a part of a message and a call of a tool
-have at least one token each, and no token has more characters than the longest of the
-vocabulary.
+Only prompts that certainly do not fit are refused. Each message, part of a message and
+tool call has at least one token. No token has more characters than the longest token of
+the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -10,24 +10,25 @@ from typing import Any
 
 from protocol.errors import ContextLengthExceeded
 
-# So many items and characters are always accepted, whatever the context: they are
-# rendered quickly, and tokenizing stops at twice the context.
+# These numbers of items and characters are accepted even if the context is short. They
+# are rendered quickly, and tokenizing stops at twice the context.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
-# Unicode normalization may compose so many characters to one: three, in Hangul.
+# At least the number of characters that Unicode normalization can compose to one
+# character. In Hangul, three are composed to one.
 _COMPOSED_CHARS = 4
 _LISTS = ("messages", "input", "tools")
 _PARTS = ("content", "tool_calls")
 
 
 def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
-    """Check how many messages, parts of messages, calls and tools a body has.
+    """Check how many messages, parts of messages, tool calls and tools a body has.
 
-    The members are decoded, but not validated. The check is quick enough for the event
-    loop, so that a body that is refused does not wait for a thread.
+    The members need not be valid. The check is quick enough for the event loop, so a
+    body that is too long is refused without waiting for a thread.
 
     Raises:
-        ContextLengthExceeded: names the field with too many items.
+        ContextLengthExceeded: a field has too many items. The error names the field.
     """
     if _is_truncated(members):
         return
@@ -40,7 +41,7 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
         if num_items <= max_items:
             num_items += sum(map(_num_parts, items))
         if num_items > max_items:
-            unit = "messages, parts and calls" if name != "tools" else "tools"
+            unit = "messages, parts and tool calls" if name != "tools" else "tools"
             _refuse(name, f"{num_items} {unit}", max_items, max_model_len)
 
 
@@ -49,21 +50,24 @@ def check_num_chars(
 ) -> None:
     """Check how many characters each prompt has, unless the client requests truncation.
 
+    Args:
+        longest_token_chars: the characters of the vocabulary's longest token.
+
     Raises:
-        ContextLengthExceeded: names the field with too many characters.
+        ContextLengthExceeded: a field has too many characters. The error names it.
     """
     if _is_truncated(members):
         return
     max_chars = max(
         _COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT
     )
-    for name, num_chars in _lengths(members, _max_items(max_model_len)):
+    for name, num_chars in _prompt_lengths(members, _max_items(max_model_len)):
         if num_chars > max_chars:
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
 
 
 def _is_truncated(members: dict[str, Any]) -> bool:
-    """Whether the client wants a prompt that is too long to be cut, not refused."""
+    """Whether the client requests that a long prompt is truncated, not refused."""
     return (
         members.get("truncate_prompt_tokens") is not None
         or members.get("truncation") == "auto"
@@ -77,24 +81,31 @@ def _max_items(max_model_len: int) -> int:
 def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:
     raise ContextLengthExceeded(
         f"This model's maximum context length is {max_model_len} tokens and `{field}` "
-        f"is too long: it has {size}, at most {limit} are taken. Send less.",
+        f"is too long: it has {size}, the limit is {limit}. Send less.",
         param=field,
     )
 
 
 def _num_parts(item: Any) -> int:
-    """Return a message's calls and parts of content, except the first of each."""
+    """Return how many content parts and tool calls a message counts for.
+
+    The first part and the first call are left out, because the caller already counts
+    the message itself as one item.
+    """
     if not isinstance(item, dict):
         return 0
     lists = [item[name] for name in _PARTS if isinstance(item.get(name), list)]
     return sum(max(len(parts) - 1, 0) for parts in lists)
 
 
-def _lengths(members: dict[str, Any], max_items: int) -> Iterator[tuple[str, int]]:
-    """Yield the field and the characters of each prompt."""
+def _prompt_lengths(
+    members: dict[str, Any], max_items: int
+) -> Iterator[tuple[str, int]]:
+    """Yield the field and the number of characters of each prompt."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    # Validation accepts fewer prompts. A longer list has token ids.
+    # Validation accepts fewer prompts than `max_items`. A list of more elements can
+    # only be valid if the elements are token ids.
     for prompt in prompts[:max_items]:
         if isinstance(prompt, str):
             yield "prompt", len(prompt)

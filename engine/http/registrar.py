@@ -19,22 +19,28 @@ from protocol.settings.settings import EngineSettings
 
 logger = get_logger(__name__)
 
-TIMEOUT_S = 5.0  # of one registration
-LEAVE_TIMEOUT_S = 1.0  # for all proxies together
-RETRY_S = 0.5  # after a failure; doubles, up to the usual interval
-JITTER = 0.2  # spreads the registrations of servers that started together
-MAX_ANSWER_BYTES = 2**16
-MAX_ADDRESSES = 64  # of one host name
+TIMEOUT_S = 5.0  # for one registration, and for one look-up of a host name
+LEAVE_TIMEOUT_S = 1.0  # for deregistering from all proxies
+# The pause after the first failure. Each further failure doubles the pause, up to the
+# interval between successful registrations.
+RETRY_S = 0.5
+# The share of a pause that is random, so that servers that started together do not
+# register at the same times.
+JITTER = 0.2
+MAX_ANSWER_BYTES = 2**16  # the largest part of a proxy's response that is read
+MAX_ADDRESSES = 64  # the most addresses of one host name that are used
 
 
 class Registrar:
     """Registers one server with proxies, on one event loop.
 
     Args:
-        proxies: the proxies' URLs. Each host name may have several proxies.
-        record: the server's record; the time is filled in.
+        proxies: the proxies' URLs. A host name may have the addresses of several
+            proxies.
+        record: the server's record. Each registration sets the record's time.
         secret: the cluster secret, which signs the record.
-        ca_file: certificates for https:// proxies; None: those of the system.
+        ca_file: the certificate authorities for https:// proxies; None: those of the
+            system.
     """
 
     def __init__(
@@ -54,12 +60,16 @@ class Registrar:
         )
 
     def start(self) -> None:
+        """Register with all proxies, repeatedly until `leave` is called."""
         self._tasks = [
             asyncio.create_task(self._keep_registered(proxy)) for proxy in self._proxies
         ]
 
     async def leave(self) -> None:
-        """Ask every proxy to send no new requests to this server. Call it once."""
+        """Deregister from all proxies, so that they send no new requests. Call it once.
+
+        Gives up after LEAVE_TIMEOUT_S.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,21 +80,22 @@ class Registrar:
                 )
         except TimeoutError:
             logger.info(
-                "A proxy did not confirm within %g s that this server leaves.",
+                "A proxy did not confirm within %g s that this server is leaving; the "
+                "proxy removes the server when its registration expires.",
                 LEAVE_TIMEOUT_S,
             )
         finally:
             await self._session.close()
 
     async def _keep_registered(self, proxy: str) -> None:
-        """Register again and again, and log each change of the result."""
+        """Register with one proxy until cancelled. Log each change of the result."""
         interval_s = self._record.ttl_s / 3
         retry_s = RETRY_S
         last_problem: str | None = None
         while True:
             problem = await self._register(proxy)
             if problem and problem != last_problem:
-                logger.warning("not registered with %s: %s", proxy, problem)
+                logger.warning("not registered with %s: %s; retrying", proxy, problem)
             elif last_problem != problem:
                 logger.info("registered with %s as %s", proxy, self._record.url)
             last_problem = problem
@@ -93,9 +104,15 @@ class Registrar:
             await asyncio.sleep(pause_s * random.uniform(1 - JITTER, 1))
 
     async def _register(self, proxy: str, leaving: bool = False) -> str:
-        """Send the record to all proxies behind a name.
+        """Send the record to all proxies that share a host name.
 
-        Returns why one of them did not accept it; empty if all did.
+        Args:
+            proxy: the URL with the host name.
+            leaving: whether the server is shutting down and wants no new requests.
+
+        Returns:
+            "" if all proxies accepted the record. Otherwise, why one of the proxies did
+            not accept it.
         """
         url = URL(proxy)
         posts = [
@@ -106,11 +123,14 @@ class Registrar:
         return next(filter(None, problems), "")
 
     async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:
-        """Send the record to one proxy; return why it did not accept it, or "".
+        """Send the record to one proxy.
 
         Args:
             proxy: the URL with the proxy's address.
             named: the URL with the proxy's host name.
+
+        Returns:
+            Why the proxy did not accept the record; "" if it did.
         """
         record = msgspec.structs.replace(
             self._record, issued_ms=int(time.time() * 1000), leaving=leaving
@@ -126,19 +146,22 @@ class Registrar:
             ) as answer:
                 body = await answer.content.read(MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
-            return str(error) or "no answer"
+            return str(error) or "no response"
         if answer.status == 200:
             return ""
         try:
             return str(msgspec.json.decode(body)["error"]["message"])
         except (msgspec.DecodeError, LookupError, TypeError):
-            return f"status {answer.status}; is that a Baton proxy?"
+            return (
+                f"status {answer.status}; check that --register-with is the URL of a "
+                "Baton proxy"
+            )
 
 
 async def addresses_of(url: URL) -> list[str]:
-    """Return the addresses of a host name that has several, else the name itself.
+    """Return the addresses of a host name that several proxies share.
 
-    A name has several addresses where several proxies share it.
+    Returns the name itself if it has one address, or if it cannot be resolved.
     """
     assert url.host is not None
     loop = asyncio.get_running_loop()
@@ -147,7 +170,8 @@ async def addresses_of(url: URL) -> list[str]:
             infos = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError):  # the connection attempt reports the problem
         return [url.host]
-    # One address of each family may belong to one proxy, which need not listen on both.
+    # A single proxy can have an IPv4 and an IPv6 address, and may listen on only one of
+    # them. So only the addresses of the more frequent family count.
     (family, count), *_ = Counter(info[0] for info in infos).most_common()
     if count == 1:
         return [url.host]
@@ -162,7 +186,13 @@ async def addresses_of(url: URL) -> list[str]:
 def create_registrar(
     settings: EngineSettings, port: int, engine: EngineReady | None, secret: bytes
 ) -> Registrar:
-    """Return the registrar of a server whose engine is ready, at this port."""
+    """Return the registrar of a server that listens at `port`.
+
+    Args:
+        engine: the engine's report about itself. It must not be None: only servers that
+            are ready register.
+        secret: the cluster secret.
+    """
     assert engine is not None
     scheme = "https" if settings.tls_cert else "http"
     record = Record(

@@ -1,4 +1,4 @@
-"""Records each request's metrics and its closing log line."""
+"""Records metrics of each request, and logs a line when the request ends."""
 
 import asyncio
 import time
@@ -19,14 +19,15 @@ from protocol.short_repr import short_repr
 log = get_logger(__name__)
 
 _OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error", "moved")
-MAX_RECENT = 256
-# GET /stats reports the engine's metrics whose names begin so.
+MAX_RECENT = 256  # ended requests that GET /stats can report
+# GET /stats reports the engine's metrics with these prefixes.
 _ENGINE_METRIC_PREFIXES = (
     "baton_requests_",
     "baton_kv_blocks{",
     "baton_kv_transfer_bytes",
     "baton_engine_",
 )
+# The metrics of the HTTP process that GET /stats reports.
 _REPORTED_METRICS = (
     "baton_requests_in_progress",
     "baton_generation_tokens",
@@ -39,11 +40,14 @@ _REPORTED_METRICS = (
 class ServerMetrics(Metrics):
     """The metrics of a server's HTTP process, and its last MAX_RECENT ended requests.
 
-    All series of requests exist from the start: a rate does not count the event with
-    which a series appears.
+    All time series of requests exist from the start. Otherwise Prometheus's `rate`
+    would miss the first event of each series.
+
+    Args:
+        endpoints: the values of the label `endpoint`.
 
     Attributes:
-        num_ended: requests that have ended.
+        num_ended: how many requests have ended since the start.
     """
 
     def __init__(self, endpoints: Iterable[str]) -> None:
@@ -55,28 +59,29 @@ class ServerMetrics(Metrics):
         for source in Usage().baton_kv():
             self.begin("baton_kv_tokens", source=source)
 
-    def add_ended(self, served: FinishedRequest) -> None:
-        self._recent.append(served)
+    def add_ended(self, request: FinishedRequest) -> None:
+        self._recent.append(request)
         self.num_ended += 1
 
-    def numbers(
+    def stats_report(
         self, since: str, server: dict[str, Any], engine_values: dict[str, float]
     ) -> ServerStats:
-        """Return the answer of GET /stats.
+        """Return the response to GET /stats.
 
         Args:
-            since: the number of the first request to report. All recent requests are
-                reported if the number lies ahead: it then comes from before a restart.
+            since: the sequence number of the first request to report. If no request has
+                reached this number yet, the number is from before a restart of the
+                server. All recent requests are then reported.
             server: the server's description.
             engine_values: the engine's metrics.
 
         Raises:
-            InvalidRequest: `since` is no number.
+            InvalidRequest: `since` is not a number.
         """
         if not since.isdecimal():
             raise InvalidRequest(
-                f"since is {short_repr(since)}: give the `next` of the answer before, "
-                "or 0",
+                f"since is {short_repr(since)}; set it to the `next` of the previous "
+                "response, or to 0",
                 param="since",
             )
         number = int(since[:18])
@@ -92,12 +97,13 @@ class ServerMetrics(Metrics):
 
 
 class RequestStats:
-    """One request's metrics and closing log line.
+    """Records one request's metrics, and logs a line when the request ends.
 
-    The log line names the API key of the request's ASGI `scope`.
+    The constructor counts the request as in progress. The log line has the name of the
+    API key in the request's ASGI `scope`.
 
     Attributes:
-        share: the key's share of the server; see AddRequest.
+        share: an identifier of the API key; see AddRequest.share.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class RequestStats:
         self.share = share_of(scope)
         self._endpoint = endpoint
         self._start_s = time.monotonic()
-        self._times: dict[str, float] = {}  # see FinishedRequest
+        self._times: dict[str, float] = {}  # the future FinishedRequest.times
         self._last_token_s: float | None = None
         self._num_prompt_tokens = 0
         self._num_generated = 0
@@ -116,16 +122,18 @@ class RequestStats:
         self._end_callbacks: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
-    def accepted(self, num_prompt_tokens: int) -> None:
+    def mark_accepted(self, num_prompt_tokens: int) -> None:
+        """Record that the request was tokenized and sent to the engine."""
         self._times["accepted"] = time.monotonic() - self._start_s
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the request has ended in any way."""
+        """Have `callback` called once, when the request ends for any reason."""
         self._end_callbacks.append(callback)
 
     def add_tokens(self, count: int) -> None:
+        """Count generated tokens, and measure the time since the previous tokens."""
         now = time.monotonic()
         self._num_generated += count
         self._metrics.inc("baton_generation_tokens", count)
@@ -137,22 +145,27 @@ class RequestStats:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_token_s)
         self._last_token_s = now
 
-    def finished(
+    def mark_finished(
         self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None
     ) -> None:
+        """Record that the request has a complete response.
+
+        Args:
+            times: when the phases of the request ended in the engine.
+        """
         detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
         self._end(finish_reason, detail, times, usage)
 
-    def migrated(self) -> None:
-        """The request continues at another server."""
+    def mark_migrated(self) -> None:
+        """Record that the request continues at another server."""
         self._end("moved", "migrated to another server")
 
     def close(self, error: BaseException) -> None:
-        """The request ended in any other way. Does nothing after another end."""
+        """Record that `error` ended the request, unless its end is already recorded."""
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
-            # The message of InvalidRequest quotes the client's text, so it is not
-            # logged.
+            # The message of an InvalidRequest quotes the client's text, which must not
+            # be logged. The name of the wrong field is logged instead.
             cause = error.message
             if type(error) is InvalidRequest:
                 cause = error.param or "body"
@@ -171,6 +184,10 @@ class RequestStats:
         usage: Usage | None = None,
         error: str | None = None,
     ) -> None:
+        """Run the callbacks, record the metrics and log the end of the request.
+
+        Only the first call has an effect.
+        """
         if self._has_ended:
             return
         self._has_ended = True

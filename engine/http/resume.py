@@ -1,9 +1,10 @@
-"""Streams that may migrate to another server, and streams that resume here.
+"""Streams that may migrate to another server, and streams that resume at this server.
 
-See protocol/resume.py for the format. An answer is a function of the request and its
-tokens. So the tokens that the client has are fed to a new state of the same request,
-whose bytes are discarded, and the engine continues after them. Half a character, half a
-stop string and half a call are then as they were.
+See protocol/resume.py for the format. The bytes of a response are a function of the
+request and the generated tokens. So this server creates a new state for the resumed
+request and feeds it the tokens that the client already has. It discards the resulting
+bytes. Then an incomplete character, stop string or tool call is in the state in which
+the previous server left it, and the engine continues after the tokens.
 """
 
 import secrets
@@ -23,16 +24,15 @@ from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume
 
-_MARGIN_BYTES = 1 << 15  # of frames that a stream may send until it has migrated
-# The parts of the geometry on which tokens depend. Ranks and blocks may differ.
+# Bytes of frames that a stream may send between the start and the end of its migration.
+_MARGIN_BYTES = 1 << 15
+# The parts of the geometry that change which tokens are generated. Two servers may
+# differ in the other parts, such as their ranks and blocks.
 _NUMERIC_GEOMETRY = ("kv_digest", "device", "dtype", "kv_dtype")
 
 
 def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
-    """Return the digest of all that a stream's bytes depend on, given its tokens.
-
-    The seed is not part of it.
-    """
+    """Return a digest of what determines a response, except its tokens and the seed."""
     geometry = api.client.require_ready().geometry
     settings = api.settings
     prompts = [
@@ -58,7 +58,9 @@ def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
 
 
 def pop_resume(members: dict[str, Any], secret: bytes) -> Resume | None:
-    """Remove the member that resumes a stream from a body, and return its contents.
+    """Remove the member `baton_resume` from a body, and return its contents.
+
+    Returns None if the body does not resume a stream.
 
     Raises:
         ResumeRejected: the member is malformed or not signed with the secret.
@@ -70,11 +72,13 @@ def pop_resume(members: dict[str, Any], secret: bytes) -> Resume | None:
 def resume_requests(
     resumed: Resume, api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]
 ) -> list[AddRequest]:
-    """Return the engine's requests with the tokens that the client has.
+    """Return the engine's requests with the tokens that the client already has.
+
+    The requests also get the seed and the token limits with which the stream began.
 
     Raises:
-        ResumeRefused: the stream may answer another request, or could continue with
-            other tokens here.
+        ResumeRefused: the stream began with a different request, or this server could
+            generate different tokens than the server at which the stream began.
     """
     origin = resumed.origin
     if origin.digest != _digest(api, endpoint, adds):
@@ -84,21 +88,23 @@ def resume_requests(
     tokens, ended = _sent_tokens(resumed, api.client.require_ready().vocab_size - 1)
     num_choices = adds[0].num_choices
     requests = list[AddRequest]()
-    for at, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
+    for prompt_index, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
         if limit > add.max_tokens:
             raise ResumeRefused(
-                f"the stream was promised {limit} more tokens than the prompt's "
-                f"{len(add.token_ids)}, and the context is shorter"
+                f"the stream may generate {limit} tokens after a prompt of "
+                f"{len(add.token_ids)} tokens, but this server's context is too short"
             )
         sampling = replace(add.sampling, seed=origin.seed)
         add = replace(add, max_tokens=limit, sampling=sampling)
-        indices = range(at * num_choices, (at + 1) * num_choices)
+        first_index = prompt_index * num_choices
+        indices = range(first_index, first_index + num_choices)
         choices = [ResumedChoice(tokens[index], index in ended) for index in indices]
         has_begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
         if any(has_begun):
             if add.num_prompt_logprobs is not None and not all(has_begun):
                 raise ResumeRefused(
-                    "logprobs of its prompt were sent with some choices only"
+                    "the client has the logprobs of the prompt for only some of the "
+                    "stream's choices"
                 )
             add = replace(add, resumed_choices=choices, num_prompt_logprobs=None)
         requests.append(add)
@@ -108,10 +114,10 @@ def resume_requests(
 def _sent_tokens(
     resumed: Resume, largest_id: int
 ) -> tuple[defaultdict[int, list[int]], set[int]]:
-    """Return the tokens of each choice by its index, and the indices of ended choices.
+    """Return each choice's token ids by choice index, and the indices of ended choices.
 
     Raises:
-        ResumeRefused: the stream has ids beyond `largest_id`.
+        ResumeRefused: the stream has a token id above `largest_id`.
     """
     tokens = defaultdict[int, list[int]](list)
     ended = set[int]()
@@ -123,13 +129,14 @@ def _sent_tokens(
                 ended.add(entry.index)
             if ids and not 0 <= min(ids) <= max(ids) <= largest_id:
                 raise ResumeRefused(
-                    f"the stream has tokens beyond {largest_id}, this model's last one"
+                    f"the stream has token ids above {largest_id}, the largest id of "
+                    "this server's model"
                 )
     return tokens, ended
 
 
 def has_open_choice(add: AddRequest) -> bool:
-    """Whether some choice has not ended at another server."""
+    """Whether this server must generate tokens: not all choices ended elsewhere."""
     return not add.resumed_choices or not all(
         choice.has_ended for choice in add.resumed_choices
     )
@@ -137,17 +144,17 @@ def has_open_choice(add: AddRequest) -> bool:
 
 @dataclass
 class Framing:
-    """The frames of one answer, by which it may continue at another server.
+    """The frames of one response, with which another server can continue the response.
 
     Attributes:
-        origin: how the answer began.
-        is_requested: whether a proxy requests frames; else there are none.
-        resumed: the stream that the answer continues.
-        is_movable: whether the KV can migrate, too: the answer is to one prompt, and
-            other servers can read this server's KV.
-        is_stream: whether the client receives the answer piece by piece.
-        keeps_logprobs: whether frames contain logprobs that the client has, because a
-            later event repeats them.
+        origin: the id, the seed and the limits with which the response began.
+        is_requested: whether the proxy requests frames. If not, none are sent.
+        resumed: the stream that this response continues, or None.
+        is_movable: whether the response may migrate together with its KV. It then has
+            one prompt, and other servers can read this server's KV.
+        is_stream: whether the client receives the response as a stream.
+        keeps_logprobs: whether frames contain logprobs that the client already has,
+            because a later event repeats them.
     """
 
     origin: Origin
@@ -156,13 +163,16 @@ class Framing:
     is_movable: bool = False
     is_stream: bool = True
     keeps_logprobs: bool = False
-    # Frames of an answer that is no stream.
+    # The frames so far of a response that is not a stream. They are sent if it
+    # migrates.
     _held: list[bytes] = field(default_factory=list)
-    _num_bytes: int = 0  # of the frames that a proxy keeps
-    _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
+    # Bytes of the frames that the proxy must store to continue the response.
+    _num_bytes: int = 0
+    # The entries of the next frame: the deltas since the last frame.
+    _entries: list[list[Any]] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         headers: Sequence[tuple[bytes, bytes]],
         api: Api,
@@ -173,11 +183,14 @@ class Framing:
         is_stream: bool,
         keeps_logprobs: bool = False,
     ) -> "Framing":
-        """Return the framing of a request.
+        """Return the framing of the response to a request.
 
         Args:
-            headers: the request's HTTP headers.
+            headers: the request's HTTP headers, in which a proxy requests frames.
+            adds: the engine's requests, one for each prompt.
             resumed: the stream that the request continues, or None.
+            is_stream: see Framing.
+            keeps_logprobs: see Framing.
         """
         fields: Mapping[bytes, bytes] = dict(headers)
         header = fields.get(resume.HEADER.encode())
@@ -217,24 +230,37 @@ class Framing:
         )
 
     @property
-    def may_move(self) -> bool:
-        """Whether the proxy keeps all frames, so that the stream may migrate."""
+    def may_migrate(self) -> bool:
+        """Whether the frames are few enough for the proxy to store all of them.
+
+        If not, the stream cannot migrate.
+        """
         return self._num_bytes < resume.MAX_HISTORY_BYTES - _MARGIN_BYTES
 
-    def take(self, index: int, delta: TokenDelta) -> None:
-        """Add the delta of a choice, whose events come next."""
+    def add_delta(self, index: int, delta: TokenDelta) -> None:
+        """Add a choice's delta to the next frame.
+
+        Args:
+            index: the choice's index in the response.
+        """
         if self.is_requested:
             is_complete = self.keeps_logprobs or not self.is_stream
             self._entries.append(resume.frame_entry(index, delta, whole=is_complete))
 
-    def begin(self) -> bytes:
-        """Return the first frame of a stream that begins here."""
+    def origin_frame(self) -> bytes:
+        """Return the frame that begins a new stream, with its origin.
+
+        Returns b"" for a resumed stream, and if no frames are requested.
+        """
         if not self.is_requested or self.resumed is not None:
             return b""
         return resume.frame(resume.encode_text(self.origin), b"")
 
     def wrap(self, events: bytes) -> bytes:
-        """Return events in a frame with the deltas since the last frame."""
+        """Return events in a frame with the deltas since the last frame.
+
+        Returns the events alone if no frames are requested.
+        """
         if not self.is_requested:
             return events
         text = resume.encode_text(self._entries)
@@ -242,24 +268,33 @@ class Framing:
         self._num_bytes += len(text) + 1
         return resume.frame(text, events)
 
-    def hold(self) -> None:
-        """Keep the deltas of an answer that is no stream, in case it migrates."""
+    def hold_frame(self) -> None:
+        """Store the deltas of a response that is not a stream, in case it migrates.
+
+        If the response cannot migrate, the deltas are dropped.
+        """
         if self.is_movable and self._num_bytes < resume.MAX_HISTORY_BYTES:
             self._held.append(self.wrap(b""))
-        self._entries.clear()  # an answer that cannot migrate needs none
+        self._entries.clear()
 
-    def moved(self, params: dict[str, Any], event: bytes) -> bytes:
-        """Return the end of a stream that migrates.
+    def migration_end(self, params: dict[str, Any], event: bytes) -> bytes:
+        """Return the bytes that end a response which migrates.
 
         Args:
             params: the kv_transfer_params with which another server pulls the KV.
-            event: the event that ends the stream where no server continues it.
+            event: the error event that ends the stream if no server continues it.
         """
-        before = b"" if self.is_stream else b"".join([self.begin(), *self._held])
-        return before + resume.frame(resume.MOVED + msgspec.json.encode(params), event)
+        held_frames = b""
+        if not self.is_stream:
+            held_frames = b"".join([self.origin_frame(), *self._held])
+        text = resume.MOVED + msgspec.json.encode(params)
+        return held_frames + resume.frame(text, event)
 
     def wrap_error(self, error: BatonError, event: bytes) -> bytes:
-        """Return the error event in a frame, if frames are requested."""
+        """Return an error event in a frame that says whether the proxy may fail over.
+
+        Returns the event alone if no frames are requested.
+        """
         if not self.is_requested:
             return event
         text = resume.refusal_text(error) or resume.encode_text([])

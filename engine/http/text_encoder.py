@@ -1,12 +1,15 @@
-"""Tokenizes a call's prompts off the event loop, so that no stream waits for it.
+"""Tokenizes a call's prompts in threads, so that no stream has to wait.
 
-text_workers.py has the threads, and prompt_bounds.py the checks before this one.
+text_workers.py has the threads. prompt_bounds.py has checks of the members of a body,
+which come before the check in this file.
 
-A text that cannot fit the model's context is refused before all of it is tokenized: a
-megabyte takes a second and hundreds of times its memory. Text in a message that looks
-like a control token stays text (engine/text/special_splitter.py). The check looks at
-the rendered chat template, not at the messages: a template may leave messages out, and
-write tools and variables as well.
+A text that cannot fit the model's context is refused before all of it is tokenized. To
+tokenize a megabyte takes a second and some hundreds of megabytes of memory. This file
+checks the text that the chat template renders, not the messages: a template may leave
+messages out, and may write tools and variables.
+
+Text in a message that looks like a control token is tokenized as text
+(engine/text/special_splitter.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,12 @@ from typing import Any, TypeVar
 
 from engine.http.limits import context_length_error
 from engine.http.prompt_bounds import check_num_chars, check_num_items
-from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
+from engine.http.text_workers import (
+    INLINE_CHARS,
+    LONG_CHARS,
+    TextWorkers,
+    raise_if_abandoned,
+)
 from engine.http.truncation import first_that_fits, last_tokens, possible_starts
 from engine.text.harmony import split_parallel_calls, tag_characters
 from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
@@ -28,33 +36,40 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# Few texts have longer tokens on average. Only texts of more characters than so many
-# per token of the context are checked before they are tokenized.
+# A text with fewer characters per token of the context is tokenized without a check of
+# its length. In few texts the tokens are longer than this on average.
 _LIKELY_CHARS_PER_TOKEN = 16
 
 _T = TypeVar("_T")
 
 
 def check_parsers(settings: EngineSettings, tokenizer: Tokenizer) -> None:
-    """Raise ValueError where an option names a format that the model cannot write."""
+    """Raise ValueError if a configured parser needs a token that the model lacks."""
     parsers = (settings.reasoning_parser, settings.tool_call_parser)
     if "harmony" in parsers and not tag_characters(tokenizer):
         raise ValueError(
-            "harmony as parser: the model has no token <|channel|>; take another"
+            "the parser harmony needs the token <|channel|>, which this model lacks; "
+            "choose another --reasoning-parser or --tool-call-parser"
         )
 
 
 def client_texts(parsed: GenerationRequest) -> list[str | None]:
-    """Return each prompt as the client wrote it; None for token ids and chats."""
+    """Return each prompt's text as the client sent it; None for token ids and chats."""
     if not isinstance(parsed, CompletionRequest):
         return [None]
     return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
 
 
 class TextEncoder:
-    """Tokenizes the texts of one application, on one event loop.
+    """Tokenizes the texts of one application. All calls come from one event loop.
 
-    No text delays the streams of the loop, and concurrent texts do not fill the memory.
+    Threads do the work, so that a long text does not delay the loop's streams. The
+    number and size of concurrent texts are limited, to limit the memory.
+
+    Args:
+        tool_call_parser: the option --tool-call-parser.
+        split_special_tokens: whether text of messages that looks like a control token
+            is tokenized as text.
     """
 
     def __init__(
@@ -65,25 +80,25 @@ class TextEncoder:
         split_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._option = tool_call_parser
-        # None: text of messages may become control tokens.
+        self._tool_call_parser = tool_call_parser
+        # If this is None, text of messages may become control tokens.
         self._splitter = create_splitter(tokenizer) if split_special_tokens else None
         self._workers = TextWorkers()
 
     def check_num_items(self, members: dict[str, Any], max_model_len: int) -> None:
-        """See prompt_bounds.check_num_items."""
+        """Refuse a body with too many items; see prompt_bounds.check_num_items."""
         check_num_items(members, max_model_len)
 
     def check_num_chars(self, members: dict[str, Any], max_model_len: int) -> None:
-        """See prompt_bounds.check_num_chars."""
+        """Refuse a body with too long prompts; see prompt_bounds.check_num_chars."""
         check_num_chars(members, max_model_len, self._tokenizer.longest_token_chars)
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """See TextWorkers.run."""
+        """Run `work` in a thread and return its result; see TextWorkers.run."""
         return await self._workers.run(size, work)
 
     async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
-        """See TextWorkers.run_python."""
+        """Run `work`, which is mostly Python code; see TextWorkers.run_python."""
         return await self._workers.run_python(size, work)
 
     async def tokenize(
@@ -96,15 +111,18 @@ class TextEncoder:
     ) -> list[list[int]]:
         """Return the token ids of each prompt, truncated if the request says so.
 
+        The ids of a prompt may be more than `max_model_len`: only long texts are
+        checked.
+
         Args:
             num_bytes: the size of the request's body.
-            always_tokenized: a text of so many characters is tokenized, however many
-                tokens it has.
+            always_tokenized: texts of at most this number of characters are tokenized
+                without a check of their length.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
-            ContextLengthExceeded: a longer text has far more than `max_model_len`
-                tokens.
+            ContextLengthExceeded: a text with more than `always_tokenized` characters
+                has far more than `max_model_len` tokens.
         """
         limit = parsed.max_prompt_tokens(max_model_len)
         if (
@@ -121,13 +139,14 @@ class TextEncoder:
     async def _without_oldest(
         self, parsed: ChatRequest, num_bytes: int, max_model_len: int, limit: int
     ) -> list[int]:
-        """Return the token ids of a conversation without its oldest messages.
+        """Return the token ids of a conversation after dropping its oldest messages.
 
-        There are at most `limit` ids, unless the last message alone has more. Raises
-        the errors of `tokenize`.
+        No more messages are dropped than are needed for at most `limit` ids. The result
+        is longer only if the last messages, which are never dropped, have more ids.
+        Raises the same errors as `tokenize`.
         """
         num_instructions, starts = possible_starts(parsed.messages)
-        # A message has at least one token, so more messages than `limit` never fit.
+        # Each message has at least one token, so more than `limit` messages never fit.
         first_possible = len(parsed.messages) - limit
         starts = [start for start in starts if start >= first_possible] or starts[-1:]
         ids_by_start: dict[int, list[int]] = {}
@@ -144,7 +163,8 @@ class TextEncoder:
                 ids_by_start[start] = await ids_from(start, limit)
             except ContextLengthExceeded:
                 return False
-            # The chat template refuses this start. It may accept an earlier start.
+            # The chat template refuses the messages from `start` on. It might accept
+            # more messages, so later starts are not tried.
             except InvalidRequest:
                 return True
             return len(ids_by_start[start]) <= limit
@@ -162,10 +182,10 @@ class TextEncoder:
         always_tokenized: int,
         limit: int | None = None,
     ) -> list[list[int]]:
-        """See `tokenize`.
+        """Return the token ids of each prompt; see `tokenize`.
 
         Args:
-            limit: the last tokens of each prompt to return; None: all.
+            limit: return only the last `limit` tokens of each prompt; None: all tokens.
         """
         assert isinstance(parsed, ChatRequest | CompletionRequest)
         if isinstance(parsed, CompletionRequest) and not any(client_texts(parsed)):
@@ -185,7 +205,8 @@ class TextEncoder:
             self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
             return prompts
 
-        # `render` also tokenizes prompts that are truncated.
+        # `render` itself tokenizes prompts that are truncated, so the complete size
+        # counts. Other prompts are only rendered, which need not run one at a time.
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
         num_chars = sum(len(p) for p in rendered if isinstance(p, str))
@@ -194,18 +215,22 @@ class TextEncoder:
     def _render(
         self, parsed: ChatRequest | CompletionRequest
     ) -> Sequence[str | list[int]]:
-        """Return the prompts as texts or ids; a chat's text is marked for the splitter.
+        """Return the prompts as texts or token ids.
+
+        The text of a chat has the splitter's marks around the text of messages.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
         """
         if isinstance(parsed, CompletionRequest):
             return parsed.prompts
-        options = _render_options(parsed, self._tokenizer, self._option, self._splitter)
+        options = _render_options(
+            parsed, self._tokenizer, self._tool_call_parser, self._splitter
+        )
         try:
-            return [self._tokenizer.render_chat(**options, on_piece=check_wanted)]
+            return [self._tokenizer.render_chat(**options, on_piece=raise_if_abandoned)]
         except InvalidRequest as error:
-            # The message may quote a marked text.
+            # The error may quote a text with the splitter's marks.
             message = self._without_marks(error.message)
             raise InvalidRequest(message, param=error.param) from None
 
@@ -216,17 +241,21 @@ class TextEncoder:
         max_model_len: int,
         max_chars: int,
     ) -> None:
-        """Refuse texts that cannot fit the context, before all of them is tokenized.
+        """Refuse texts that cannot fit the context, without tokenizing them completely.
+
+        Texts of at most `max_chars` characters are not checked.
+
+        Args:
+            field: the request's field that has the prompts.
 
         Raises:
-            ContextLengthExceeded: a text of more than `max_chars` characters certainly
-                has more than `max_model_len` tokens.
+            ContextLengthExceeded: a text has more than `max_model_len` tokens.
         """
         for prompt in prompts:
             if not isinstance(prompt, str) or len(prompt) <= max_chars:
                 continue
             num_tokens = self._tokenizer.min_num_tokens(
-                self._without_marks(prompt), max_model_len, on_piece=check_wanted
+                self._without_marks(prompt), max_model_len, on_piece=raise_if_abandoned
             )
             if num_tokens:
                 raise context_length_error(
@@ -242,10 +271,10 @@ def _truncated(
     limit: int,
     encode_text: Callable[[str], list[int]],
 ) -> list[list[int]]:
-    """Return the last `limit` token ids of each prompt."""
+    """Return the last `limit` token ids of each prompt. Abandoned work stops early."""
     all_ids = []
     for prompt in prompts:
-        check_wanted()
+        raise_if_abandoned()
         if isinstance(prompt, str):
             all_ids.append(last_tokens(prompt, limit, encode_text))
         else:
@@ -256,10 +285,10 @@ def _truncated(
 def _encode(
     prompts: Sequence[str | list[int]], encode_text: Callable[[str], list[int]]
 ) -> list[list[int]]:
-    """Return the token ids of each prompt."""
+    """Return the token ids of each prompt. Abandoned work stops early."""
     all_ids = []
     for prompt in prompts:
-        check_wanted()
+        raise_if_abandoned()
         all_ids.append(encode_text(prompt) if isinstance(prompt, str) else prompt)
     return all_ids
 
@@ -267,10 +296,10 @@ def _encode(
 def _render_options(
     parsed: ChatRequest,
     tokenizer: Tokenizer,
-    option: str,
+    tool_call_parser: str,
     splitter: SpecialTokenSplitter | None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of Tokenizer.render_chat."""
+    """Return the keyword arguments with which Tokenizer.render_chat renders a chat."""
     messages = [turn.template_message for turn in parsed.messages]
     toolset = parsed.toolset
     if splitter is not None:
@@ -278,7 +307,7 @@ def _render_options(
         toolset = replace(toolset, offered=splitter.mark_tools(toolset.offered))
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
         messages = split_parallel_calls(messages)
-    messages, tools = add_tools(messages, toolset, tokenizer, option)
+    messages, tools = add_tools(messages, toolset, tokenizer, tool_call_parser)
     return {
         "messages": messages,
         "field": parsed.prompt_field,

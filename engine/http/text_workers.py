@@ -1,15 +1,15 @@
-"""Prepares requests on threads, so that no stream or health check is delayed.
+"""Prepares requests in threads, so that the event loop's streams are not delayed.
 
-    run          tokenizing: the library releases the GIL, so several threads are
-                 useful
-    run_python   parsing, rendering: Python code; many threads would starve the event
-                 loop
-    both         very long texts run one at a time: tokenizing takes hundreds of times
-                 their memory
+    run          is for tokenizing. The tokenizer library releases the GIL, so many
+                 threads are useful.
+    run_python   is for parsing and rendering. This work is Python code, so many threads
+                 would starve the event loop of the GIL.
+    both         process very long texts one at a time. Tokenizing takes hundreds of
+                 times the memory of the text.
 
-Work waits for its turn on the event loop, not in a thread. Waiting work of a client
-that disconnects leaves the queue at once. A thread cannot be interrupted: running work
-ends at its next call of `check_wanted`, and counts as running until then.
+Waiting work occupies no thread: it waits on the event loop. If its client disconnects,
+waiting work is dropped at once. A thread cannot be interrupted, so running work stops
+at its next call of `raise_if_abandoned`, and counts as running until then.
 """
 
 import asyncio
@@ -23,13 +23,16 @@ from typing import Any, TypeVar
 from protocol.errors import QueueFull
 from protocol.settings.machine import available_cores
 
-INLINE_CHARS = 2048  # shorter texts run on the event loop, which is quicker
-LONG_CHARS = 1 << 20  # longer texts run one at a time
-MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread or have one
-# Each of these threads may hold the GIL for 5 ms before the event loop gets it.
+# Texts of at most this length are processed on the event loop, which is quicker than to
+# start a thread.
+INLINE_CHARS = 2048
+LONG_CHARS = 1 << 20  # texts above this length are processed one at a time
+# The most characters of all texts that wait for a thread or are processed in one.
+MAX_WAITING_CHARS = 1 << 26
+# Threads for Python code. Each may hold the GIL for 5 ms before the event loop gets it.
 _NUM_PYTHON = 2
-# Threads for tokenizing. The minimum, for few cores, lets short texts overtake long
-# ones.
+# Threads for tokenizing: one for each core, within these limits. On a machine with few
+# cores, the minimum lets short texts overtake long texts.
 _MIN_TOKENIZING = 4
 _MAX_TOKENIZING = 16
 
@@ -43,10 +46,10 @@ class WorkAbandoned(Exception):
 _abandoned = contextvars.ContextVar[threading.Event | None]("abandoned", default=None)
 
 
-def check_wanted() -> None:
-    """Raise WorkAbandoned in a thread whose client has disconnected.
+def raise_if_abandoned() -> None:
+    """Raise WorkAbandoned if the client of the current work has disconnected.
 
-    Long work calls it between its steps.
+    Long work calls this function between its steps.
     """
     event = _abandoned.get()
     if event is not None and event.is_set():
@@ -54,7 +57,7 @@ def check_wanted() -> None:
 
 
 class TextWorkers:
-    """The threads of one application, for one event loop."""
+    """The threads that prepare the requests of one application, for one event loop."""
 
     def __init__(self) -> None:
         num_tokenizing = max(_MIN_TOKENIZING, min(available_cores(), _MAX_TOKENIZING))
@@ -63,21 +66,26 @@ class TextWorkers:
         self._long = asyncio.Semaphore(1)
         num_threads = num_tokenizing + _NUM_PYTHON + 1
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
-        self._num_chars = 0  # of texts that wait or are worked on
+        self._num_chars = 0  # the sum of the sizes of waiting and running work
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return the result of work.
+        """Run `work` in a thread, or on the event loop if it is small.
 
         Args:
-            size: the work takes as long as to tokenize so many characters.
+            size: the estimated cost of the work, as the number of characters that could
+                be tokenized in the same time.
+            work: a function without arguments.
+
+        Returns:
+            The result of `work`.
 
         Raises:
-            QueueFull: too much work waits already.
+            QueueFull: too much work is already waiting.
         """
         return await self._run(size, work, self._tokenizing)
 
     async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
-        """Like `run`, for work that is mostly Python code."""
+        """Run `work`, which is mostly Python code. See `run`."""
         return await self._run(size, work, self._python)
 
     async def _run(
@@ -87,7 +95,8 @@ class TextWorkers:
             return work()
         if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
             raise QueueFull(
-                f"texts of {self._num_chars} characters wait already; try again soon"
+                f"texts of {self._num_chars} characters are already waiting to be "
+                "tokenized; try again soon"
             )
         if size > LONG_CHARS:
             lane = self._long
@@ -110,6 +119,7 @@ class TextWorkers:
 
     @staticmethod
     def _context(abandoned: threading.Event) -> contextvars.Context:
+        """Return a context in which `raise_if_abandoned` checks `abandoned`."""
         context = contextvars.copy_context()
         context.run(_abandoned.set, abandoned)
         return context
@@ -120,5 +130,6 @@ class TextWorkers:
         lane.release()
         self._num_chars -= size
         if not running.cancelled():
-            # Marks the exception as retrieved: the client may have disconnected.
+            # Mark the exception as retrieved. If the client has disconnected, no task
+            # retrieves it, and asyncio would log an error.
             running.exception()

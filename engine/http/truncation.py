@@ -1,7 +1,9 @@
-"""Truncates prompts to fit. Pure, so that both servers of a request truncate alike.
+"""Truncates prompts to fit the context. Pure, no I/O.
 
 `truncate_prompt_tokens` keeps the last tokens of a prompt. `truncation: auto` of
-/v1/responses drops a conversation's oldest messages instead.
+/v1/responses drops a conversation's oldest messages instead. The prefill server and the
+decode server of a request truncate in the same way, because the result depends only on
+the request and the model.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,11 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from protocol.openai.chat import Message
 
 MIN_TAIL_CHARS = 2048
-# The end of a text that is encoded has so many characters per token, and _GROWTH times
-# as many if that was too short.
+# Characters of the text's end that are encoded for each requested token. If they turn
+# out to be too few, _GROWTH times as many are encoded.
 _CHARS_PER_TOKEN = 16
 _GROWTH = 4
-# Tokens after a cut, where the text may be split in another way than in the whole text.
+# After a cut in the text, up to this number of tokens may differ from those of the
+# complete text. They are not returned.
 _MARGIN_TOKENS = 64
 _INSTRUCTIONS = ("system", "developer")
 
@@ -21,10 +24,9 @@ Encode = Callable[[str], list[int]]
 
 
 def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
-    """Return the last `limit` tokens of `text`.
+    """Return the last tokens of `text`, at most `limit`, without encoding all of it.
 
-    They include the tokens that `encode` puts before every text. Only the end of a long
-    text is encoded.
+    The tokens that `encode` puts before every text, such as BOS, are kept in front.
     """
     size = max(MIN_TAIL_CHARS, _CHARS_PER_TOKEN * limit)
     ids = encode(text[-size:])
@@ -41,11 +43,13 @@ def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
 
 
 def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
-    """Return how many instructions stay first, and where the other messages may begin.
+    """Return how many instructions come first, and where the kept messages may start.
 
-    The others begin where they do now, or with a later user's message. Only if the last
-    user's message and all that follows it is too long, they begin with a later
-    assistant's message. So no result of a tool is left without its call.
+    Instructions (messages of the system or developer) are always kept. After them, the
+    kept messages may start at the first message, or at any later message of the user.
+    If even the last message of the user and all messages after it are too long, the
+    kept messages may start at a later message of the assistant. So a tool's result is
+    never kept without its call.
     """
     num_instructions = 0
     while (
@@ -55,25 +59,29 @@ def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
         num_instructions += 1
     later = range(num_instructions + 1, len(messages))
     starts = [num_instructions]
-    starts += [at for at in later if messages[at].role == "user"]
-    after_last = range(starts[-1] + 1, len(messages))
-    starts += [at for at in after_last if messages[at].role == "assistant"]
+    starts += [index for index in later if messages[index].role == "user"]
+    after_last_user = range(starts[-1] + 1, len(messages))
+    starts += [
+        index for index in after_last_user if messages[index].role == "assistant"
+    ]
     return num_instructions, starts
 
 
 async def first_that_fits(
     starts: Sequence[int], fits: Callable[[int], Awaitable[bool]]
 ) -> int:
-    """Return the first of `starts` that fits, or the last one if none does.
+    """Return the first of `starts` that fits, or the last start if none fits.
+
+    Uses binary search, because later starts have fewer messages.
 
     Args:
-        fits: whether the messages from a start on fit; later starts have fewer
-            messages.
+        starts: indices of messages, in ascending order.
+        fits: returns whether the messages from an index on fit.
     """
     if await fits(starts[0]):
         return starts[0]
     begin = 1
-    end = len(starts) - 1  # taken without a trial
+    end = len(starts) - 1  # the last start is returned without a trial
     while begin < end:
         middle = (begin + end) // 2
         if await fits(starts[middle]):

@@ -25,20 +25,21 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class BrokenTemplate(ValueError):
-    """A model's chat template cannot be read; the message names file and mistake."""
+    """A model's chat template cannot be read. The message names the file and cause."""
 
 
 class ChatTemplate:
-    """A compiled template. Templates come from the hub, so they are not trusted.
+    """A compiled template. Models' templates are not trusted, so a sandbox runs them.
 
     Args:
         source: the template's text.
-        tool_use: the template that replaces this one where a request has tools.
+        tool_use: the template for requests with tools; None: this template is used.
 
     Attributes:
-        source: the text of both templates.
-        knows_tools: whether the template writes tools itself.
-        is_harmony: whether it is gpt-oss's; see engine/text/harmony.py.
+        source: the text of this template, followed by the text of `tool_use`.
+        knows_tools: whether the template itself writes the request's tools.
+        is_harmony: whether the template writes gpt-oss's harmony format; see
+            engine/text/harmony.py.
     """
 
     def __init__(self, source: str, tool_use: "ChatTemplate | None" = None) -> None:
@@ -61,19 +62,21 @@ class ChatTemplate:
         field: str = "messages",
         on_piece: Callable[[], None] = lambda: None,
     ) -> str:
-        """Return the text of `messages`.
+        """Return the prompt that the template writes for `messages`.
 
-        A null `content` is kept; other null members are left out. A "developer" message
-        becomes a "system" message for a template that does not know the role.
+        Null members of messages are left out, except `content`. The role "developer"
+        is changed to "system" if the template does not know "developer".
 
         Args:
+            special_tokens: the texts of the model's special tokens by name.
+            tools: the tools that the template is to write; None: no tools.
             add_generation_prompt: whether to add the head of the assistant's next turn.
-            continue_final_message: whether to end the text within the last message, so
-                that the model continues it.
-            variables: more variables for the template.
-            field: the request's field with the messages, for errors.
-            on_piece: called after each piece of the text; an exception ends the
-                rendering.
+            continue_final_message: whether to end the prompt within the last message,
+                so that the model continues that message.
+            variables: variables for the template, from the request.
+            field: the request's field that has the messages, for errors.
+            on_piece: called after each piece of the prompt. It may raise an exception
+                to stop the rendering.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
@@ -100,7 +103,7 @@ class ChatTemplate:
         return text
 
     def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as the template takes it."""
+        """Return a copy of a message in the form that templates expect."""
         prepared = {
             key: value
             for key, value in message.items()
@@ -116,10 +119,10 @@ class ChatTemplate:
 
 
 class _NullContent(str):
-    """A null content.
+    """A message's `content` that is null.
 
-    Tests and comparisons of a template see None. A template that writes the content
-    without a test writes an empty text, not the word "None".
+    In a template's tests and comparisons, this object behaves like None. A template
+    that writes the content without a test writes an empty text instead of "None".
     """
 
     __slots__ = ()
@@ -137,7 +140,7 @@ _NULL = _NullContent()
 
 
 def _with_nulls(value: Any) -> Any:
-    """Return `value` for JSON, with None for each null content."""
+    """Return a copy of `value` in which None replaces each `_NULL`, for JSON."""
     if isinstance(value, dict):
         return {key: _with_nulls(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -146,14 +149,15 @@ def _with_nulls(value: Any) -> Any:
 
 
 def _next_piece(rendering: Iterator[str], field: str) -> str | None:
-    """Return the next piece of a text, or None at its end.
+    """Return the next piece of the prompt, or None at its end.
 
     Raises:
         InvalidRequest: the template failed.
     """
     try:
         return next(rendering, None)
-    # A template may fail in any way, and no failure is the server's fault.
+    # A template may raise any exception. The template or the messages are the cause,
+    # not the server.
     except Exception as error:
         raise InvalidRequest(
             f"The model's chat template refuses these messages: {error}", param=field
@@ -161,7 +165,7 @@ def _next_piece(rendering: Iterator[str], field: str) -> str | None:
 
 
 class _DualArguments(dict[str, Any]):
-    """A call's arguments: an object that turns into JSON when it is added to a text."""
+    """A call's arguments: a dict that becomes JSON when a template adds it to text."""
 
     def __add__(self, text: str) -> str:
         return _tojson(self) + text
@@ -178,8 +182,8 @@ def _with_dual_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": _DualArguments(arguments)}}
 
 
-# Written after the message to be continued, to find the message's end in the text. The
-# last character shows whether the template strips its messages.
+# This mark is put after the message to be continued, to find the message's end in the
+# prompt. If the template strips messages, the mark's last space is missing.
 _END_MARK = "<|baton ends here|> "
 
 
@@ -188,8 +192,8 @@ def _cut_at_end_mark(text: str) -> str:
     if end < 0:
         refuse(
             "continue_final_message",
-            "cannot be done: the model's chat template leaves out the end of the last "
-            "message; set it to false",
+            "cannot be used with this model: its chat template leaves out the end of "
+            "the last message; set `continue_final_message` to false",
         )
     keeps_spaces = text.startswith(_END_MARK, end)
     return text[:end] if keeps_spaces else text[:end].rstrip()
@@ -198,15 +202,16 @@ def _cut_at_end_mark(text: str) -> str:
 def find_chat_template(
     folder: Path, config: dict[str, Any], chosen: Path | None = None
 ) -> ChatTemplate | None:
-    """Return the chat template of a model; None where it has none.
+    """Return the chat template of a model; None if the model has none.
 
-    The order is that of transformers: the .jinja files of the directory, then
-    tokenizer_config.json, then the processor's chat_template.json.
+    As in transformers, the first of these that has a template is used: the .jinja files
+    of the directory, tokenizer_config.json, the processor's chat_template.json.
 
     Args:
         folder: the model's directory.
         config: the content of tokenizer_config.json.
-        chosen: a file that replaces the directory's templates.
+        chosen: the file of --chat-template, which is used instead of the model's
+            templates.
 
     Raises:
         BrokenTemplate: the template cannot be read.
@@ -246,13 +251,17 @@ def find_chat_template(
     except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     except OSError as error:
-        raise BrokenTemplate(f"chat template {path}: {error.strerror}") from None
+        raise BrokenTemplate(
+            f"the chat template {path} cannot be read: {error.strerror}"
+        ) from None
     raise BrokenTemplate(
-        f"{path} holds a chat template that cannot be read: {problem}; correct it"
+        f"the chat template in {path} cannot be read: {problem}; correct the file or "
+        "choose another with --chat-template"
     )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    """Return a Jinja sandbox with the filters, tests and globals of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -279,7 +288,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON. Jinja's own filter would change the prompt by HTML escapes."""
+    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         _with_nulls(value),
         ensure_ascii=ensure_ascii,

@@ -1,9 +1,9 @@
-"""Turns token ids into text while they arrive, and finds stop strings in it.
+"""Turns token ids into text while they arrive, and finds stop strings in the text.
 
-There are two pure pieces. A detokenizer turns ids into text and holds back bytes that
-may be the beginning of a UTF-8 character. `StopFinder` cuts the text before a stop
-string and holds back text that may be the beginning of one. The output of both does not
-depend on how the tokens or the text were cut into pieces.
+A detokenizer turns ids into text and holds back bytes that may begin a UTF-8 character.
+`StopFinder` cuts the text before a stop string and holds back text that may begin a
+stop string. Both are pure (no I/O). Their output does not depend on how the tokens and
+the text were divided into pieces.
 """
 
 import codecs
@@ -13,8 +13,10 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 8  # of the prompt: more than the bytes of any character
-_MAX_INCOMPLETE_BYTES = 3  # a character has at most 4 bytes
+# How many of the last tokens of a prompt may change the text after the prompt. A
+# character has fewer bytes than this.
+_CONTEXT_TOKENS = 8
+_MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,34 +25,36 @@ def create_detokenizer(
     prompt_ids: Sequence[int] = (),
     *,
     skip_special_tokens: bool = True,
-    shown: Iterable[str] = (),
+    visible_tags: Iterable[str] = (),
     echoes_prompt: bool = False,
 ) -> "ByteDetokenizer | WindowDetokenizer":
     """Return a new detokenizer for one sequence.
 
-    `push` returns the text that a token completes; special tokens have no text. `flush`
-    returns the text held back, with U+FFFD for an incomplete character.
+    `push` returns the text that a token completes. `flush` returns the text held back,
+    with U+FFFD for an incomplete character.
 
-    The prompt's text and the generated text join to the text of all ids. Where a
-    vocabulary marks words by a leading space, the first generated word keeps its space,
-    unless it begins the whole text. If the prompt ends within a character that the
-    output completes, the character belongs to the generated text.
+    The prompt's text followed by the generated text is the text of all ids. So the
+    first generated word keeps its leading space if the vocabulary marks words by a
+    leading space, unless the word is the first one of all. If the prompt ends within a
+    character that the output completes, the character belongs to the generated text.
 
     Args:
-        skip_special_tokens: if False, special tokens are text like any other token.
-        shown: special tokens that are text even when special tokens are skipped.
-        echoes_prompt: whether the text of `echo` precedes the generated text. The
-            generated text then begins with U+FFFD if it does not complete the prompt's
-            last character.
+        prompt_ids: the ids that precede the generated ids.
+        skip_special_tokens: whether special tokens have no text. If False, they have
+            text like other tokens.
+        visible_tags: special tokens that have text even if special tokens are skipped.
+        echoes_prompt: whether the client receives the text of `echo` before the
+            generated text. If the output does not complete the prompt's last character,
+            the generated text then begins with U+FFFD.
     """
-    shown_ids: dict[int, str] = {}
-    for text in shown:
+    visible_ids: dict[int, str] = {}
+    for text in visible_tags:
         token_id = tokenizer.id_of(text)
         if token_id is not None and token_id in tokenizer.special_ids:
-            shown_ids[token_id] = text
+            visible_ids[token_id] = text
     special_ids = frozenset[int]()
     if skip_special_tokens:
-        special_ids = tokenizer.special_ids - shown_ids.keys()
+        special_ids = tokenizer.special_ids - visible_ids.keys()
     if tokenizer.token_bytes is not None:
         return ByteDetokenizer(
             tokenizer.token_bytes, special_ids, prompt_ids, echoes_prompt=echoes_prompt
@@ -60,7 +64,7 @@ def create_detokenizer(
         byte_of=tokenizer.byte_of,
         special_ids=special_ids,
         prompt_ids=prompt_ids,
-        shown=shown_ids,
+        visible_tags=visible_ids,
         echoes_prompt=echoes_prompt,
     )
 
@@ -68,7 +72,11 @@ def create_detokenizer(
 class ByteDetokenizer:
     """Detokenizes byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2).
 
-    A token's text is a lookup of its bytes and an incremental UTF-8 decoder.
+    A table gives the bytes of each token, and an incremental UTF-8 decoder their text.
+
+    Args:
+        token_bytes: the bytes of each token id.
+        special_ids: tokens that have no text.
     """
 
     def __init__(
@@ -83,28 +91,28 @@ class ByteDetokenizer:
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The first bytes of a character that ends the prompt, until the output decides
-        # whether it continues the character.
-        self._from_prompt = _incomplete_end(self._last_bytes(prompt_ids))
-        self._decoder.decode(self._from_prompt)
+        # The bytes of an incomplete character at the prompt's end. They are empty once
+        # the output has shown whether it continues the character.
+        self._incomplete_prompt_bytes = _incomplete_end(self._last_bytes(prompt_ids))
+        self._decoder.decode(self._incomplete_prompt_bytes)
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         data = self._bytes_of(token_id)
-        if self._from_prompt and data:
-            return self._leave_prompt(data[:1]) + self._decoder.decode(data)
+        if self._incomplete_prompt_bytes and data:
+            return self._resolve_prompt_end(data[:1]) + self._decoder.decode(data)
         return self._decoder.decode(data)
 
     def flush(self) -> str:
         """Return the text held back, with U+FFFD for an incomplete character."""
-        if self._from_prompt:
-            return self._leave_prompt(b"")
+        if self._incomplete_prompt_bytes:
+            return self._resolve_prompt_end(b"")
         return self._decoder.decode(b"", True)
 
     def echo(self, prompt_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the prompt's text and each token's offset in it, in characters.
+        """Return the prompt's text, and the offset of each token in it in characters.
 
-        The text is what precedes the generated text.
+        An incomplete character at the prompt's end is not part of the text.
         """
         fresh = ByteDetokenizer(self._token_bytes, self._special_ids)
         return _text_and_offsets(fresh.push, prompt_ids)
@@ -115,6 +123,7 @@ class ByteDetokenizer:
         return self._token_bytes[token_id]
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
+        """Return the bytes of the prompt's last ids, enough for a character."""
         data = b""
         for token_id in reversed(prompt_ids):
             data = self._bytes_of(token_id) + data
@@ -122,13 +131,16 @@ class ByteDetokenizer:
                 break
         return data
 
-    def _leave_prompt(self, next_byte: bytes) -> str:
-        """Decide what becomes of the prompt's incomplete last character.
+    def _resolve_prompt_end(self, next_byte: bytes) -> str:
+        """Complete or discard the incomplete character at the prompt's end.
 
-        Returns the character's text where `next_byte` does not continue it, else "".
+        If `next_byte` does not continue the character, the decoder forgets it.
+
+        Returns:
+            U+FFFD for a discarded character, if the prompt is echoed; else "".
         """
-        incomplete = self._from_prompt
-        self._from_prompt = b""
+        incomplete = self._incomplete_prompt_bytes
+        self._incomplete_prompt_bytes = b""
         if _continues(incomplete, next_byte):
             return ""
         self._decoder.reset()
@@ -136,14 +148,21 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizes other vocabularies: decodes a window twice, emits the difference.
+    """Detokenizes vocabularies that are not byte-level.
 
-    A token's text may depend on its neighbours: decoders drop a leading space at the
-    start, and byte tokens join into characters. So the window begins at tokens whose
-    text was already emitted:
+    It decodes a window of ids with and without the new ids, and emits the difference. A
+    token's text may depend on the tokens before it: decoders drop a space at the start
+    of a text, and several byte tokens form one character. So the window begins with ids
+    that were already emitted:
 
         ids:    ... | emitted, the context | not emitted yet |
-                    ^_context_start        ^_emitted         ^len
+                    ^_context_start        ^_num_emitted     ^len
+
+    Args:
+        decode: returns the text of ids.
+        byte_of: returns the byte of a byte token; None for other tokens.
+        special_ids: tokens that have no text.
+        visible_tags: the texts of special tokens that have text, by id.
     """
 
     def __init__(
@@ -152,64 +171,67 @@ class WindowDetokenizer:
         byte_of: Callable[[int], bytes | None],
         special_ids: frozenset[int],
         prompt_ids: Sequence[int] = (),
-        shown: Mapping[int, str] = MappingProxyType({}),
+        visible_tags: Mapping[int, str] = MappingProxyType({}),
         *,
         echoes_prompt: bool = False,
     ) -> None:
-        self._shown = shown
+        self._visible_tags = visible_tags
         self._decode = decode
         self._byte_of = byte_of
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._ids = _text_tail(prompt_ids, special_ids)
-        # The first bytes of a character that ends the prompt, until the output decides
-        # whether it continues the character.
-        self._from_prompt = _incomplete_end(self._last_bytes())
+        # The bytes of an incomplete character at the prompt's end. They are empty once
+        # the output has shown whether it continues the character.
+        self._incomplete_prompt_bytes = _incomplete_end(self._last_bytes())
         self._context_start = 0
-        self._emitted = len(self._ids) - len(self._from_prompt)
-        self._context_text = decode(self._ids[: self._emitted]) if self._emitted else ""
+        self._num_emitted = len(self._ids) - len(self._incomplete_prompt_bytes)
+        self._context_text = (
+            decode(self._ids[: self._num_emitted]) if self._num_emitted else ""
+        )
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         if token_id in self._special_ids:
-            return ""  # skipped before decoding, as a decode of the whole sequence does
-        if token_id in self._shown:
-            text = self.flush() + self._shown[token_id]
-            # The text after a special token is decoded as the start of a text.
+            # Decoding a complete sequence drops these ids first, too.
+            return ""
+        if token_id in self._visible_tags:
+            text = self.flush() + self._visible_tags[token_id]
+            # Decoders treat the text after a special token as the start of a text.
             self._ids = []
             self._context_start = 0
-            self._emitted = 0
+            self._num_emitted = 0
             self._context_text = ""
             return text
         from_prompt = ""
-        if self._from_prompt:
-            from_prompt = self._leave_prompt(self._byte_of(token_id) or b"")
+        if self._incomplete_prompt_bytes:
+            from_prompt = self._resolve_prompt_end(self._byte_of(token_id) or b"")
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context_start :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:
-            # It may be the beginning of a character. No character has more than 4
-            # bytes.
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._num_emitted < 8:
+            # The text may end within a character. So it is held back, but only for a
+            # few ids, because a character has at most 4 bytes.
             return from_prompt
         return from_prompt + self._emit(text)
 
     def flush(self) -> str:
         """Return the text held back, with U+FFFD for an incomplete character."""
-        if self._from_prompt:
-            return self._leave_prompt(b"")
-        if self._emitted == len(self._ids):
+        if self._incomplete_prompt_bytes:
+            return self._resolve_prompt_end(b"")
+        if self._num_emitted == len(self._ids):
             return ""
         return self._emit(self._decode(self._ids[self._context_start :]))
 
     def echo(self, prompt_ids: Sequence[int]) -> tuple[str, list[int]]:
         """See `ByteDetokenizer.echo`."""
         fresh = WindowDetokenizer(self._decode, self._byte_of, self._special_ids)
-        num_complete = len(prompt_ids) - len(self._from_prompt)
+        num_complete = len(prompt_ids) - len(self._incomplete_prompt_bytes)
         text, offsets = _text_and_offsets(fresh.push, prompt_ids[:num_complete])
         text += fresh.flush()
-        return text, offsets + [len(text)] * len(self._from_prompt)
+        return text, offsets + [len(text)] * len(self._incomplete_prompt_bytes)
 
     def _last_bytes(self) -> bytes:
-        """Return the bytes of the last ids, as far back as each id is one byte."""
+        """Return the bytes of the byte tokens at the end of the ids, at most 3."""
         data = b""
         for token_id in reversed(self._ids[-_MAX_INCOMPLETE_BYTES:]):
             byte = self._byte_of(token_id)
@@ -218,44 +240,48 @@ class WindowDetokenizer:
             data = byte + data
         return data
 
-    def _leave_prompt(self, next_byte: bytes) -> str:
-        """Decide what becomes of the prompt's incomplete last character.
+    def _resolve_prompt_end(self, next_byte: bytes) -> str:
+        """Complete or discard the incomplete character at the prompt's end.
 
-        Decoders turn a whole run of bytes into U+FFFD if one of them is wrong. So an
-        output that does not echo the prompt drops the prompt's incomplete bytes from
-        its context.
+        If `next_byte` does not continue the character and the prompt is not echoed, the
+        character's bytes are removed from the context. Decoders turn a whole run of
+        byte tokens into U+FFFD if one byte is invalid.
+
+        Returns:
+            The text of a discarded character, if the prompt is echoed; else "".
         """
-        incomplete = self._from_prompt
-        self._from_prompt = b""
+        incomplete = self._incomplete_prompt_bytes
+        self._incomplete_prompt_bytes = b""
         if _continues(incomplete, next_byte):
             return ""
         if self._echoes_prompt:
             return self._emit(self._decode(self._ids[self._context_start :]))
-        del self._ids[self._emitted :]
+        del self._ids[self._num_emitted :]
         return ""
 
     def _emit(self, text: str) -> str:
+        """Return the new part of `text`, the window's text. Then move the window."""
         if text.startswith(self._context_text):
             new_text = text[len(self._context_text) :]
         else:
-            # Invalid bytes turned the context into U+FFFD, too. Its text was already
-            # emitted, so only the new ids are decoded.
-            new_text = self._decode(self._ids[self._emitted :])
-        self._context_start = self._emitted
-        self._emitted = len(self._ids)
+            # Invalid bytes among the new ids changed the context's text to U+FFFD. The
+            # context was already emitted, so only the new ids are decoded.
+            new_text = self._decode(self._ids[self._num_emitted :])
+        self._context_start = self._num_emitted
+        self._num_emitted = len(self._ids)
         self._context_text = self._decode(self._ids[self._context_start :])
         return new_text
 
 
 def _incomplete_end(data: bytes) -> bytes:
-    """Return the incomplete character that ends `data`; empty without one."""
+    """Return the bytes of an incomplete UTF-8 character at the end of `data`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return decoder.getstate()[0]
 
 
 def _continues(incomplete: bytes, next_byte: bytes) -> bool:
-    """Whether `next_byte`, which may be empty, continues an incomplete character."""
+    """Whether `next_byte` continues an incomplete character. False if it is empty."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(incomplete + next_byte)
     except UnicodeDecodeError:
@@ -266,7 +292,11 @@ def _continues(incomplete: bytes, next_byte: bytes) -> bool:
 def _text_and_offsets(
     push: Callable[[int], str], prompt_ids: Sequence[int]
 ) -> tuple[str, list[int]]:
-    """Return the text that a detokenizer gives for ids, and each id's offset in it."""
+    """Return the text of ids, and the offset of each id in the text.
+
+    Args:
+        push: the `push` of a new detokenizer.
+    """
     parts: list[str] = []
     offsets: list[int] = []
     size = 0
@@ -278,9 +308,9 @@ def _text_and_offsets(
 
 
 def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
-    """Return the last ids of a prompt that the text of its continuation may depend on.
+    """Return the last ids of a prompt, on which the text of the next ids may depend.
 
-    None of them precedes a special token, after which a text begins anew.
+    Ids before a special token are left out, because decoders start a new text after it.
     """
     tail: list[int] = []
     for token_id in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
@@ -293,40 +323,43 @@ def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[i
 class StopFinder:
     """Cuts a text at the first complete stop string.
 
-    The first stop string is the one whose last character comes first, and the longest
-    of these. So the answer does not depend on how the text arrives. Each stop string
-    looks at each character once.
+    The first stop string is the one that ends first. Of stop strings that end at the
+    same character, it is the longest. So the result does not depend on the pieces in
+    which the text arrives. Each stop string is compared with each character once.
 
     Args:
-        keeps_stop: whether the matched stop string belongs to the text.
+        keeps_stop: whether the matched stop string stays in the text.
 
     Attributes:
         matched_stop: the stop string that ended the text, or None.
     """
 
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._stops = [(stop, _failure_function(stop)) for stop in stops]
         self._starts = {stop[0] for stop, _ in self._stops}
-        # Of each stop string, how many of its first characters the text ends with.
+        # For each stop string, how many of its first characters end the text so far.
         self._sizes = [0] * len(self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
         self.matched_stop: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that is safe to emit, and whether a stop string ended it."""
+        """Return text that cannot begin a stop string, and whether a stop string came.
+
+        Once a stop string has come, do not call this again.
+        """
         if not self._held and not any(start in text for start in self._starts):
             return text, False
         sizes = self._sizes
         held = self._held
         for end, char in enumerate(text, 1 + len(held)):
             longest = ""
-            for at, (stop, borders) in enumerate(self._stops):
-                size = sizes[at]
+            for index, (stop, borders) in enumerate(self._stops):
+                size = sizes[index]
                 while size and stop[size] != char:
                     size = borders[size - 1]
                 size += stop[size] == char
-                sizes[at] = size
+                sizes[index] = size
                 if size == len(stop) > len(longest):
                     longest = stop
             if longest:
@@ -342,18 +375,18 @@ class StopFinder:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """Return the text held back, which turned out to be no stop string."""
+        """Return the text held back. It is not a stop string, as no text follows it."""
         held = self._held
         self._held = ""
         return held
 
 
 @lru_cache(256)
-def _borders(text: str) -> list[int]:
+def _failure_function(text: str) -> list[int]:
     """Return the failure function of Knuth, Morris and Pratt for `text`.
 
-    The value at i is the length of the longest shorter prefix of `text` with which
-    text[: i + 1] ends, in characters.
+    The value at i is the length of the longest prefix of `text` with which
+    text[: i + 1] ends, except text[: i + 1] itself.
     """
     borders = [0]
     size = 0
@@ -365,7 +398,10 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-def overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of a text may begin an incomplete tag."""
+def partial_tag_length(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `tag`.
+
+    A complete tag does not count.
+    """
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(tag[:size])), 0)

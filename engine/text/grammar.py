@@ -1,21 +1,22 @@
-"""Outputs that must match a grammar, as masks of the tokens that may be drawn.
+"""Computes masks of the tokens that may be sampled, for outputs that follow a grammar.
 
     request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence
             -> masks of a step
 
-A state is a function of the sequence's outputs: it catches up with whatever outputs the
-sequence has. So preemption, recompute and a first token drawn on the prefill server
-need no special treatment. Rank 0 makes the masks in threads while the step's forward
-pass runs (core/core_grammar.py).
+A state depends only on the sequence's outputs, and catches up with any outputs that it
+has not consumed yet. So preemption, recomputation and a first token that the prefill
+server sampled need no special treatment. Rank 0 computes the masks in threads while the
+step's forward pass runs (core/core_grammar.py).
 
-A sequence under a grammar ends with:
-- "stop" as soon as no more text can follow, without an end token. An end token may be
-  drawn only where the text is complete. A stop token of the client may be drawn only
-  where the grammar allows it.
-- "length" at max_tokens, whether the text is complete or not. min_tokens bars the stop
-  tokens; where nothing else can follow, the sequence still ends with "stop".
-- GrammarFailed where an incomplete text cannot continue in this vocabulary, or where
-  the matcher gave up.
+A sequence under a grammar ends with one of these finish reasons:
+- "stop" as soon as no text can follow, without an end token. An end token may be
+  sampled only if the text is complete. A stop token of the client may be sampled only
+  if the grammar allows it.
+- "length" at max_tokens, whether the text is complete or not. Before min_tokens, stop
+  tokens are banned. If only stop tokens could follow, the sequence ends with "stop"
+  before min_tokens.
+- the error GrammarFailed, if the text is incomplete and no token of the vocabulary can
+  continue it, or if the matcher reports an error.
 """
 
 import logging
@@ -31,7 +32,11 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.text.grammar_compile import compiling_threads, make_matcher, vocabulary_of
+from engine.text.grammar_compile import (
+    build_vocabulary,
+    compiling_threads,
+    make_matcher,
+)
 from engine.text.schema.errors import GrammarError, reworded
 from engine.text.tokenizer import NO_TEMPLATE, Tokenizer, TokenizerNotFound
 from protocol.errors import GrammarFailed
@@ -42,16 +47,17 @@ logger = logging.getLogger("baton.engine")
 Int32s = npt.NDArray[np.int32]
 
 _MAX_CACHED_BYTES = 256 * 2**20
-_NUM_COMPILING = 2  # one slow grammar, which come one at a time, holds up no other
-_BITS = 32
-_ID_BYTES = 64  # memory of a token id in a tuple
-# Seconds of a core. A grammar whose latest mask took longer is slow: no step waits for
-# it.
+# Threads that compile. Slow grammars come one at a time (grammar_check.py), so a second
+# thread keeps a slow grammar from delaying others.
+_NUM_COMPILING = 2
+_BITS = 32  # tokens per word of a mask
+_ID_BYTES = 64  # bytes that a token id takes in a tuple
+# CPU seconds. If the latest mask of a grammar took longer, no step waits for its masks.
 _SLOW_S = 0.01
 
 
 class Ending(NamedTuple):
-    """The end of a sequence that draws no further token: complete, or with an error."""
+    """The end of a sequence, with an error if the output is incomplete."""
 
     error: GrammarFailed | None = None
 
@@ -60,22 +66,22 @@ COMPLETE = Ending()
 
 
 class CompiledGrammar:
-    """The state that all sequences under a grammar share.
+    """The state that all sequences with the same grammar share.
 
     Args:
-        grammar: the grammar as the request has it.
-        matcher: a matcher at the grammar's beginning; None where any text matches.
-        num_words: W, the words of a mask.
-        make: makes another such matcher.
+        grammar: the grammar in the request.
+        matcher: a matcher at the grammar's beginning; None if every text matches.
+        num_words: W, the number of words in a mask.
+        create_matcher: returns a new matcher at the grammar's beginning.
 
     Attributes:
-        first_mask: int32 [W], the mask before any output; None where the matcher is in
-            error or stopped, so that each state finds out.
-        mask_s: seconds of a core that the latest mask took. Consuming a token costs no
-            more than the mask that allowed it, which tries all tokens.
-        banned: the tokens that may not follow, by the tokens before them.
-        sizes: how many outputs the keys of `banned` have, without 0.
-        allowed: int32 [W], the tokens that may ever be drawn; None: all.
+        first_mask: int32 [W], the mask before any output. None if the matcher is in
+            error or cannot continue; each GrammarState then handles this itself.
+        mask_s: CPU seconds that the latest mask of any sequence took. Consuming a token
+            takes no longer than the mask before it, for which all tokens are tried.
+        banned: tokens that must not follow certain outputs. The keys are the outputs.
+        prefix_lengths: the lengths of the keys of `banned`, except 0.
+        allowed: int32 [W], the tokens that may be sampled at any position; None: all.
     """
 
     def __init__(
@@ -83,19 +89,19 @@ class CompiledGrammar:
         grammar: Grammar,
         matcher: LLMatcher | None,
         num_words: int,
-        make: Callable[[], LLMatcher],
+        create_matcher: Callable[[], LLMatcher],
     ) -> None:
         self.matcher = matcher
-        self.make = make
+        self.create_matcher = create_matcher
         self.num_words = num_words
         self.banned: dict[tuple[int, ...], list[int]] = {}
-        for *before, last in grammar.banned:
-            self.banned.setdefault(tuple(before), []).append(last)
-        self.sizes = {len(before) for before in self.banned} - {0}
+        for *prefix, last in grammar.banned:
+            self.banned.setdefault(tuple(prefix), []).append(last)
+        self.prefix_lengths = {len(prefix) for prefix in self.banned} - {0}
         self.allowed = _bits_of(grammar.allowed, num_words) if grammar.allowed else None
         if always_banned := self.banned.get(()):
-            others = ~_bits_of(always_banned, num_words)
-            self.allowed = others if self.allowed is None else self.allowed & others
+            unbanned = ~_bits_of(always_banned, num_words)
+            self.allowed = unbanned if self.allowed is None else self.allowed & unbanned
         self.mask_s = 0.0
         row = np.full(num_words, -1, dtype=np.int32)
         if matcher is None:
@@ -108,32 +114,32 @@ class CompiledGrammar:
 
 
 def _bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
-    """Return int32 [W] with the bits of these tokens set."""
+    """Return a mask, int32 [W], in which the bits of `token_ids` are set."""
     bits = np.zeros(num_words * _BITS, dtype=np.bool_)
     bits[[token_id for token_id in token_ids if token_id < len(bits)]] = True
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _fill(matcher: LLMatcher, row: Int32s) -> float:
-    """Write a mask to `row`; return the seconds of a core that it took."""
+    """Write the matcher's mask to `row`, int32 [W]; return the CPU seconds it took."""
     start_s = time.thread_time()
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
     return time.thread_time() - start_s
 
 
 class GrammarState:
-    """The position of one sequence in its grammar. One thread works on it at a time.
+    """The position of one sequence in its grammar. One thread at a time uses it.
 
     Args:
         grammar: the grammar that the sequence follows.
-        request: the sequence's request. Of the end tokens, only its stop tokens may be
-            drawn.
+        request: the sequence's request. An end token may be sampled only if it is in
+            the request's `stop_token_ids`.
         end_ids: the model's end tokens.
 
     Attributes:
-        ending: how the sequence ends, once that is certain.
-        row: int32 [W], the mask, once it is filled.
-        work: the work of another thread on this state.
+        ending: how the sequence ends; None while it may continue.
+        row: int32 [W], the mask of the next token, after `begin` has filled it.
+        work: the latest work on this state in another thread.
     """
 
     def __init__(
@@ -145,37 +151,43 @@ class GrammarState:
         self._grammar = grammar
         self._initial_matcher = grammar.matcher
         self._matcher = self._copy_initial_matcher()
-        # The sequence's tokens at the latest call, and the position of its first
-        # output.
+        # The sequence's tokens and the position of its first output, as of the latest
+        # call.
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
-        # All copies of a matcher share one lexer, which may be full.
+        # All copies of a matcher share one lexer, which has a limited number of states.
         self._has_private_lexer = False
-        self._recent: list[int] = []  # the latest outputs that bans look at
+        # The latest outputs, as many as the longest key of the grammar's `banned` has.
+        self._recent: list[int] = []
         self._num_consumed = 0
-        self._num_filled_at = -1  # the number of outputs that `row` is for
+        # The number of outputs after which `row` is the mask; -1: it was never filled.
+        self._num_filled_at = -1
         self._min_tokens = request.sampling.min_tokens
         self._stop_ids = request.stop_token_ids
-        self._barred_end_ids = [i for i in end_ids if i not in request.stop_token_ids]
+        self._banned_end_ids = [i for i in end_ids if i not in request.stop_token_ids]
 
     @property
     def is_busy(self) -> bool:
-        """Whether another thread works on the state, so that no other may."""
+        """Whether another thread is using the state, so that the caller must not."""
         return self.work is not None and not self.work.done()
 
     @property
     def is_slow(self) -> bool:
-        """Whether masks take so long that no step waits for them.
+        """Whether the grammar's masks take so long that no step should wait for them.
 
-        Other threads then also consume the outputs.
+        Then other threads also consume the outputs, so that the engine core does not.
         """
         return self._grammar.mask_s > _SLOW_S
 
     def follow(self, token_ids: Sequence[int], first_output: int) -> Ending | None:
-        """Catch up with a sequence's outputs, none of which ended the sequence.
+        """Consume the sequence's new outputs. None of them may have ended the sequence.
+
+        Args:
+            token_ids: all tokens of the sequence.
+            first_output: the position of the first output in `token_ids`.
 
         Returns:
-            `ending`: how the sequence ends after them; None when it may continue.
+            `ending`: how the sequence ends after the outputs; None if it may continue.
         """
         self._advance(self._new_outputs(token_ids, first_output), fill=False)
         return self.ending
@@ -183,26 +195,30 @@ class GrammarState:
     def begin(
         self, token_ids: Sequence[int], first_output: int, threads: ThreadPoolExecutor
     ) -> None:
-        """Have another thread follow the outputs and write the mask to `row`.
+        """Start to consume the outputs and compute `row` in another thread.
 
-        Does nothing where the row is up to date. Where no token can be drawn, the
-        thread sets `ending`, and `row` allows every token.
+        Does nothing if the row is up to date. If no token can be sampled, the thread
+        sets `ending`, and `row` then allows every token.
         """
         outputs = self._new_outputs(token_ids, first_output)
         if outputs or self._num_filled_at != self._num_consumed:
             self.work = threads.submit(self._advance, outputs, fill=True)
 
     def _copy_initial_matcher(self) -> LLMatcher | None:
-        """Return a matcher at the beginning; LLMatcher.reset keeps errors."""
+        """Return a new matcher at the beginning. LLMatcher.reset would keep errors."""
         if self._initial_matcher is None:
             return None
         return self._initial_matcher.deep_copy()
 
     def _new_outputs(self, token_ids: Sequence[int], first_output: int) -> list[int]:
+        """Return the outputs that are not consumed yet.
+
+        If the sequence has lost outputs, the state starts again from the beginning.
+        """
         self._token_ids = token_ids
         self._first_output = first_output
         if len(token_ids) - first_output < self._num_consumed:
-            # A first token was taken back, so the state starts again.
+            # The first token was discarded, for example after a failed pull of its KV.
             self._matcher = self._copy_initial_matcher()
             self._recent = []
             self._num_consumed = 0
@@ -211,52 +227,60 @@ class GrammarState:
         return list(token_ids[first_output + self._num_consumed :])
 
     def _advance(self, outputs: list[int], *, fill: bool) -> None:
+        """Consume outputs, and write the next mask to `row` if `fill` is true.
+
+        Sets `ending` if the sequence cannot continue.
+        """
         try:
             if outputs and self.ending is None:
                 if self._matcher is not None:
                     self._matcher.consume_tokens(outputs)
                 self._num_consumed += len(outputs)
-                if sizes := self._grammar.sizes:
-                    self._recent = (self._recent + outputs)[-max(sizes) :]
+                if lengths := self._grammar.prefix_lengths:
+                    self._recent = (self._recent + outputs)[-max(lengths) :]
                 self.ending = self._find_ending()
             is_filled = self._num_filled_at == self._num_consumed
             if fill and self.ending is None and not is_filled:
                 self.ending = self._fill_row()
-        # A mistake of the matcher itself ends one request, not all.
+        # An internal error of the matcher ends only this request.
         except Exception as error:
-            logger.exception("a grammar's matcher failed", exc_info=error)
-            self.ending = self._failure("a fault of the server; see its log")
+            logger.exception(
+                "The grammar matcher failed; one request ends with an error.",
+                exc_info=error,
+            )
+            self.ending = self._failure("internal error of the server; see its log")
         if fill:
             if self.ending is not None:
                 self.row.fill(-1)
             self._num_filled_at = self._num_consumed
 
     def _fill_row(self) -> Ending | None:
-        """Write the mask to `row`; return the ending where no token is left."""
+        """Write the mask to `row`; return the ending if the mask allows no token."""
         if not self._is_lexer_full:
             self._compute_mask()
         if self._is_lexer_full:
             self._replace_matcher()
         if ending := self._find_ending():
             return ending
-        barred = list[int]()
-        for size in self._grammar.sizes:
-            barred += self._grammar.banned.get(tuple(self._recent[-size:]), ())
+        banned = list[int]()
+        for length in self._grammar.prefix_lengths:
+            banned += self._grammar.banned.get(tuple(self._recent[-length:]), ())
         if self._matcher is not None:
-            barred += self._barred_end_ids
+            banned += self._banned_end_ids
             if self._num_consumed < self._min_tokens:
-                barred += self._stop_ids
+                banned += self._stop_ids
         if self._grammar.allowed is not None:
             self.row &= self._grammar.allowed
-        for token_id in barred:
+        for token_id in banned:
             if token_id < len(self.row) * _BITS:
                 bit = np.uint32(1 << token_id % _BITS).view(np.int32)
                 self.row[token_id // _BITS] &= ~bit
         if self.row.any():
             return None
-        return self._end("no token fits; use a simpler one")
+        return self._end("no token of the vocabulary fits; use a simpler grammar")
 
     def _compute_mask(self) -> None:
+        """Write the matcher's mask to `row`, without the bans of the request."""
         matcher = self._matcher
         first_mask = self._grammar.first_mask
         if first_mask is not None and (matcher is None or self._num_consumed == 0):
@@ -266,7 +290,10 @@ class GrammarState:
 
     @property
     def _is_lexer_full(self) -> bool:
-        """Whether other sequences filled the shared lexer, unlike a private one."""
+        """Whether the lexer that sequences share has reached its limit of states.
+
+        A private lexer that is full counts as an error of the grammar instead.
+        """
         if self._matcher is None or self._has_private_lexer:
             return False
         if not self._matcher.is_error():
@@ -274,29 +301,29 @@ class GrammarState:
         return "lexer error: too many" in self._matcher.get_error()
 
     def _replace_matcher(self) -> None:
-        """Continue with a new matcher, and compute its mask."""
-        self._matcher = self._grammar.make()
+        """Continue with a new matcher and an empty lexer, and compute the mask."""
+        self._matcher = self._grammar.create_matcher()
         self._has_private_lexer = True
         if self._grammar.matcher is self._initial_matcher:
-            # Sequences that start later get an empty lexer, too.
-            self._grammar.matcher = self._grammar.make()
+            # Sequences that start later will share another empty lexer.
+            self._grammar.matcher = self._grammar.create_matcher()
         first = self._first_output
         consumed = list(self._token_ids[first : first + self._num_consumed])
         self._matcher.consume_tokens(consumed)
         self._compute_mask()
 
     def _find_ending(self) -> Ending | None:
-        """Return the ending where the matcher reports that nothing can follow."""
+        """Return the ending if the matcher reports that no text can follow."""
         if self._matcher is None or self._is_lexer_full:
-            return None  # the next mask decides
+            return None  # `_fill_row` replaces a matcher with a full lexer
         if self._matcher.is_error():
             return self._failure(reworded(self._matcher.get_error()))
         if self._matcher.is_stopped():
-            return self._end("nothing can follow; use a simpler one")
+            return self._end("no text can follow; use a simpler grammar")
         return None
 
     def _end(self, reason: str) -> Ending:
-        """Return COMPLETE, or an error where the output is incomplete or empty."""
+        """Return COMPLETE, or an error if the output is incomplete or empty."""
         is_accepting = self._matcher is not None and self._matcher.is_accepting()
         if is_accepting and self._num_consumed > 0:
             return COMPLETE
@@ -306,32 +333,37 @@ class GrammarState:
         return Ending(
             GrammarFailed(
                 f"after {self._num_consumed} tokens the output cannot continue as the "
-                f"request's grammar demands: {reason}"
+                f"request's grammar requires: {reason}"
             )
         )
 
 
 def step_masks(states: Sequence[GrammarState | None], vocab_size: int) -> Int32s:
-    """Return the masks of a step's rows: int32 [R, ceil(V / 32)].
+    """Return the masks of the R sampled rows of a step: int32 [R, ceil(V / 32)].
 
-    Bit t % 32 of word t // 32 is set where token t may be drawn. Rows of None, and of
-    states that another thread works on, allow every token.
+    Bit t % 32 of word t // 32 is set if token t may be sampled. The mask allows every
+    token if a row's state is None, or if another thread is using it.
+
+    Args:
+        states: for each row, the state of its sequence; None without a grammar.
+        vocab_size: V, the number of the model's logits.
     """
-    num_words = -(-vocab_size // _BITS)  # the states' rows may have more
-    bits = np.full((len(states), num_words), -1, dtype=np.int32)
-    for at, state in enumerate(states):
+    # The rows of states may be wider, because the tokenizer may have more tokens.
+    num_words = -(-vocab_size // _BITS)
+    masks = np.full((len(states), num_words), -1, dtype=np.int32)
+    for index, state in enumerate(states):
         if state is not None and not state.is_busy:
-            bits[at] = state.row[:num_words]
-    return bits
+            masks[index] = state.row[:num_words]
+    return masks
 
 
 class GrammarCompiler:
-    """Makes grammar states. Only the thread of the engine core calls it.
+    """Compiles grammars in threads. Only the thread of the engine core may call it.
 
     Args:
         model_dir: the directory with the tokenizer.
-        vocab_size: the size of the model's logits.
-        on_compiled: called from another thread when a requested grammar is compiled.
+        vocab_size: the number of the model's logits.
+        on_compiled: called from another thread whenever a grammar has been compiled.
     """
 
     def __init__(
@@ -340,15 +372,16 @@ class GrammarCompiler:
         self._model_dir = model_dir
         self.vocab_size = vocab_size
         self.on_compiled = on_compiled
-        # W of the tokenizer's masks, which may be wider than the model's.
+        # W, the words of a mask. The tokenizer may have more tokens than the model has
+        # logits.
         self._num_words = 0
         self._end_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = (
             OrderedDict()
         )
         self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
-        # The load starts now: it takes a second for a large vocabulary, and no request
-        # waits for it yet.
+        # Loading a large vocabulary takes a second. It starts here, so that the first
+        # request need not wait.
         self._tokenizer = self._compiling.submit(self._load)
 
     def _load(self) -> LLTokenizer:
@@ -356,19 +389,19 @@ class GrammarCompiler:
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
         self._num_words = -(-num_tokens // _BITS)
-        return vocabulary_of(tokenizer, num_tokens)
+        return build_vocabulary(tokenizer, num_tokens)
 
     def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
-        """Return the compiled grammar, which may be in progress.
+        """Return the compiled grammar as a future. Start to compile a new grammar.
 
-        Callers keep the future while they wait: more grammars may be in progress than
-        the cache holds.
+        Callers must keep the future while they wait. The cache may drop the future of a
+        grammar before it is compiled.
 
         Args:
-            nbytes: the memory of the compiled grammar, if it is more than its text.
+            nbytes: the memory of the compiled grammar, if known.
         """
         nbytes = max(nbytes, len(grammar.text))
-        nbytes += self.vocab_size // 4  # two masks
+        nbytes += self.vocab_size // 4  # `first_mask` and `allowed`
         nbytes += _ID_BYTES * (len(grammar.allowed) + sum(map(len, grammar.banned)))
         future, nbytes = self._compiled.pop(grammar, (None, nbytes))
         if future is None:
@@ -395,7 +428,7 @@ class GrammarCompiler:
         Waits until the grammar is compiled.
 
         Args:
-            compiled: the grammar, where the caller has it.
+            compiled: the future of the compiled grammar, if the caller has it.
 
         Raises:
             GrammarFailed: the grammar cannot be used with this model.
@@ -409,10 +442,13 @@ class GrammarCompiler:
                 f"the request's grammar cannot be used: {error}"
             ) from None
         except Exception as error:
-            logger.exception("a grammar could not be compiled", exc_info=error)
+            logger.exception(
+                "A grammar could not be compiled; one request ends with an error.",
+                exc_info=error,
+            )
             raise GrammarFailed(
-                "the request's grammar cannot be used: a fault of the server; see its "
-                "log"
+                "the request's grammar cannot be used: internal error of the server; "
+                "see its log"
             ) from None
         return GrammarState(compiled_grammar, request, self._end_ids)
 

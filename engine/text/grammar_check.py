@@ -1,13 +1,14 @@
-"""Tries the grammars of a request before the request is accepted.
+"""Tries to compile the grammars of a request before the request is accepted.
 
-Each grammar is tried by a child of a separate process (grammar_compile.py). The first
-trial runs among many others, for a short time that suffices for nearly all grammars. A
-grammar that takes longer is tried again, one at a time and up to the server's limit, so
-that it delays only other slow grammars.
+A child of a separate process compiles each grammar (grammar_compile.py). A first trial
+runs concurrently with others and has a short time limit that suffices for nearly all
+grammars. A grammar that takes longer is tried again with the limit --grammar-timeout-s.
+Such trials run one at a time, so a slow grammar delays only other slow grammars.
 
 Requests that wait for a trial form the trial queue, which is separate from the queue of
-prompts. Requests that find it full, or wait too long in it, are refused with a 429 of
-their own. Requests without a schema, or with schemas that were tried before, skip it.
+prompts. A request is refused with status 429 and the error GrammarQueueFull if the
+trial queue is full or the wait is too long. Requests without grammars, or with grammars
+that were tried before, do not wait in the trial queue.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.text.grammar_compile import Try, Verdict, line_of
+from engine.text.grammar_compile import Trial, Verdict, encode_line
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarQueueFull, InternalError, Overloaded
 from protocol.messages import Grammar
@@ -30,17 +31,19 @@ from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.environment import child_environment
 
-MEMORY_BYTES = 256 * 2**20  # for the compilation of one grammar
-MAX_HELD_BYTES = 4 * 2**30  # of the grammars of all open requests
+MEMORY_BYTES = 256 * 2**20  # limit for the compilation of one grammar
+MAX_HELD_BYTES = 4 * 2**30  # limit for the compiled grammars of all open requests
 
-_QUICK_CPU_S = 0.1
-_NUM_QUICK = 4
-_NUM_SLOW = 1
-_MAX_VERDICTS = 8192  # more than one request can have grammars
-_MAX_WAIT_S = 10.0  # for a turn, and for a child to begin
-# Requests in the trial queue, each of which keeps its schemas in memory.
+_QUICK_CPU_S = 0.1  # CPU seconds of a first trial
+_NUM_QUICK = 4  # concurrent first trials
+_NUM_SLOW = 1  # concurrent second trials
+_MAX_VERDICTS = 8192  # cached verdicts; no request has as many grammars
+_MAX_WAIT_S = 10.0  # for a turn in the trial queue, and for a child to begin
+# The most requests in the trial queue. Each keeps its schemas in memory.
 MAX_WAITING_TRIALS = 1024
-_START_TIMEOUT_S = 60.0  # the process takes a second to start for a large vocabulary
+# A limit for the start of the trial process, which takes a second for a large
+# vocabulary.
+_START_TIMEOUT_S = 60.0
 
 
 class GrammarChecker:
@@ -48,22 +51,23 @@ class GrammarChecker:
 
     Args:
         tokenizer: the model's tokenizer.
-        timeout_s: seconds that a request's grammars may take to compile.
+        timeout_s: the most seconds that all grammars of a request may take to compile.
 
     Attributes:
-        num_waiting: requests in the trial queue.
+        num_waiting: the number of requests in the trial queue.
     """
 
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
         self._folder = tokenizer.folder
         self._timeout_s = timeout_s
-        # Each lane: the trials that run at once, and the CPU seconds of each.
+        # First trials, then second trials: a semaphore that limits how many run at
+        # once, and the CPU seconds that each may take.
         self._lanes = (
             (asyncio.Semaphore(_NUM_QUICK), _QUICK_CPU_S),
             (asyncio.Semaphore(_NUM_SLOW), timeout_s),
         )
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        # By grammar: the open requests that use it, and its bytes.
+        # By grammar: how many open requests use the grammar, and its bytes.
         self._held: dict[bytes, tuple[int, int]] = {}
         self.num_waiting = 0
         self._starting = asyncio.Lock()
@@ -72,11 +76,11 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """The id of the trial process; None before it was started."""
+        """The id of the trial process; None while there is no process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start the process, unless it runs.
+        """Start the trial process if it is not running.
 
         Raises:
             InternalError: the process cannot be started.
@@ -85,11 +89,11 @@ class GrammarChecker:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 self._process, self._control = await asyncio.to_thread(
-                    _spawn, self._folder
+                    _spawn_trial_process, self._folder
                 )
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """Kill the trial process. Idempotent."""
         if self._process is not None and self._control is not None:
             self._process.kill()
             self._process.wait()
@@ -98,17 +102,22 @@ class GrammarChecker:
         self._control = None
 
     def nbytes(self, grammar: Grammar | None) -> int:
-        """Return the memory of an accepted grammar, compiled; 0 where it is unknown."""
+        """Return the memory that a compiled grammar takes, in bytes; 0 if unknown."""
         if grammar is None:
             return 0
         verdict = self._verdicts.get(_key(grammar))
         return verdict.nbytes if verdict else 0
 
-    def hold(self, grammar: Grammar | None) -> Callable[[], None]:
-        """Count the memory of an open request's grammar, until the result is called.
+    def reserve_memory(self, grammar: Grammar | None) -> Callable[[], None]:
+        """Reserve the memory of an open request's grammar.
+
+        Requests with the same grammar share its memory.
+
+        Returns:
+            A callback that frees the reservation, to be called when the request ends.
 
         Raises:
-            Overloaded: the grammars of all open requests take too much memory.
+            Overloaded: the grammars of all open requests would exceed MAX_HELD_BYTES.
         """
         if grammar is None:
             return lambda: None
@@ -117,7 +126,9 @@ class GrammarChecker:
         total = sum(size for _, size in self._held.values())
         if not count and total + nbytes > MAX_HELD_BYTES:
             raise Overloaded(
-                "Open requests' schemas and grammars fill the memory; try again soon."
+                f"The schemas and grammars of open requests take {total} bytes, and "
+                f"this request needs {nbytes} more; the limit is {MAX_HELD_BYTES}. Try "
+                "again soon."
             )
         self._held[key] = (count + 1, nbytes)
 
@@ -129,11 +140,13 @@ class GrammarChecker:
         return release
 
     async def check(self, all_guided: Sequence[GuidedDecoding]) -> None:
-        """Return if all grammars can be used. Cancel it when the client disconnects.
+        """Raise an error unless all grammars of a request can be used.
+
+        The caller cancels this coroutine when the client disconnects.
 
         Raises:
-            InvalidRequest: names the first field that cannot be used, and why.
-            GrammarQueueFull: too many other requests wait to be tried.
+            InvalidRequest: a grammar cannot be used. The error has its field and why.
+            GrammarQueueFull: too many other requests wait in the trial queue.
         """
         untried = self._without_verdict(all_guided)
         for turns, cpu_s in self._lanes:
@@ -141,7 +154,7 @@ class GrammarChecker:
                 return
             await self._take_turn(turns)
             try:
-                # Another request may have had the same grammars tried.
+                # A trial for another request may have included the same grammars.
                 untried = self._without_verdict(untried)
                 if untried:
                     await self._try(untried, cpu_s)
@@ -152,15 +165,15 @@ class GrammarChecker:
             refuse(
                 untried[0].field,
                 f"takes more than {self._timeout_s:g} s or {MEMORY_BYTES >> 20} MB of "
-                "memory to compile; send a simpler one (the server's limit of time is "
+                "memory to compile; send a simpler one (the server's time limit is "
                 "--grammar-timeout-s)",
             )
 
     async def _take_turn(self, turns: asyncio.Semaphore) -> None:
-        """Wait in the trial queue.
+        """Wait in the trial queue, then acquire `turns`.
 
         Raises:
-            GrammarQueueFull: the queue is full, or the wait was too long.
+            GrammarQueueFull: the trial queue is full, or the wait was too long.
         """
         if turns.locked() and self.num_waiting >= MAX_WAITING_TRIALS:
             raise _trial_queue_full(self.num_waiting)
@@ -179,7 +192,8 @@ class GrammarChecker:
         """Return the grammars that have no verdict yet.
 
         Raises:
-            InvalidRequest: names the first grammar whose verdict is bad.
+            InvalidRequest: a grammar cannot be used, by its verdict. The error has the
+                field of the first such grammar.
         """
         verdicts = [self._verdicts.get(_key(guided.grammar)) for guided in all_guided]
         untried: list[GuidedDecoding] = []
@@ -187,15 +201,23 @@ class GrammarChecker:
             if verdict is None:
                 untried.append(guided)
                 continue
-            # New schemas push only unused verdicts out.
+            # Keep this verdict: the cache drops the verdicts that were not used lately.
             self._verdicts.move_to_end(_key(guided.grammar))
             if verdict.mistake is not None:
                 refuse(guided.field, f"cannot be used: {verdict.mistake}")
         return untried
 
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
-        """Store the verdicts that come in time, until a grammar exhausts the child."""
-        trial = Try(
+        """Try grammars in a child, and store the verdicts that arrive in time.
+
+        A grammar that exhausts the child's time or memory, and all grammars after it,
+        get no verdict.
+
+        Raises:
+            InvalidRequest: a grammar cannot be used.
+            Overloaded: no child could be started.
+        """
+        trial = Trial(
             [guided.grammar for guided in all_guided],
             MEMORY_BYTES,
             cpu_s,
@@ -211,8 +233,7 @@ class GrammarChecker:
                             return
                         verdict = msgspec.json.decode(line, type=Verdict)
                         self._verdicts[_key(guided.grammar)] = verdict
-                        # A mistake refuses the request before the next grammar is
-                        # tried.
+                        # If the grammar has a mistake, the next grammars are not tried.
                         self._without_verdict([guided])
             while len(self._verdicts) > _MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -220,11 +241,14 @@ class GrammarChecker:
             writer.transport.abort()
 
     async def _start_child(
-        self, trial: Try
+        self, trial: Trial
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return the connection to a new child that has begun.
+        """Start a child, and return the connection to it once the child has begun.
 
-        The process is started again where it was killed or hangs.
+        If the trial process was killed or hangs, it is started again.
+
+        Raises:
+            Overloaded: the child did not begin in two attempts.
         """
         for _ in range(2):
             await self.start()
@@ -232,13 +256,13 @@ class GrammarChecker:
             control = self._control
             assert control is not None
             ours, theirs = socket.socketpair()
-            # If no process receives it, `ours` reads as closed.
+            # If the process does not receive the socket, reading `ours` yields its end.
             with theirs, contextlib.suppress(OSError):
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             first_line = b""
             try:
-                writer.write(line_of(trial))
+                writer.write(encode_line(trial))
                 with contextlib.suppress(TimeoutError):
                     first_line = await asyncio.wait_for(_read_line(reader), _MAX_WAIT_S)
             finally:
@@ -248,20 +272,34 @@ class GrammarChecker:
                 return reader, writer
             if self._process is process:
                 self.close()
-        raise Overloaded("The process that tries grammars was ended; try again.")
+        raise Overloaded(
+            "The process that tries schemas and grammars does not respond; try again."
+        )
 
 
 def _trial_queue_full(num_waiting: int) -> GrammarQueueFull:
     return GrammarQueueFull(
-        f"{num_waiting} requests with new schemas or grammars wait in the trial queue, "
-        f"the limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try "
-        "again later, or send schemas that were accepted before",
+        f"{num_waiting} requests with new schemas or grammars are in the trial queue; "
+        f"the limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try again "
+        "later, or send schemas that were accepted before",
         _MAX_WAIT_S / 2,
     )
 
 
-def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Return the process, once it can try grammars, and the socket to it."""
+def _spawn_trial_process(
+    folder: Path,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a trial process, and wait until it can try grammars.
+
+    Args:
+        folder: the directory of the model.
+
+    Returns:
+        The process, and the socket to it.
+
+    Raises:
+        InternalError: the process did not start within _START_TIMEOUT_S.
+    """
     control, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -285,13 +323,16 @@ def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
         process.kill()
         process.wait()
         control.close()
-        raise InternalError("The process that tries grammars cannot be started.")
+        raise InternalError(
+            "The process that tries schemas and grammars did not start within "
+            f"{_START_TIMEOUT_S:g} s; see the server's log."
+        )
     control.setblocking(False)
     return process, control
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line; empty where the connection is closed."""
+    """Return the next line; b"" if the connection is closed."""
     try:
         return await reader.readline()
     except OSError:

@@ -1,14 +1,15 @@
-"""Compiles a grammar's text to a matcher, and tries grammars in a process of their own.
+"""Compiles a grammar's text to a matcher, and tries grammars in a separate process.
 
     HTTP process --one socket pair per trial--> this process --fork--> child:
                                                 compiles, sends verdicts, exits
 
-No torch here. The kernel bounds a child's memory and time, and a child ends when the
-other end of its socket is closed. A grammar that exhausts the memory, overflows the
-stack or never finishes compiling does so in a child, which serves no other request.
+This module does not import torch. The kernel limits the memory and time of a child. A
+child exits when the other end of its socket is closed. A grammar may exhaust the
+memory, overflow the stack or never finish compiling. It then ends only the child that
+tries it, and no other request is affected.
 
-JSON may have whitespace between its tokens, but only a bounded run of it. A model that
-has begun to write blanks could otherwise continue until `max_tokens`.
+Grammars of JSON allow a limited number of whitespace characters between JSON's tokens.
+Otherwise, a model that has begun to write spaces could continue until `max_tokens`.
 """
 
 import contextlib
@@ -29,40 +30,45 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.text.schema.compile import calls_source, schema_source, with_checked_schemas
+from engine.text.schema.compile import (
+    calls_grammar,
+    schema_grammar,
+    with_checked_schemas,
+)
 from engine.text.schema.errors import TOO_COMPLEX, GrammarError, reworded
 from engine.text.schema.locate import located_problem
 from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from protocol.messages import Grammar
 
 MAX_GRAMMAR_CHARS = 128 * 1024
-# The conversion to Lark's form takes quadratic time: 0.7 s for this size.
+# Converting GBNF to Lark syntax takes quadratic time: 0.7 s for this size.
 MAX_GBNF_CHARS = 16 * 1024
-MAX_MASK_S = 0.5  # seconds of a core for the mask at one position
+MAX_MASK_S = 0.5  # the most CPU seconds that the first mask of a grammar may take
 
-# A lexer state takes 1 to 2 kB and is made when an output reaches it. A mask's time
-# grows with the square of its items; a choice of 1,024 texts has fewer items than this
-# limit. Errors go to clients, so they are not verbose.
+# A lexer state takes 1 to 2 kB and is created when an output reaches it. The time of a
+# mask grows with the square of its items. A choice of 1,024 texts needs fewer items
+# than this limit. Clients receive the error messages, so the messages are not verbose.
 _LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
 
-# The texts that llguidance takes for Lark's form. Its own pattern needs minutes for
-# 100,000 empty lines.
+# Matches the texts that llguidance treats as Lark syntax. The library's own pattern
+# takes minutes for a text of 100,000 empty lines.
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
-# The library follows chains of rules by recursion in Rust, where an overflow ends the
-# process. A chain in a text of the largest size takes a third of this.
+# The library, which is written in Rust, follows chains of rules by recursion. A stack
+# overflow in Rust kills the process. The longest chain that fits in MAX_GRAMMAR_CHARS
+# takes a third of this stack.
 STACK_BYTES = 64 * 2**20
 
 _PAGE_BYTES = resource.getpagesize()
 
 
 def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that may call `make_matcher`."""
+    """Return a pool of threads with stacks that are large enough for `make_matcher`."""
     pool = ThreadPoolExecutor(count, thread_name_prefix=name)
     default_size = threading.stack_size(STACK_BYTES)
-    # The barrier makes the pool start all of its threads while the size is in effect.
+    # The barrier makes the pool start all threads before the default size is restored.
     all_started = threading.Barrier(count)
     for future in [pool.submit(all_started.wait) for _ in range(count)]:
         future.result()
@@ -70,13 +76,16 @@ def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def vocabulary_of(tokenizer: Tokenizer, num_tokens: int | None = None) -> LLTokenizer:
-    """Return the vocabulary that matchers need; takes a second for a large one.
+def build_vocabulary(
+    tokenizer: Tokenizer, num_tokens: int | None = None
+) -> LLTokenizer:
+    """Return the vocabulary that matchers need. A large one takes a second to build.
 
     Args:
-        num_tokens: the size of the model's logits; None: that of the tokenizer.
+        num_tokens: the number of the model's logits; None: as many as the tokenizer has
+            tokens.
     """
-    # An end token may lie in the model's padding, which the tokenizer does not have.
+    # An end token may have an id in the model's padding, beyond the tokenizer's ids.
     end_ids = [end_id for end_id in tokenizer.eos_ids if end_id < tokenizer.vocab_size]
     num_tokens = num_tokens or tokenizer.vocab_size
     return LLTokenizer(
@@ -87,22 +96,23 @@ def vocabulary_of(tokenizer: Tokenizer, num_tokens: int | None = None) -> LLToke
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Return a matcher at the beginning of `grammar`.
 
-    The calling thread needs a stack of STACK_BYTES. Other threads run while it works.
+    The calling thread needs a stack of STACK_BYTES. The library releases the GIL, so
+    other threads can run.
 
     Raises:
         GrammarError: the grammar has a mistake or is too large.
     """
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(
-            f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}"
+            f"it has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}"
         )
     try:
-        source = _with_others(_to_llguidance(grammar), grammar)
+        source = _with_reasoning_and_calls(_to_llguidance(grammar), grammar)
     except RecursionError:
         raise GrammarError("it is nested too deeply; send a flatter one") from None
     except GrammarError:
         raise
-    # The converters raise several kinds of exceptions, all about the text.
+    # The converters raise several types of exceptions. All are caused by the text.
     except Exception as error:
         raise GrammarError(_one_line(reworded(str(error)))) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
@@ -115,15 +125,20 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _to_llguidance(grammar: Grammar) -> str:
+    """Return a request's grammar in the syntax of llguidance.
+
+    Raises:
+        GrammarError: a schema cannot be enforced, or the text is too long.
+    """
     match grammar.kind:
         case "any":
             return LLMatcher.grammar_from_regex(r"(.|\n)*")
         case "json_object":
-            return schema_source('{"type": "object"}')
+            return schema_grammar('{"type": "object"}')
         case "json_schema":
-            return schema_source(grammar.text)
+            return schema_grammar(grammar.text)
         case "calls":
-            return calls_source(grammar.text)
+            return calls_grammar(grammar.text)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
@@ -131,27 +146,30 @@ def _to_llguidance(grammar: Grammar) -> str:
                 json.dumps(choice, ensure_ascii=False)
                 for choice in json.loads(grammar.text)
             )
-            # Lark takes every character as JSON writes it, except DEL.
+            # Lark accepts JSON's spelling of every character except DEL.
             quoted = " | ".join(text.replace("\x7f", r"\u007f") for text in texts)
             return LLMatcher.grammar_from_lark(f"start: {quoted}")
         case "grammar" if _LARK.search(grammar.text):
             return LLMatcher.grammar_from_lark(with_checked_schemas(grammar.text))
         case "grammar" if len(grammar.text) > MAX_GBNF_CHARS:
             raise GrammarError(
-                f"it has no rule `start:`, so it is GBNF, and has {len(grammar.text)} "
-                f"characters, at most {MAX_GBNF_CHARS}"
+                "it has no rule `start:`, so it is read as GBNF; it has "
+                f"{len(grammar.text)} characters, and the limit for GBNF is "
+                f"{MAX_GBNF_CHARS}"
             )
         case "grammar":
             return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
 
 
 _BLANKS = r"/[ \n\r\t]{0,4}/"
+# The part of the start rule that allows reasoning, by `Grammar.reasoning`.
 _THOUGHTS = {
     "": "",
     "open": "thoughts ",
     "perhaps": f'{_BLANKS} ("<think>" thoughts)? ',
 }
-# gpt-oss: tags are tokens, and a call's recipient comes before or after its channel.
+# The harmony format of gpt-oss: tags are tokens, and the recipient of a call comes
+# before or after its channel. %s stands for `_HARMONY_CALL` if calls are allowed.
 _HARMONY = r"""start: (<|start|> "assistant")? thought* said
 thought: <|channel|> "analysis" <|message|> /(.|\n)*/ <|end|> <|start|> "assistant"
 said: <|channel|> "final" type <|message|> @answer%s
@@ -163,12 +181,12 @@ channel: <|channel|> /analysis|commentary/
 to: """
 
 
-def _with_others(source: str, grammar: Grammar) -> str:
-    """Allow reasoning before a grammar's answer, and calls instead of the answer.
+def _with_reasoning_and_calls(source: str, grammar: Grammar) -> str:
+    """Return a grammar that also allows reasoning before the answer, or calls instead.
 
     Args:
-        source: the grammar of the answer, as llguidance reads it.
-        grammar: which reasoning and which calls are allowed.
+        source: the grammar of the answer, in the syntax of llguidance.
+        grammar: the request's grammar, which says what reasoning and calls are allowed.
     """
     if not (grammar.reasoning or grammar.calls):
         return source
@@ -195,10 +213,11 @@ def _with_others(source: str, grammar: Grammar) -> str:
 
 
 def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Compute the first mask of a matcher.
+    """Check the first mask of a matcher.
 
     Raises:
-        GrammarError: no token can be drawn, or the mask takes too long.
+        GrammarError: no token can be sampled, the mask takes more than MAX_MASK_S, or
+            only the empty text matches.
     """
     start_s = time.thread_time()
     first_mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -212,10 +231,10 @@ def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     if seconds > MAX_MASK_S:
         raise GrammarError(
             f"it is too ambiguous: finding its possible first tokens takes "
-            f"{seconds:.2f} s, at most {MAX_MASK_S:g} s"
+            f"{seconds:.2f} s, and the limit is {MAX_MASK_S:g} s; send a simpler one"
         )
     if first_mask == 1 << tokenizer.eos_token:
-        raise GrammarError("no text but the empty one matches it")
+        raise GrammarError("only the empty text matches it; correct it")
 
 
 def _one_line(text: str, limit: int = 300) -> str:
@@ -226,16 +245,15 @@ def _one_line(text: str, limit: int = 300) -> str:
 # -- The process that tries grammars -------------------------------------------------
 
 
-class Try(msgspec.Struct, frozen=True):
+class Trial(msgspec.Struct, frozen=True):
     """The only message to a child. All messages are lines of JSON.
 
-    The child answers with an empty object when it begins, then with one Verdict for
-    each grammar.
+    The child sends an empty object when it begins, then one Verdict for each grammar.
 
     Attributes:
-        memory_bytes: memory that the child may take beyond what it starts with.
-        cpu_s: CPU seconds after which the kernel ends the child.
-        limit_s: seconds after which the kernel ends the child.
+        memory_bytes: the memory that the child may allocate after its start.
+        cpu_s: CPU seconds after which the kernel kills the child.
+        limit_s: seconds of wall-clock time after which the kernel kills the child.
     """
 
     grammars: list[Grammar]
@@ -248,38 +266,38 @@ class Verdict(msgspec.Struct, frozen=True):
     """The result of a trial.
 
     Attributes:
-        mistake: why the grammar cannot be used; None: it can.
-        nbytes: the memory of the compiled grammar.
+        mistake: why the grammar cannot be used; None if it can be used.
+        nbytes: the memory of the compiled grammar, in bytes.
     """
 
     mistake: str | None
     nbytes: int = 0
 
 
-def line_of(message: Try | Verdict) -> bytes:
+def encode_line(message: Trial | Verdict) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
 def main() -> None:
-    """Serve a socket until its other end is closed.
+    """Run the trial process until the HTTP process closes its socket.
 
-    Arguments: the socket's file descriptor, and the folder of the model whose
-    vocabulary the grammars are tried with.
+    The arguments of the command line are the socket's file descriptor and the directory
+    of the model, which has the vocabulary for the trials.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    tokenizer = vocabulary_of(Tokenizer(sys.argv[2], NO_TEMPLATE))
+    tokenizer = build_vocabulary(Tokenizer(sys.argv[2], NO_TEMPLATE))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A first trial loads what all grammars need, so that children inherit it.
-    judge(tokenizer, Grammar("json_object"))
+    # This trial initializes what all trials need, so that children inherit it.
+    try_grammar(tokenizer, Grammar("json_object"))
     gc.freeze()
     control.send(b"!")
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
             return
-        # If the fork fails, the closed socket reports it.
+        # If the fork fails, closing the socket informs the HTTP process.
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 control.close()
@@ -288,38 +306,40 @@ def main() -> None:
 
 
 def _run_trial(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
-    """Run a trial in a child, which exits at its end."""
+    """Run a trial in a child process, then exit."""
     try:
-        trial = msgspec.json.decode(connection.makefile("rb").readline(), type=Try)
+        trial = msgspec.json.decode(connection.makefile("rb").readline(), type=Trial)
         signal.setitimer(signal.ITIMER_PROF, trial.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, trial.limit_s)
-        # Rust's messages about panics and exhausted memory do not belong in the log.
+        # Rust writes messages about panics and exhausted memory, which would confuse
+        # readers of the log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         max_bytes = _memory_bytes(0) + STACK_BYTES + trial.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         threading.stack_size(STACK_BYTES)
         threading.Thread(
-            target=_judge_all, args=(connection, tokenizer, trial.grammars)
+            target=_try_all, args=(connection, tokenizer, trial.grammars)
         ).start()
-        # The server closes the socket when it has all verdicts, or needs none any more.
+        # The HTTP process closes the socket when it needs no more verdicts.
         connection.recv(1)
     finally:
         os._exit(0)
 
 
-def _judge_all(
+def _try_all(
     connection: socket.socket, tokenizer: LLTokenizer, grammars: list[Grammar]
 ) -> None:
+    """Send the verdicts of all grammars. Exit if a trial fails unexpectedly."""
     try:
         connection.sendall(b"{}\n")
         for grammar in grammars:
-            connection.sendall(line_of(judge(tokenizer, grammar)))
+            connection.sendall(encode_line(try_grammar(tokenizer, grammar)))
     except BaseException:  # Rust's panics do not derive from Exception
         os._exit(1)
 
 
-def judge(tokenizer: LLTokenizer, grammar: Grammar) -> Verdict:
-    """Compile a grammar and compute its first mask."""
+def try_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> Verdict:
+    """Compile a grammar, check its first mask, and return the verdict."""
     bytes_before = _memory_bytes(1)
     try:
         _check(make_matcher(tokenizer, grammar), tokenizer)
@@ -329,7 +349,7 @@ def judge(tokenizer: LLTokenizer, grammar: Grammar) -> Verdict:
 
 
 def _memory_bytes(column: int) -> int:
-    """Return this process's memory: its address space (column 0) or RSS (1)."""
+    """Return this process's bytes of memory: address space (column 0) or RSS (1)."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[column]) * _PAGE_BYTES
 

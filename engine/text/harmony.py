@@ -7,12 +7,14 @@
         <|constrain|>json<|message|>{}<|call|>                      a call
     <|start|>assistant<|channel|>final<|message|>2<|return|>        content
 
-An answer is a sequence of messages, each with a head up to <|message|>. The recipient
-of a call may also come before the channel. Mistakes in a head are skipped where a
-message follows; text that fits no head is content. A message may lack its <|end|>: the
-next head ends it, even the head of a call that begins with the recipient.
+An answer is a sequence of messages. Each message has a head, which ends with
+<|message|>, and a text. In the head of a call, the recipient may also come before the
+channel. Mistakes in a head are skipped if <|message|> follows. Text that cannot belong
+to a head is content. If a message lacks its <|end|>, the next head ends the message.
+This head may be that of a call which begins with the recipient.
 
-Tags are tokens; see harmony_tags.py.
+The tags are single tokens. The parser reads text in which a character stands for each
+tag (harmony_tags.py).
 """
 
 import re
@@ -28,19 +30,21 @@ _TAGS: Final = {
     "<|message|>": MESSAGE, "<|channel|>": CHANNEL, "<|constrain|>": CONSTRAIN,
 }  # fmt: skip
 _PIECE = re.compile(f"[{ALL_TAGS}]|[^{ALL_TAGS}]+")
-_MAX_HEAD = 512  # characters
+_MAX_HEAD_CHARS = 512
 _ROLE = START + "assistant"
 _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
 _NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{ALL_TAGS}]")
-# The head of a call after a message without <|end|>, and the beginnings of such a head.
+# The recipient that begins the head of a call after a message without <|end|>, and the
+# incomplete beginnings of such a recipient.
 _OPEN_RECIPIENT = re.compile(
     r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
 )
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )
-_BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")  # a head before its first tag
+# The part of a head before its first tag: spaces and the recipient.
+_BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")
 _SYSTEM = ("system", "developer")
 _HEAD_WORDS = (
     "assistant", "analysis", "commentary", "final", "to=", "json", "code",
@@ -48,7 +52,10 @@ _HEAD_WORDS = (
 
 
 def tag_characters(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the character of each token that is a tag, by token id."""
+    """Return the characters that stand for the tag tokens, by token id.
+
+    Empty if the model has no tokens of the harmony format.
+    """
     characters: dict[int, str] = {}
     for name, character in _TAGS.items():
         token_id = tokenizer.id_of(name)
@@ -58,16 +65,17 @@ def tag_characters(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def answer_head(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the part of the answer's first head that the prompt ends with.
+    """Return the part of the answer's first head that the prompt already contains.
 
-    It is empty, or the head after the role, through MESSAGE where the message has
-    begun.
+    The result begins after the role. If the prompt contains the complete head, the
+    result ends with MESSAGE. It is empty if the prompt contains only the role, or if
+    its last message has ended.
     """
     tags = tag_characters(tokenizer)
     starts = (
-        at
-        for at in reversed(range(len(prompt_ids)))
-        if tags.get(prompt_ids[at]) == START
+        position
+        for position in reversed(range(len(prompt_ids)))
+        if tags.get(prompt_ids[position]) == START
     )
     last_message = prompt_ids[next(starts, len(prompt_ids)) :]
     kinds = [tags.get(token_id) for token_id in last_message]
@@ -84,12 +92,14 @@ def answer_head(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
 class HarmonyParser(ReasoningParser):
     """Separates the reasoning of one choice from its content and calls.
 
-    A call becomes START name MESSAGE arguments END in the content, for ToolParser.
+    In the content, a call is written as START name MESSAGE arguments END, which
+    ToolParser reads.
 
     Args:
-        head: see `answer_head`.
-        tags: see `tag_characters`.
-        emits_calls: if False, the text of calls is reasoning or content by its channel.
+        head: the result of `answer_head`.
+        tags: the result of `tag_characters`.
+        emits_calls: whether calls become content for ToolParser. If False, the channel
+            decides whether the text of a call is reasoning or content.
     """
 
     may_think = True
@@ -100,19 +110,22 @@ class HarmonyParser(ReasoningParser):
         self._emits_calls = emits_calls
         self.is_in_head = True
         self._head = ""
-        # The end of a message's text that may be the head of a call.
+        # The end of a message's text, held back because it may begin the head of a
+        # call.
         self._recipient = ""
-        # What the current message is, and the kinds that have text so far.
+        # The part of the answer to which the current message belongs.
         self._part: Literal["reasoning", "content", "call"] = "content"
-        self._parts = set[str]()
-        self._gap = ""  # what separates a message's text from the preceding one
-        # Reasoning and content since the last `feed`.
+        self._parts = set[str]()  # the parts that have text so far
+        # The separator between the text of the current message and the previous text of
+        # the same part.
+        self._gap = ""
+        # The reasoning and the content that the next return of `feed` will have.
         self._reasoning = ""
         self._content = ""
         self._reasoning, self._content = self.feed(head)
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return what `text` adds to the reasoning and to the content."""
+        """Return the text that `text` adds to the reasoning, and to the content."""
         for piece in _PIECE.findall(text):
             if not self.is_in_head:
                 self._end_message_before(piece)
@@ -132,7 +145,7 @@ class HarmonyParser(ReasoningParser):
         self._content = ""
         return reasoning, content
 
-    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
+    def finish(self, *, is_truncated: bool = False) -> tuple[str, str]:
         """Return the reasoning and the content that were held back."""
         self._release_recipient()
         self._end_head()
@@ -143,7 +156,10 @@ class HarmonyParser(ReasoningParser):
         return not {*ALL_TAGS}.isdisjoint(self._head)
 
     def _end_message_before(self, tag: str) -> None:
-        """End the message where `tag` begins a head or continues one in its text."""
+        """End the current message if `tag` belongs to the head of the next message.
+
+        The message's text may end with the beginning of that head.
+        """
         is_of_head = tag in (CHANNEL, CONSTRAIN, MESSAGE)
         if is_of_head and _OPEN_RECIPIENT.fullmatch(self._recipient):
             head = self._recipient
@@ -155,7 +171,7 @@ class HarmonyParser(ReasoningParser):
             self._end_message()
 
     def _add_message_text(self, text: str) -> None:
-        """Emit a message's text, except for an end that may be the head of a call."""
+        """Emit text of a message. Hold back its end if that may begin a call's head."""
         if self._part == "call" or not self._emits_calls:
             self._add_text(text)
             return
@@ -165,23 +181,23 @@ class HarmonyParser(ReasoningParser):
         self._add_text(text[: len(text) - len(self._recipient)])
 
     def _release_recipient(self) -> None:
-        """Emit as text what looked like the head of a call."""
+        """Emit the text held back. It is not the head of a call."""
         text = self._recipient
         self._recipient = ""
         self._add_text(text)
 
     def _check_head(self) -> None:
-        """Begin a message where the text so far can be no head."""
+        """Begin a message if the text so far cannot be a head, or is too long."""
         if not (self._has_tags or _BARE_HEAD.fullmatch(self._head)):
             text = self._head
             self._head = ""
             self._begin_message(is_complete=True)
             self._add_message_text(text)
-        elif len(self._head) > _MAX_HEAD:
+        elif len(self._head) > _MAX_HEAD_CHARS:
             self._begin_message()
 
     def _end_head(self) -> None:
-        """End a head that has no message. Text that belongs to no head is emitted."""
+        """End a head without a message. Emit text that cannot belong to a head."""
         text = _NO_TEXT.sub("", self._head).strip()
         is_head_word = any(word.startswith(text) for word in _HEAD_WORDS)
         if text and not (self._has_tags and is_head_word):
@@ -191,11 +207,11 @@ class HarmonyParser(ReasoningParser):
     def _begin_message(self, *, is_complete: bool = False) -> None:
         """Begin the message of the current head.
 
-        Text in the head that belongs to no head is emitted.
+        Unexpected text in the head is emitted as text of the message.
 
         Args:
-            is_complete: whether the head is complete. A single word in such a head is
-                dropped.
+            is_complete: whether the head has ended with <|message|>. Then a single
+                unexpected word, such as a content type, is dropped.
         """
         head = self._head
         self._head = ""
@@ -219,6 +235,7 @@ class HarmonyParser(ReasoningParser):
             self._add_text(text)
 
     def _end_message(self) -> None:
+        """End the current message. A call without arguments gets `{}`."""
         if self._part == "call":
             self._emit(END if "call" in self._parts else "{}" + END)
         self.is_in_head = True
@@ -239,14 +256,15 @@ class HarmonyParser(ReasoningParser):
 
 
 def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in the form that the chat template takes.
+    """Return a conversation in the form that gpt-oss's chat template accepts.
 
-    The template takes one call in a turn, followed by its tools' results, and one
-    system message. Reasoning and text before a call are joined, as the model wrote
-    them.
+    The template accepts one system message at a time, and one call per turn, followed
+    by the result of that call. So consecutive system messages are joined, and turns
+    with several calls are split. If a turn has reasoning, text and a call, its text is
+    appended to the reasoning with the tags that the model wrote between them.
     """
-    groups: list[list[dict[str, Any]]] = [[]]  # turns with their tools' results
-    group_of: dict[str, list[dict[str, Any]]] = {}  # by the id of a call
+    groups: list[list[dict[str, Any]]] = [[]]  # each turn, followed by tools' results
+    group_of: dict[str, list[dict[str, Any]]] = {}  # the group of a call, by call id
     for message in messages:
         if message["role"] == "tool":
             group = group_of.get(message.get("tool_call_id", ""), groups[-1])

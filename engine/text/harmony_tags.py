@@ -1,7 +1,7 @@
-"""The characters that stand for the tag tokens of the harmony format.
+"""The characters that represent the tag tokens of the harmony format.
 
-An answer may spell a tag out, and then it is text. So a tag token is half of a
-surrogate pair here, a character that no text contains.
+An answer may contain a tag's spelling as plain text, which is not a tag. So each tag
+token is represented by a lone surrogate, a character that no text contains.
 """
 
 START = "\ud800"

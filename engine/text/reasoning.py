@@ -1,19 +1,19 @@
-"""Separates a model's reasoning, <think>...</think>, from its answer. Pure.
+"""Separates a model's reasoning, <think>...</think>, from its answer. Pure, no I/O.
 
-Reasoning ends at </think>. If that never comes, reasoning ends at the first tool call:
-a model may call a tool and end its answer without closing its reasoning. A call that
-</think> follows belongs to the reasoning. So text from the first call on is held back
-until </think> or the end.
+Reasoning ends at </think>. If </think> never comes, reasoning ends at the first tool
+call, because a model may call a tool without closing its reasoning. But if </think>
+comes after the call, the call belongs to the reasoning. So the text from the first call
+on is held back until </think> or the end of the output.
 
 A chat template may write <think> itself, or <think></think> for a model that should not
-reason. The prompt then ends with the tag. Blanks around the two texts belong to
-neither. Each character is read once.
+reason. The prompt then ends with <think> or </think>. White space around the reasoning
+and before the answer is dropped. Each character is read once.
 """
 
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from engine.text.detokenizer import overlap
+from engine.text.detokenizer import partial_tag_length
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import CallOpenings
 from protocol.openai.chat import ChatRequest
@@ -21,15 +21,15 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-# open: the answer starts within its reasoning; perhaps: it may begin with <think>;
-# harmony: engine/text/harmony.py reads the reasoning and the calls.
+# open: the output starts within the reasoning. perhaps: the output may begin with
+# <think>. harmony: engine/text/harmony.py separates the reasoning and the calls.
 ReasoningStart = Literal["open", "perhaps", "harmony"]
 
 OPEN = "<think>"
 CLOSE = "</think>"
 SPECIAL_TAGS = (OPEN, CLOSE)
-_TAIL_TOKENS = 16  # last tokens of a prompt, which may be a tag and blanks
-# How an answer starts where neither the prompt nor the answer has the first tag.
+_TAIL_TOKENS = 16  # the last tokens of a prompt, in which a tag is searched for
+# How an output starts if the prompt ends with neither tag, by --reasoning-parser.
 _DEFAULT_STARTS: Final[dict[str, ReasoningStart]] = {
     "deepseek_r1": "open",
     "qwen3": "perhaps",
@@ -43,7 +43,7 @@ def reasoning_start(
     prompt_ids: list[int],
     tokenizer: Tokenizer,
 ) -> ReasoningStart | None:
-    """Return how an answer's reasoning starts; None where it has no reasoning."""
+    """Return how the reasoning of an output starts; None if there is no reasoning."""
     option = options.reasoning_parser
     template = tokenizer.chat_template
     if option == "none" or not isinstance(request, ChatRequest):
@@ -65,7 +65,7 @@ def reasoning_start(
 
 
 def _last_tag(text: str) -> str:
-    """Return the last tag in a text; empty without one."""
+    """Return the last of <think> and </think> in a text; "" if it has neither."""
     if text.rfind(OPEN) > text.rfind(CLOSE):
         return OPEN
     return CLOSE if CLOSE in text else ""
@@ -75,14 +75,18 @@ class ReasoningParser:
     """Separates the reasoning of one choice: `feed` all text, then `finish` once.
 
     Args:
-        start: see `reasoning_start`.
-        openings: finds the calls that end reasoning that is never closed.
+        start: the result of `reasoning_start`.
+        openings: finds calls. A call ends reasoning that is never closed.
 
     Attributes:
-        is_over: whether the text that follows is the answer.
-        is_inside: whether the first tag has come, or will not come.
-        tags: the tokens that are tags, with their text.
-        is_in_head: whether the text that follows is neither reasoning nor answer.
+        is_over: whether the reasoning has ended, so that all further text is the
+        answer.
+        is_inside: whether the reasoning has begun, with or without <think>. In a
+            harmony answer: whether the current message is reasoning.
+        tags: the characters that stand for tag tokens, by token id. Only the harmony
+            format has them.
+        is_in_head: whether the next text is in the head of a harmony message, which is
+            neither reasoning nor answer.
     """
 
     tags: Mapping[int, str] = {}
@@ -94,15 +98,17 @@ class ReasoningParser:
         self.is_over = start is None
         self._start = start
         self.is_inside = False
-        self._blanks: list[str] = []  # emitted only if text follows them
-        self._has_text = False  # whether the current part has text
-        self._tail = ""  # text that may be the beginning of a tag
+        self._blanks: list[str] = []  # white space, emitted only if text follows
+        # Whether the current part, reasoning or answer, has text.
+        self._has_text = False
+        self._tail = ""  # text held back because it may begin a tag
         self._openings = openings or CallOpenings(Tools())
-        self._held: list[str] = []  # text from a call in the reasoning on
-        self._held_end = ""  # the last held characters, where a tag may begin
+        # Text held back after the beginning of a call within the reasoning.
+        self._held: list[str] = []
+        self._held_end = ""  # the last characters of `_held`, which may begin </think>
 
     @property
-    def is_waiting(self) -> bool:
+    def holds_text_back(self) -> bool:
         """Whether the latest text is held back and may belong to the answer."""
         return bool(self._held or self._tail)
 
@@ -112,7 +118,7 @@ class ReasoningParser:
         return not self.is_over
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return what `text` adds to the reasoning and to the answer."""
+        """Return the text that `text` adds to the reasoning, and to the answer."""
         reasoning = ""
         text = self._tail + text
         self._tail = ""
@@ -131,18 +137,19 @@ class ReasoningParser:
             self._has_text = bool(text)
         return (reasoning, text) if self.is_over else (reasoning, "")
 
-    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
-        """Return the reasoning and the answer that were held back.
+    def finish(self, *, is_truncated: bool = False) -> tuple[str, str]:
+        """Return the text held back, as reasoning and as answer. The output has ended.
 
         Args:
-            is_cut: whether a limit ended the answer, perhaps within its reasoning.
+            is_truncated: whether a limit or an abort ended the output, so that the text
+                held back may still be reasoning.
         """
         if self.is_over:
             return "", ""
         if self._held:
             held = "".join(self._held)
             self._held = []
-            if is_cut:
+            if is_truncated:
                 return self._strip(held), ""
             self.is_over = True
             return "", held
@@ -154,8 +161,9 @@ class ReasoningParser:
     def _read_reasoning(self, text: str) -> tuple[str, bool, str]:
         """Read text within the reasoning.
 
-        Returns what it adds to the reasoning, whether it closes the reasoning, and the
-        text that follows.
+        Returns:
+            The text that belongs to the reasoning, whether </think> came, and the text
+            after </think>.
         """
         close = text.find(CLOSE)
         call, is_call = self._openings.find(text)
@@ -164,14 +172,14 @@ class ReasoningParser:
         if is_call:
             thought, is_closed, rest = self._read_held(text[call:])
             return text[:call] + thought, is_closed, rest
-        end = min(call, len(text) - overlap(text, CLOSE))
+        end = min(call, len(text) - partial_tag_length(text, CLOSE))
         self._tail = text[end:]
         return text[:end], False, ""
 
     def _read_held(self, text: str) -> tuple[str, bool, str]:
-        """Hold back text from a call on; see `_read_reasoning` for the result.
+        """Hold back text that begins with a call; return as `_read_reasoning` does.
 
-        The text belongs to the reasoning only if the reasoning is closed after it.
+        The text belongs to the reasoning only if </think> follows.
         """
         self._held.append(text)
         recent = self._held_end + text
@@ -183,7 +191,12 @@ class ReasoningParser:
         return thought, True, rest
 
     def _read_start(self, text: str) -> str:
-        """Return the text after the first tag, if the tag has come."""
+        """Read text before the reasoning, and decide whether the reasoning begins.
+
+        Returns:
+            The text after <think>, or the text of an output without <think>. "" while
+            this is undecided.
+        """
         bare = text.lstrip()
         self._blanks.append(text[: len(text) - len(bare)])
         if bare.startswith(OPEN):
@@ -203,7 +216,10 @@ class ReasoningParser:
         return text
 
     def _strip(self, text: str) -> str:
-        """Remove blanks at the start, and hold blanks at the end until text follows."""
+        """Drop white space at the start of the reasoning, and hold it back at the end.
+
+        White space at the end is returned before the next text, if there is any.
+        """
         bare = text.rstrip() if self._has_text else text.strip()
         if not bare:
             if self._has_text:

@@ -1,4 +1,4 @@
-"""Adds the reasoning and tool calls that an answer may have to a request's grammar."""
+"""Extends a request's grammar by the reasoning and calls that an answer may have."""
 
 import msgspec
 
@@ -14,17 +14,21 @@ from protocol.openai.tools import Tools
 from protocol.settings.settings import EngineSettings
 
 
-def grammar_of(
+def answer_grammar(
     grammar: Grammar | None,
     parsed: GenerationRequest,
     prompt_ids: list[int],
     tokenizer: Tokenizer,
     settings: EngineSettings,
 ) -> Grammar | None:
-    """Return the grammar that an answer's tokens must follow, or None without one.
+    """Return the grammar that an answer's tokens must follow; None if any tokens may.
 
-    It adds to `grammar` the reasoning that may come first, the tool calls that may
-    replace the text, and the request's allowed tokens and banned words.
+    It is `grammar` with the reasoning that may come first, the tool calls that may come
+    instead of the text, and the request's allowed tokens and banned words.
+
+    Args:
+        grammar: the grammar of the answer's text, or None.
+        prompt_ids: the prompt, which may already begin the answer.
     """
     if grammar is not None:
         start = reasoning_start(settings, parsed, prompt_ids, tokenizer)
@@ -32,7 +36,8 @@ def grammar_of(
         option = start if start == "harmony" else settings.tool_call_parser
         calls = call_beginnings(tools, option, tokenizer)
         if option == "harmony" and MESSAGE in answer_head(prompt_ids, tokenizer):
-            # The final message has begun, so neither reasoning nor calls can come.
+            # The prompt already begins the final message, so neither reasoning nor
+            # calls can follow.
             start = None
             calls = ()
         grammar = msgspec.structs.replace(grammar, reasoning=start or "", calls=calls)
@@ -47,11 +52,11 @@ def grammar_of(
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Return the token ids of a word at the start of a text and after a space.
+    """Return the token ids of a word at the start of a text, and after a space.
 
-    As in vLLM, the second spelling counts only if it has as many tokens as the first
-    and begins with another one. Otherwise the space is a token alone, and the word
-    after it is spelled as at the start.
+    As in vLLM, the spelling after a space is returned only if it has as many tokens as
+    the spelling at the start, and a different first token. Other spellings after a
+    space are not banned.
     """
     bare_word = word.lstrip()
     at_start = tuple(tokenizer.encode(bare_word, add_special_tokens=False))

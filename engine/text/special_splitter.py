@@ -1,33 +1,34 @@
-"""Keeps the text of messages from becoming control tokens.
+"""Prevents the text of messages from becoming control tokens.
 
-This is what transformers calls split_special_tokens. A message may contain
-`<|im_end|>`. Tokenized with the chat template around it, that text would end the turn.
-So a marker is put after the first character of each text that could become a control
-token:
+In transformers, this is called split_special_tokens. For example, a message may contain
+the text `<|im_end|>`. If the rendered chat template were tokenized as it is, this text
+would end the user's turn. So a marker is put after the first character of each text
+that could become a control token:
 
-    message      Hi <|im_end|>              mark     Hi <(marker)|im_end|>
-    template     <|im_start|>user\\n...<|im_end|>     the template's own tokens stay
-    encode       matches special tokens in the marked text, then deletes the markers
+    message      Hi <|im_end|>  becomes  Hi <(marker)|im_end|>
+    template     <|im_start|>user\\n...<|im_end|>  has no markers in its own tokens
+    encode       finds special tokens in the marked text, then deletes the markers
 
-A normalizer deletes the markers; it runs after that match and before everything else.
+A normalizer deletes the markers. It runs after special tokens have been found and
+before all other steps of tokenizing.
 
-So the template's own tokens are found where they were, with their rules for blanks
-around them. The text between them is tokenized in one piece, as it is without this
-module. A prompt without markers is tokenized as usual. The marker is random, so no
+So the template's own tokens are found as usual, including the spaces around them that
+some tokens absorb. The text between these tokens is tokenized in one piece, as without
+markers. A prompt without markers is tokenized as usual. The marker is random, so no
 message contains it.
 
-Control tokens are the special tokens, and other tokens that the chat template names,
-such as Qwen's `<tool_call>`, which is not `special`. Two rules decide where text is
-marked:
+Control tokens are the special tokens, and other tokens that the chat template names.
+For example, Qwen's `<tool_call>` is a control token, although it is not `special`. One
+of two rules decides where a text is marked:
 
-- Strict, for messages of users and tools, arguments of calls, and names and definitions
-  of tools: after each character with which a control token begins, unless another token
-  begins there. So no control token arises where a template removes a part of a message
-  or joins two messages.
-- Lenient, for system messages and an assistant's earlier turns: after the first
-  character of each control token, except for tags such as `</think>` and `<tool_call>`
-  that are not special. Templates look for these tags, and they stay tokens: the model
-  wrote them, or they were written for the model.
+- The strict rule is for messages of users and tools, arguments of tool calls, and names
+  and definitions of tools. A marker follows each character with which any control token
+  begins, unless a token that is not a control token begins there. So no control token
+  can arise if a template removes a part of a message or joins two messages.
+- The lenient rule is for system messages and the assistant's previous turns. A marker
+  follows the first character of each complete control token. Tags that are not special,
+  such as `</think>` and `<tool_call>`, are not marked and stay tokens. Templates search
+  messages for these tags, and the tags were written by the model or for it.
 """
 
 import re
@@ -46,21 +47,25 @@ log = get_logger(__name__)
 
 _MARKER_CHARS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters
 _MARKER_LENGTH = 8
-# Matches tags such as <think> and [INST], but no word and no "```".
+# Matches tags such as <think> and [INST], but not words and not "```".
 _TAG = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 # Matches tags that models write, but not <|user|>, which begins a turn.
 _MODEL_TAG = re.compile(r"</?\w+>")
 _MATCHES_NOTHING = r"(?!)"
-# Fullwidth characters, which the normalization NFKC turns into ASCII.
+# Maps ASCII to fullwidth characters, which the normalization NFKC turns into ASCII.
 _FULLWIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
-_STRICT_ROLES = ("user", "tool")  # messages from outside contain no control token
-_STRICT_MEMBERS = ("tool_calls", "name")  # of a message of any role
-_NUM_PROBED = 64  # control tokens in a message of the self-test
+# Roles with untrusted text, which must not become control tokens.
+_STRICT_ROLES = ("user", "tool")
+# Members of a message that are always marked strictly, whatever the message's role.
+_STRICT_MEMBERS = ("tool_calls", "name")
+# The most control tokens that the self-test puts into one message.
+_MAX_PROBED_TOKENS = 64
 _TOOL_CALL = {
     "id": "a",
     "type": "function",
     "function": {"name": "f", "arguments": {"x": "{}"}},
 }
+# The conversations of the self-test. Control tokens replace each "{}".
 _PROBES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "{}"}],
     [{"role": "system", "content": "{}"}, {"role": "user", "content": "{}"}],
@@ -80,41 +85,43 @@ _PROBES: list[list[dict[str, Any]]] = [
 def create_splitter(tokenizer: Tokenizer) -> "SpecialTokenSplitter | None":
     """Return the splitter of a model with a chat template.
 
-    Returns None where the tokenizer or the template does not allow it, and logs why.
+    Returns None if the model has no chat template. Also returns None, and logs why, if
+    the tokenizer or the template does not work with markers. Runs a self-test.
     """
     if tokenizer.chat_template is None:
         return None
     splitter = SpecialTokenSplitter(tokenizer)
     if problem := splitter.find_problem():
         log.warning(
-            "The text of messages can become control tokens of this model: %s. Give "
-            "another --chat-template, or confirm it with --no-split-special-tokens.",
+            "The text of messages can become control tokens of this model: %s. Choose "
+            "another --chat-template, or accept this with --no-split-special-tokens.",
             problem,
         )
         return None
     if splitter.unprotected:
         log.warning(
-            "The text of messages can become these control tokens of this model, which "
-            "its tokenizer matches in another way: %s.",
+            "The text of messages can become these control tokens of this model: %s. "
+            "The tokenizer finds them after normalizing text, or in its vocabulary. "
+            "Remove them from untrusted messages.",
             " ".join(splitter.unprotected[:20]),
         )
     if not splitter.writes_control_tokens:
         log.info(
             "The chat template separates turns by ordinary text, without control "
-            "tokens: a message can imitate a turn of another role."
+            "tokens. So a message can imitate a turn of a different role."
         )
     return splitter
 
 
 class SpecialTokenSplitter:
-    """Marks messages and tokenizes prompts that were rendered from them.
+    """Marks messages, and tokenizes prompts that were rendered from marked messages.
 
-    Threads may share it.
+    Threads may share a splitter.
 
     Attributes:
-        unprotected: control tokens that text can still become: the tokenizer's own
-            model has them in its vocabulary, or its normalizer turns other text into
-            them.
+        unprotected: control tokens that text can become in spite of the markers. They
+            are also in the vocabulary of the tokenizer's model, or the tokenizer's
+            normalizer turns different text into them.
         writes_control_tokens: whether the template writes control tokens around
             messages.
     """
@@ -125,35 +132,40 @@ class SpecialTokenSplitter:
         self._template = tokenizer.chat_template
         letters = (secrets.choice(_MARKER_CHARS) for _ in range(_MARKER_LENGTH))
         self._marker = "".join(letters)
-        # The marker as JSON in ASCII spells it.
+        # The marker's spelling in JSON that a template writes in ASCII.
         self._escaped = self._marker.encode("ascii", "backslashreplace").decode()
         added = tokenizer.added_tokens()
         special = {
             text
             for text, is_special in added.items()
-            if is_special and _is_divisible(text)
+            if is_special and _can_hold_marker(text)
         }
         named = {text for text in added if _is_named(text, self._template.source)}
         controls = special | named
-        self._strict = _Rule(controls, others=added.keys() - controls)
+        self._strict = _MarkingRule(controls, others=added.keys() - controls)
         model_tags = {text for text in named if _MODEL_TAG.fullmatch(text)}
-        self._lenient = _Rule(controls - (model_tags - special) - {*SPECIAL_TAGS})
+        self._lenient = _MarkingRule(
+            controls - (model_tags - special) - {*SPECIAL_TAGS}
+        )
         self._ids = {tokenizer.id_of(text) for text in controls}
         self._guarded = tokenizer.with_marker_deleted(self._marker, self._strict.texts)
         self.unprotected = self._find_unprotected()
         self.writes_control_tokens = self._find_control_tokens()
 
     def mark_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with each spelling of a control token marked."""
+        """Return copies of the messages with markers, by the rule of each message."""
         return [self._mark_message(message) for message in messages]
 
     def mark_tools(self, tools: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """Return definitions of tools, marked by the strict rule."""
+        """Return copies of the tools' definitions, marked by the strict rule."""
         return tuple(self._mark(tool, self._strict) for tool in tools)
 
     def encode(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a rendered prompt. Marked text becomes no control token."""
-        if self._escaped in prompt:  # the template writes JSON in ASCII
+        """Return the token ids of a rendered prompt.
+
+        Marked text does not become control tokens. The markers are deleted.
+        """
+        if self._escaped in prompt:  # the template has written JSON in ASCII
             prompt = prompt.replace(self._escaped, self._marker)
         if self._marker not in prompt:
             return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -163,26 +175,31 @@ class SpecialTokenSplitter:
         return list[int](encoded[0].ids)
 
     def without_marks(self, text: str) -> str:
-        """Return a rendered prompt, or an error message, without its markers."""
+        """Return a rendered prompt, or an error message, without markers."""
         return text.replace(self._escaped, "").replace(self._marker, "")
 
     def find_problem(self) -> str | None:
-        """Return why this tokenizer and template do not allow marks; None: they do.
+        """Return why markers do not work with this tokenizer and template.
 
-        It renders and tokenizes small conversations, marked and unmarked.
+        The self-test renders and tokenizes the conversations in _PROBES, with and
+        without markers.
+
+        Returns:
+            None if markers work.
         """
         for probe in _PROBES:
             rule = self._rule_of(probe[0])
             texts = [text for text in rule.texts if text not in self.unprotected]
-            hostile = _filled(probe, f"a{''.join(texts[:_NUM_PROBED])}b")
+            hostile = _filled(probe, f"a{''.join(texts[:_MAX_PROBED_TOKENS])}b")
             plain = self._render(_filled(probe, "a b"))
             rendered = self._render(hostile)
             marked = self._render(self.mark_messages(hostile))
             if plain is None or rendered is None or marked is None:
-                continue  # the template takes no such conversation
+                continue  # the template refuses this kind of conversation
             if self.without_marks(marked) != rendered:
                 return (
-                    "the chat template changes the text of messages by what it contains"
+                    "the chat template changes a message depending on the text of the "
+                    "message"
                 )
             if self._guarded_ids(plain) != self._usual_ids(plain):
                 return "the tokenizer matches special tokens in normalized text"
@@ -194,7 +211,11 @@ class SpecialTokenSplitter:
         return None
 
     def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message, each member marked by its own rule or by its role's."""
+        """Return a copy of the message with markers.
+
+        The members in _STRICT_MEMBERS are marked by the strict rule, all others by the
+        rule of the message's role.
+        """
         rule = self._rule_of(message)
         marked: dict[str, Any] = {}
         for name, value in message.items():
@@ -206,10 +227,10 @@ class SpecialTokenSplitter:
                 marked[name] = self._mark(value, rule)
         return marked
 
-    def _rule_of(self, message: dict[str, Any]) -> "_Rule":
+    def _rule_of(self, message: dict[str, Any]) -> "_MarkingRule":
         return self._strict if message.get("role") in _STRICT_ROLES else self._lenient
 
-    def _mark(self, value: Any, rule: "_Rule") -> Any:
+    def _mark(self, value: Any, rule: "_MarkingRule") -> Any:
         match value:
             case str():
                 return rule.mark(value, self._marker)
@@ -223,9 +244,10 @@ class SpecialTokenSplitter:
         return value
 
     def _find_unprotected(self) -> list[str]:
-        """Return the control tokens that marked or differently spelled text becomes.
+        """Return the control tokens that text can become in spite of the markers.
 
-        A normalizer may change the case of text, or make fullwidth characters ASCII.
+        The tokenizer may find a token in marked text. Or its normalizer may change the
+        case of text, or turn fullwidth characters into ASCII, and so create a token.
         """
         texts = {*self._strict.texts}
         library = self._tokenizer.library
@@ -244,11 +266,11 @@ class SpecialTokenSplitter:
         )
 
     def _find_control_tokens(self) -> bool:
-        """Whether a conversation of more turns has more control tokens."""
+        """Whether three turns have more control tokens than one turn."""
         one_turn = self._render(_filled(_PROBES[0], "a"))
         three_turns = self._render(_filled(_PROBES[2], "a"))
         if one_turn is None or three_turns is None:
-            return True  # it cannot be found out, so nothing is logged
+            return True  # the test is not possible, so `create_splitter` logs nothing
         return self._num_controls(three_turns) > self._num_controls(one_turn)
 
     def _num_controls(self, prompt: str) -> int:
@@ -263,21 +285,22 @@ class SpecialTokenSplitter:
         return list[int](self._guarded.encode(prompt, add_special_tokens=False).ids)
 
     def _render(self, messages: Sequence[dict[str, Any]]) -> str | None:
-        """Return the prompt; None where the template refuses the messages."""
+        """Return the rendered prompt; None if the template refuses the messages."""
         try:
             return self._template.render(messages, self._tokenizer.special_tokens)
         except BatonError:
             return None
 
 
-class _Rule:
-    """Where texts are marked.
+class _MarkingRule:
+    """Decides where markers are put into a text.
 
     Args:
         texts: the control tokens.
-        others: tokens that stay tokens, such as `<table>` in some vocabularies. If they
-            are given, every other character with which a control token begins is
-            marked.
+        others: None for the lenient rule, which marks complete control tokens. For the
+            strict rule: added tokens that are not control tokens, such as `<table>` in
+            some vocabularies. The strict rule marks each character with which a control
+            token begins, unless one of `others` begins there.
     """
 
     def __init__(
@@ -286,17 +309,19 @@ class _Rule:
         self.texts = sorted(texts)
         alternatives = [_pattern(self.texts)] if self.texts else []
         if others is not None:
-            firsts = sorted({text[0] for text in self.texts})
-            signs = [char for char in firsts if not (char.isalnum() or char.isspace())]
+            first_chars = sorted({text[0] for text in self.texts})
+            signs = [
+                char for char in first_chars if not (char.isalnum() or char.isspace())
+            ]
             if signs:
                 unmarked = _pattern(text for text in others if text[0] in signs)
                 alternatives.append(f"(?!{unmarked})[{re.escape(''.join(signs))}]")
         self._begin = re.compile("|".join(alternatives) or _MATCHES_NOTHING)
 
     def mark(self, text: str, marker: str) -> str:
-        """Return the text with a marker wherever a control token may begin.
+        """Return the text with a marker at each position that the rule selects.
 
-        The marker comes after the token's first character.
+        A marker comes after the first character of a possible control token.
         """
         cuts = [0]
         match = self._begin.search(text)
@@ -310,10 +335,10 @@ class _Rule:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression for the beginning of any of these texts.
+    """Return a regular expression that matches where any of `texts` begins.
 
-    There may be thousands of texts. Where a text begins with another, the shorter one
-    suffices: only the position where they begin matters.
+    There may be thousands of texts, so the expression is a tree of their common
+    prefixes. If one text is a prefix of another text, only the shorter text is needed.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -321,29 +346,36 @@ def _pattern(texts: Iterable[str]) -> str:
         for char in text:
             node = node.setdefault(char, {})
         node[""] = {}
-    return _of_tree(tree) if tree else _MATCHES_NOTHING
+    return _tree_pattern(tree) if tree else _MATCHES_NOTHING
 
 
-def _of_tree(node: dict[str, Any]) -> str:
+def _tree_pattern(node: dict[str, Any]) -> str:
     if "" in node:
         return ""
-    branches = [re.escape(char) + _of_tree(child) for char, child in node.items()]
+    branches = [re.escape(char) + _tree_pattern(child) for char, child in node.items()]
     return f"(?:{'|'.join(branches)})" if len(branches) > 1 else "".join(branches)
 
 
 def _is_named(text: str, source: str) -> bool:
-    """Whether a template names this tag, or its opening or closing counterpart."""
-    pair = f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}"
-    return _TAG.fullmatch(text) is not None and (text in source or pair in source)
+    """Whether `text` is a tag, and a template names the tag or its counterpart.
+
+    The counterpart is the closing tag of an opening tag, and vice versa.
+
+    Args:
+        source: the text of the template.
+    """
+    counterpart = f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}"
+    is_in_source = text in source or counterpart in source
+    return _TAG.fullmatch(text) is not None and is_in_source
 
 
-def _is_divisible(text: str) -> bool:
-    """Whether a marker can stand within a token, which must have two characters."""
+def _can_hold_marker(text: str) -> bool:
+    """Whether a marker can be put into a token: it needs at least two characters."""
     return len(text.strip()) > 1
 
 
 def _filled(value: Any, text: str) -> Any:
-    """Return a probe with a text in the places for it."""
+    """Return a conversation of _PROBES in which `text` replaces each "{}"."""
     match value:
         case "{}":
             return text

@@ -1,9 +1,9 @@
 """Turns text into token ids and back, without torch or transformers.
 
-It reads the files of a Hugging Face directory: tokenizer.json (which defines the
-special tokens around a text), tokenizer_config.json, special_tokens_map.json, chat
-templates, generation_config.json and config.json. The results equal transformers'
-AutoTokenizer.
+The tokenizer is read from the files of a Hugging Face directory: tokenizer.json (which
+also defines the special tokens around a text), tokenizer_config.json,
+special_tokens_map.json, chat templates, generation_config.json and config.json. The
+results equal those of transformers' AutoTokenizer.
 """
 
 import hashlib
@@ -24,22 +24,26 @@ from protocol.openai.requests import refuse
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
-# For callers that render no chat: the model's own template may be broken.
+# The `chat_template` for callers that render no chats. They need no template, and the
+# model's own template may be broken.
 NO_TEMPLATE = Path(os.devnull)
-_MANY_IDS = 2048  # so many ids take a millisecond to decode
+# Only above this number of ids, which takes a millisecond to decode, the GIL is
+# released.
+_MAX_INLINE_IDS = 2048
 _SPECIAL_NAMES = [
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 ]
 _CONFIG = "tokenizer_config.json"
 _MAP = "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _MAP)
-_FLAGS = ("single_word", "lstrip", "rstrip", "special")  # of an added token
-_PIECE_CHARS = 1 << 16  # a long text is tokenized in pieces of this size
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in word-level vocabularies
+_FLAGS = ("single_word", "lstrip", "rstrip", "special")  # properties of an added token
+_PIECE_CHARS = 1 << 16  # `min_num_tokens` tokenizes a text in pieces of this size
+# A byte token, as vocabularies that are not byte-level spell it.
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenizerNotFound(ValueError):
-    """A model directory has no readable tokenizer; the message says what to do."""
+    """A model directory has no readable tokenizer. The message says how to fix it."""
 
 
 class Tokenizer:
@@ -55,15 +59,16 @@ class Tokenizer:
 
     Attributes:
         folder: the model directory.
-        special_tokens: the special tokens' texts by name, such as "eos_token".
+        special_tokens: the texts of the special tokens by name, such as "eos_token".
         special_ids: the ids of all special tokens.
-        vocab_size: tokens in the vocabulary, added ones included.
-        longest_token_chars: the most characters of text that a token has.
+        vocab_size: the number of tokens in the vocabulary, including added tokens.
+        longest_token_chars: an upper bound of the characters in a token's text.
         token_bytes: the bytes of every id, if the vocabulary is byte-level; else None.
         eos_ids: the tokens that end a generation.
-        unknown_eos_ids: end tokens of the model's files that the model cannot generate.
+        unknown_eos_ids: end tokens in the model's files that the model cannot generate,
+            because it has no logit for them.
         chat_template: the model's chat template, or None.
-        digest: hash of the files and the template that determine token ids.
+        digest: a hash of the files and the chat template, on which token ids depend.
     """
 
     def __init__(
@@ -71,21 +76,23 @@ class Tokenizer:
     ) -> None:
         self.folder = folder = Path(model_dir)
         config = _read_json(folder / _CONFIG)
-        if "added_tokens_decoder" not in config:  # older models have a second file
+        # Older models have their special tokens in a second file.
+        if "added_tokens_decoder" not in config:
             config = {**config, **_read_json(folder / _MAP)}
         self._tokenizer = _load(folder)
         self.special_tokens = _special_tokens(config)
         try:
-            _add_missing(self._tokenizer, config, self.special_tokens)
+            _add_missing_tokens(self._tokenizer, config, self.special_tokens)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise TokenizerNotFound(
-                f"{folder / 'tokenizer_config.json'} has a value of a wrong kind among "
-                f"its tokens: {type(error).__name__}: {error}"
+                f"{folder / 'tokenizer_config.json'} has a token with a value of the "
+                f"wrong type: {type(error).__name__}: {error}; correct the file"
             ) from error
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # A vocabulary spells each byte or character of a token as one character.
+        # The spelling of a token in the vocabulary has at least as many characters as
+        # the token's text, because each byte or character is spelled as one.
         self.longest_token_chars = max(
             map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1
         )
@@ -95,8 +102,9 @@ class Tokenizer:
         self.eos_ids = tuple(i for i in end_ids if 0 <= i < num_logits)
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
-        self.digest = _digest_of(folder, self.chat_template)
-        # A token that is plain text at any position; empty if it is not needed.
+        self.digest = _compute_digest(folder, self.chat_template)
+        # The id of a token that has the same text at any position, for `_token_raw`. It
+        # is not needed if the vocabulary is byte-level.
         self._anchor: list[int] = []
         if self.token_bytes is None:
             plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
@@ -110,7 +118,7 @@ class Tokenizer:
             add_special_tokens: whether to add the special tokens that the model expects
                 around a prompt.
         """
-        # Only the library's functions for batches release the GIL.
+        # Only the batch functions of the library release the GIL.
         encoded = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -118,7 +126,7 @@ class Tokenizer:
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The library's own object, which callers must not change."""
+        """The tokenizer of the library `tokenizers`. Callers must not change it."""
         return self._tokenizer
 
     def added_tokens(self) -> dict[str, bool]:
@@ -132,8 +140,8 @@ class Tokenizer:
         """Return a copy of the tokenizer that deletes `marker` from each text.
 
         Args:
-            tokens: added tokens that are matched before the deletion, whatever their
-                `normalized` is.
+            tokens: added tokens that the copy finds before the normalizer runs, even if
+                the original finds them after it (`normalized` is true).
         """
         inner = self._tokenizer
         decoder = sorted(inner.get_added_tokens_decoder().items())
@@ -144,10 +152,10 @@ class Tokenizer:
             added.append(
                 tokenizers.AddedToken(token.content, normalized=not is_raw, **flags)
             )
-        copy = tokenizers.Tokenizer(inner.model)  # shares the vocabulary
+        copy = tokenizers.Tokenizer(inner.model)  # both share the vocabulary
         copy.add_tokens(added)
         if sorted(copy.get_added_tokens_decoder()) != [i for i, _ in decoder]:
-            copy = self._copy(added)
+            copy = self._copy_through_json(added)
         steps = [normalizers.Replace(marker, "")]
         if inner.normalizer is not None:
             steps.append(inner.normalizer)
@@ -157,8 +165,10 @@ class Tokenizer:
                 setattr(copy, part, value)
         return copy
 
-    def _copy(self, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-        """Return a copy made through JSON, where the ids of added tokens have gaps."""
+    def _copy_through_json(
+        self, added: Sequence[tokenizers.AddedToken]
+    ) -> tokenizers.Tokenizer:
+        """Return a copy made through JSON, which keeps gaps between added ids."""
         described = json.loads(self.to_json())
         normalized = {token.content: token.normalized for token in added}
         for token in described["added_tokens"]:
@@ -166,20 +176,21 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(described))
 
     def to_json(self) -> str:
-        """Return the text of a tokenizer.json with all special tokens."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def min_num_tokens(
         self, text: str, limit: int, *, on_piece: Callable[[], None] = lambda: None
     ) -> int:
-        """Return a lower bound of the tokens of `text` if it is above `limit`, else 0.
+        """Return a lower bound of the tokens in a text of far too many tokens.
 
-        To tokenize a whole text takes hundreds of times its memory. So the text is
-        tokenized piece by piece, until there are twice `limit` tokens. The borders of
-        the pieces make the count inexact.
+        Returns 0 if the text may have at most `limit` tokens. Tokenizing a complete
+        text takes hundreds of times its memory. So the text is tokenized piece by
+        piece, until there are twice `limit` tokens. The count is inexact, because a
+        token may extend over the border of two pieces.
 
         Args:
-            on_piece: called before each piece; an exception ends the work.
+            on_piece: called before each piece. It may raise an exception to stop.
         """
         num_tokens = 0
         for begin in range(0, len(text), _PIECE_CHARS):
@@ -195,20 +206,20 @@ class Tokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, special tokens by name."""
-        if len(token_ids) > _MANY_IDS:  # as in `encode`, this releases the GIL
+        """Return the text of `token_ids`, including the names of special tokens."""
+        if len(token_ids) > _MAX_INLINE_IDS:  # the batch function releases the GIL
             return str(
                 self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]
             )
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def id_of(self, text: str) -> int | None:
-        """Return the id of the token that the vocabulary spells `text`, or None."""
+        """Return the id of the token that is spelled `text`; None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return each token as the vocabulary spells it; None for an unknown id."""
+        """Return the vocabulary's spelling of each token; None for an unknown id."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def byte_of(self, token_id: int) -> bytes | None:
@@ -223,12 +234,10 @@ class Tokenizer:
         field: str = "messages",
         **options: Any,
     ) -> str:
-        """Return the prompt for the assistant's next turn.
-
-        It includes the special tokens that the template writes.
+        """Return the prompt for the assistant's next turn, with its special tokens.
 
         Args:
-            field, options: see ChatTemplate.render.
+            field, options: arguments of ChatTemplate.render.
 
         Raises:
             InvalidRequest: the model has no chat template, or its template refuses the
@@ -237,17 +246,19 @@ class Tokenizer:
         if self.chat_template is None:
             refuse(
                 field,
-                "cannot be used: the model has no chat template; use /v1/completions",
+                "cannot be used: the model has no chat template; use /v1/completions, "
+                "or start the server with --chat-template",
             )
         return self.chat_template.render(
             messages, self.special_tokens, field=field, **options
         )
 
     def _token_text(self, token_id: int) -> TokenText:
-        """Return how one token alone is shown.
+        """Return the text of a single token, as responses show it.
 
-        Special tokens are shown by name. A part of a character is shown as
-        `bytes:\\xe2\\x82`, as in OpenAI's API, so that no two tokens look alike.
+        A special token is shown by its name. A token that is part of a character is
+        shown as `bytes:\\xe2\\x82`, as in OpenAI's API, so that different tokens have
+        different texts.
         """
         raw = self._token_raw(token_id)
         try:
@@ -256,23 +267,27 @@ class Tokenizer:
             return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
 
     def _token_raw(self, token_id: int) -> bytes:
+        """Return the bytes of a single token."""
         if self.token_bytes is not None and token_id < len(self.token_bytes):
             return self.token_bytes[token_id]
         byte = self.byte_of(token_id)
         if byte is not None:
             return byte
         # A decoder may drop a space at the start of a text, so the token is decoded
-        # after another one.
-        both: str = self._tokenizer.decode(
+        # after the anchor token.
+        anchored: str = self._tokenizer.decode(
             [*self._anchor, token_id], skip_special_tokens=False
         )
-        return both[len(self._tokenizer.decode(self._anchor)) :].encode()
+        return anchored[len(self._tokenizer.decode(self._anchor)) :].encode()
 
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """Return the ids that end a generation.
 
-        The first of generation_config.json, config.json and the tokenizer that has any
-        decides.
+        They come from the first of generation_config.json, config.json and the
+        tokenizer that has any.
+
+        Raises:
+            TokenizerNotFound: the value in a file is not a token id or a list of ids.
         """
         for name in ("generation_config.json", "config.json"):
             value = _read_json(folder / name).get("eos_token_id")
@@ -290,6 +305,11 @@ class Tokenizer:
 
 
 def _load(folder: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer in a model's directory.
+
+    Raises:
+        TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         patterns = ("*.model", "*.txt", "tekken.json")
@@ -298,9 +318,10 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
         )
         raise TokenizerNotFound(
             f"{folder} has no tokenizer.json (found: "
-            f"{', '.join(names) or 'no vocabulary'}); take it from a model with the "
-            "same vocabulary, or have transformers make it, where it can: "
-            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            f"{', '.join(names) or 'no vocabulary'}); copy the file from a model with "
+            "the same vocabulary, or try to create it with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r})"
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -311,7 +332,7 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _digest_of(folder: Path, template: ChatTemplate | None) -> str:
+def _compute_digest(folder: Path, template: ChatTemplate | None) -> str:
     digest = hashlib.sha256(
         (template.source if template else "").encode(errors="replace")
     )
@@ -333,19 +354,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return the number of the model's logits; None: config.json does not have it."""
+    """Return how many logits the model has; None if config.json does not have this."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
-    if isinstance(text_config, dict):  # the model takes images, too
+    if isinstance(text_config, dict):  # multimodal models have this object
         config = {**config, **text_config}
     size = config.get("vocab_size")
     return size if type(size) is int else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, the seven usual ones first.
+    """Return the texts of the special tokens by name, the seven usual names first.
 
-    Templates use these names. The file has each token as a string or as an object with
+    Chat templates use these names. In the file, a token is a string or an object with
     `content`.
     """
     texts: dict[str, str] = {}
@@ -360,10 +381,10 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _add_missing(
+def _add_missing_tokens(
     tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Add tokens that only tokenizer_config.json has, as transformers does."""
+    """Add the tokens that only tokenizer_config.json has, as transformers does."""
     listed = sorted(
         config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
     )
@@ -381,16 +402,17 @@ def _add_missing(
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """Return the bytes of every id if the decoder is byte-level, else None.
 
-    A byte-level vocabulary spells each byte as one character: itself where it is
-    printable, else one from U+0100 on. A token with any other character, an added
-    token, stands for its own UTF-8.
+    A byte-level vocabulary spells a printable byte as the character with the same code,
+    and any other byte as a character from U+0100 on. An added token is spelled as its
+    text: its bytes are the text in UTF-8.
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
+    substitutes = iter(range(0x100, 0x200))
     byte_of = {
-        chr(byte if byte in printable else next(others)): byte for byte in range(256)
+        chr(byte if byte in printable else next(substitutes)): byte
+        for byte in range(256)
     }
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)

@@ -1,4 +1,4 @@
-"""Converts what models write as the arguments of tool calls to JSON. Pure, no I/O."""
+"""Converts the arguments of tool calls, as models write them, to JSON. Pure, no I/O."""
 
 import ast
 import json
@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from protocol import exact_json
 
-quoted = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+# Returns a Python value as JSON.
+to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
     "integer": (int,), "number": (int, float),
@@ -18,27 +19,29 @@ _JSON_CONSTANTS: Final = {"true": True, "false": False, "null": None}
 
 
 def parse_call(text: str) -> tuple[str | None, str]:
-    """Return a call's tool name and its arguments as JSON.
+    """Read a tool call that is written as a JSON object.
 
-    The name is None where `text` is no call.
+    Returns:
+        The tool's name, and the arguments as JSON. The name is None if `text` is not a
+        call.
     """
     try:
         call = exact_json.loads(text)
         name = call["name"]
-        # Some models write the arguments as a string, or null where there are none.
+        # Some models write the arguments as a JSON string, or null if there are none.
         value = call.get("arguments", call.get("parameters")) or {}
         if isinstance(value, str):
             arguments = value.strip()
         else:
             arguments = exact_json.dumps(value)
-        (name + arguments).encode()
+        (name + arguments).encode()  # raises ValueError if there is a lone surrogate
     except (LookupError, TypeError, ValueError, RecursionError):
         return None, ""
     return name, arguments
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is one complete JSON value."""
+    """Whether `text` is a single complete JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -47,7 +50,7 @@ def is_json(text: str) -> bool:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Replaces JSON's names `true`, `false` and `null` by Python's constants."""
+    """Replaces JSON's `true`, `false` and `null` by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in _JSON_CONSTANTS:
@@ -59,14 +62,16 @@ def python_arguments_to_json(text: str) -> str | None:
     """Convert the arguments of a Python call such as `f(a=1, b=[True])` to JSON.
 
     Args:
-        text: the call after its opening bracket.
+        text: the text after the call's opening bracket.
 
     Returns:
-        None where the text is no call with literal keyword arguments.
+        The arguments as a JSON object. None unless the text is a call in which all
+        arguments are literals with keywords.
     """
     try:
         with warnings.catch_warnings():
-            # Warnings about text that a model writes do not belong in the server's log.
+            # Python warns about some syntax, but the model has written the text, so the
+            # server's log should not have the warnings.
             warnings.simplefilter("ignore")
             call = _JsonConstants().visit(ast.parse("f(" + text, mode="eval").body)
         assert isinstance(call, ast.Call) and not call.args
@@ -74,8 +79,8 @@ def python_arguments_to_json(text: str) -> str | None:
             keyword.arg or "": ast.literal_eval(keyword.value)
             for keyword in call.keywords
         }
-        arguments = quoted(values)
-        arguments.encode()  # half a surrogate pair cannot be sent
+        arguments = to_json(values)
+        arguments.encode()  # raises ValueError if there is a lone surrogate
         return None if "" in values else arguments
     except (
         AssertionError,
@@ -91,13 +96,13 @@ def python_arguments_to_json(text: str) -> str | None:
 def parameter_to_json(text: str, schema: Any) -> str:
     """Return a parameter's text as JSON.
 
-    The text stays as it is where it is a JSON value of a type that the schema allows.
-    Other text becomes a JSON string.
+    The text is returned unchanged if it is a JSON value of a type that the schema
+    allows. Any other text is returned as a JSON string.
 
     Args:
         text: the parameter as the model wrote it.
-        schema: the parameter's schema, which may be malformed: no request is refused
-            for a schema that its answer need not match.
+        schema: the parameter's schema. It may be malformed, because the schemas of
+            tools are only checked if calls must match them.
     """
     types = _allowed_types(schema)
     literal = text.strip()
@@ -109,11 +114,14 @@ def parameter_to_json(text: str, schema: Any) -> str:
             return literal
     except (ValueError, RecursionError):
         pass
-    return quoted(text)
+    return to_json(text)
 
 
 def _allowed_types(schema: Any) -> list[str]:
-    """Return the types that a schema, its `anyOf` and its `oneOf` name; else all."""
+    """Return the types that a schema allows, also in its `anyOf` and `oneOf`.
+
+    Returns all types except "string" if the schema has no types.
+    """
     root = schema if isinstance(schema, dict) else {}
     schemas = [root]
     for keyword in ("anyOf", "oneOf"):

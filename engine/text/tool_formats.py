@@ -1,23 +1,26 @@
-"""Which tool-call format a model uses, and where a call begins in its answer. Pure."""
+"""Selects a model's tool-call format, and finds where calls begin. Pure, no I/O."""
 
 import re
 from typing import Final, cast
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.detokenizer import overlap
+from engine.text.detokenizer import partial_tag_length
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls.registry import MODEL_FORMATS
 from protocol.openai.tools import Tools
 from protocol.settings.options import ToolSyntax
 
-_MAX_OPENING: Final = 512  # characters, blanks included
+# The most characters of a call's beginning through the tool's name, with white space.
+_MAX_OPENING: Final = 512
 
 
 def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
     """Return the name of the format in which the model writes calls.
 
-    That is the value of `--tool-call-parser`. If the option is "auto", it is the format
-    that the chat template shows, or Hermes' where the template shows none.
+    Args:
+        option: the value of --tool-call-parser. If it is "auto", the format is the one
+            that the chat template uses, or "hermes" if the template uses none.
+        template: the model's chat template.
     """
     if option != "auto":
         return cast(ToolSyntax, option)
@@ -32,9 +35,10 @@ def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
 def call_beginnings(
     tools: Tools, option: str, tokenizer: Tokenizer
 ) -> tuple[str | int, ...]:
-    """Return how an answer may begin that calls a tool of the model's own accord.
+    """Return the possible beginnings of an answer that calls tools.
 
-    Each is a text, or the id of a token that has no text.
+    The result is empty unless the model may choose whether to call a tool. Each
+    beginning is a text, or the id of a special token.
     """
     if tools.mode != "auto":
         return ()
@@ -51,16 +55,16 @@ def call_beginnings(
 
 
 def _for_each_tool(patterns: tuple[str, ...], tools: Tools) -> tuple[str, ...]:
-    """Return each pattern with the name of each offered tool filled in."""
+    """Return each pattern with each offered tool's name in place of "{}"."""
     names = sorted(tools.names)
     return tuple(pattern.format(name) for pattern in patterns for name in names)
 
 
 class CallOpenings:
-    """Finds the beginning of a call to an offered tool within other text.
+    """Finds the beginning of a call to an offered tool within text.
 
-    It works for formats that mark calls by tags, and finds none where the model may not
-    call tools of its own accord.
+    It finds calls only in formats that begin a call with a tag, and only if the model
+    may choose whether to call a tool.
     """
 
     def __init__(
@@ -76,10 +80,12 @@ class CallOpenings:
         self._tag = re.compile("|".join(map(re.escape, self._tags)))
 
     def find(self, text: str) -> tuple[int, bool]:
-        """Return where the first opening begins in `text`, and whether it is complete.
+        """Find the first opening of a call in `text`, complete or not.
 
-        An opening that more text may complete counts. Without one, the position is the
-        length of the text, less the characters that may begin a tag.
+        Returns:
+            The position where the opening begins, and whether it is complete through
+            the tool's name. If there is no opening, the position is the end of the
+            text, or of the part before characters that may begin a tag.
         """
         for match in self._tag.finditer(text) if self._tags else ():
             start = match.start()
@@ -90,5 +96,5 @@ class CallOpenings:
                 continue
             if any(full.startswith(opening) for full in self._openings):
                 return start, False
-        num_held = max((overlap(text, tag) for tag in self._tags), default=0)
+        num_held = max((partial_tag_length(text, tag) for tag in self._tags), default=0)
         return len(text) - num_held, False

@@ -1,8 +1,8 @@
 """Adds tools to the messages of a chat.
 
-A chat template that knows `tools` writes them itself. For other models, a system
-message describes the tools and how to call them, in the form that
-engine/text/tool_parser.py reads.
+A chat template that uses the variable `tools` describes the tools itself. For models
+with other templates, a system message describes the tools and how to call them. It asks
+for calls in a format that engine/text/tool_parser.py reads.
 """
 
 import json
@@ -13,6 +13,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import tool_syntax
 from protocol.openai.tools import Tools
 
+# Instructions for the model, by the mode of `Tools`.
 _HOW_TO_CALL = {
     "auto": "To call a tool, answer with\n{call}\nand nothing else. "
     "Call one only where it helps to answer.",
@@ -25,7 +26,7 @@ _DEFAULT_CALL = (
     '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}'
     "</tool_call>"
 )
-# Some models whose templates know no tools have learned another format.
+# The formats that some models have learned, although their templates do not use tools.
 _OTHER_CALLS = {
     "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
@@ -41,8 +42,11 @@ def add_tools(
 ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
     """Return the messages, and the tools to pass to the chat template.
 
-    The tools are None where the template has no use for them; the messages describe
-    them then.
+    If the template does not use tools, the returned tools are None, and the returned
+    messages describe the tools.
+
+    Args:
+        option: the value of --tool-call-parser.
     """
     template = tokenizer.chat_template
     if template is None or template.knows_tools:
@@ -61,7 +65,11 @@ def add_tools(
 
 
 def _describe(tools: Tools, call: str) -> str:
-    """Return a text with the offered tools and how to call them."""
+    """Return a text that describes the offered tools and how to call them.
+
+    Args:
+        call: an example of a call.
+    """
     functions = [
         json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered
     ]

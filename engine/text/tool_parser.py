@@ -1,20 +1,20 @@
-"""Reads the tool calls out of an answer while the model writes it. Pure, no I/O.
+"""Finds the tool calls in an answer while the model writes it. Pure, no I/O.
 
-    text pieces -> ToolParser -> content (text that is no call) and ToolCallPieces
+    text pieces -> ToolParser -> content (text that is not a call) and ToolCallPieces
 
 engine/text/tool_calls/ has the formats.
 
-Arguments that are JSON and come after the tool's name are passed on piece by piece, as
-the model spells them. Other arguments are passed on when the call, or one of its
-parameters, is complete. Text that turns out to be no call becomes content, so no text
-of an answer is lost. Each character is scanned once, even in endless runs of blanks or
+JSON arguments that follow the tool's name are emitted piece by piece, as the model
+writes them. All other arguments are emitted when the call, or a parameter of the call,
+is complete. Text that turns out not to be a call becomes content, so no text of an
+answer is lost. Each character is scanned once, even in very long runs of white space or
 brackets.
 """
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tool_calls.answer_reader import AnswerReader, Parsed
 from engine.text.tool_calls.format import ToolCallFormat
-from engine.text.tool_calls.registry import DEMANDED_FORMATS, MODEL_FORMATS
+from engine.text.tool_calls.registry import FORCED_CALL_FORMATS, MODEL_FORMATS
 from engine.text.tool_formats import tool_syntax
 from protocol.openai.tools import Tools
 
@@ -25,25 +25,26 @@ def create_tool_parser(
     template: ChatTemplate | None = None,
     answer_id: str = "",
 ) -> "ToolParser | None":
-    """Return a parser for one answer, or None where the answer can have no calls.
+    """Return a parser for one answer; None if the answer cannot have calls.
 
     Args:
         tools: the tools of the request.
-        option: the value of `--tool-call-parser`; see `tool_syntax`.
+        option: the value of --tool-call-parser; see `tool_syntax`.
         template: the model's chat template.
-        answer_id: the ids of calls follow from it.
+        answer_id: an id of the answer, from which the ids of calls are derived.
     """
     if tools.mode == "none":
         return None
     model_format = MODEL_FORMATS[tool_syntax(option, template)]
-    format_class = DEMANDED_FORMATS.get(tools.mode, model_format)
-    # The next turn's template sees ids of demanded calls, too.
+    format_class = FORCED_CALL_FORMATS.get(tools.mode, model_format)
+    # The template sees the ids of these calls in the next turn. So even forced calls
+    # have ids of the model's own format.
     has_short_ids = model_format.has_short_ids
     return ToolParser(tools, format_class, has_short_ids, answer_id)
 
 
 class ToolParser:
-    """The tool calls of one choice. `feed` all of its text, then `finish` once."""
+    """Finds the tool calls of one choice: `feed` all its text, then `finish` once."""
 
     def __init__(
         self,
@@ -65,24 +66,27 @@ class ToolParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that the model has begun, even if the client does not receive them."""
+        """How many calls the model has begun.
+
+        Calls that the client does not receive count, too: see `Tools.parallel`.
+        """
         return self._answer.num_calls
 
     @property
     def has_complete_calls(self) -> bool:
-        """Whether the client receives calls and all of their arguments are complete."""
+        """Whether the client receives calls, all with complete arguments."""
         return self._format.has_complete_calls
 
     def feed(self, text: str) -> Parsed:
-        """Return what `text` adds to the answer."""
+        """Return the content and the pieces of calls that `text` adds to the answer."""
         self._answer.parsed = Parsed()
         self._reader.send(text)
-        return self._visible()
+        return self._visible_part()
 
     def finish(self) -> Parsed:
-        """Return what was held back to see what it would become.
+        """Return what the text held back adds to the answer. The answer has ended.
 
-        A call that was cut off after its name stays a call.
+        A call that was cut off after its name is still a call.
         """
         answer = self._answer
         answer.parsed = Parsed()
@@ -94,9 +98,9 @@ class ToolParser:
         if not answer.held_belongs_to_call and not is_blank_after_call:
             answer.parsed.content += rest
         self._format.finish()
-        return self._visible()
+        return self._visible_part()
 
-    def _visible(self) -> Parsed:
+    def _visible_part(self) -> Parsed:
         """Return the part of the parsed text that the client receives."""
         parsed = self._answer.parsed
         if not self._parallel:

@@ -1,4 +1,4 @@
-"""The text is the same in any pieces of tokens and characters."""
+"""The text does not depend on the pieces in which tokens and characters arrive."""
 
 import functools
 import re
@@ -17,7 +17,9 @@ from tests.rigs.examples import examples
 
 
 class PieceTokenizer:
-    """SentencePiece-like: a leading space is dropped, byte tokens join, 0 is special."""
+    """A tokenizer like SentencePiece: it drops a leading space and joins byte tokens.
+    The id 0 is a special token.
+    """
 
     special_ids = frozenset([0])
     token_bytes = None
@@ -58,7 +60,7 @@ def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str
 
 
 def ids_of(text: str) -> list[int]:
-    """`text` in byte tokens where the vocabulary has them, else in single characters."""
+    """Return the ids of `text`: byte tokens if there are any, else characters."""
     ids = []
     for char in text:
         if char in PIECES:
@@ -81,7 +83,7 @@ def test_bytes_are_decoded_like_the_whole_text(ids):
 
 
 TEXTS = ["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\n"]
-WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
+WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # the tokens of a prompt
 
 
 @examples(200)
@@ -126,8 +128,9 @@ BYTES = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
     st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
 )
 def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
-    """Exceptions are the space after a special token, where a text begins anew, and the
-    number of U+FFFD for invalid bytes."""
+    """Two things may differ: the space after a special token, where decoders start a
+    new text, and the number of U+FFFD for invalid bytes.
+    """
     echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
     joined = text + run(echoing, output)
@@ -147,7 +150,7 @@ def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
             ids_of("a€b"),
             ["a", "", "", "€", "b"],
             "",
-        ),  # a character comes once it is complete
+        ),  # a character is returned once it is complete
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
@@ -174,9 +177,14 @@ def test_special_tokens_are_text_where_requested():
     assert run(detokenizer, [2, 0, 2]) == "he<s> he"
     raw = create_detokenizer(Bytes(), skip_special_tokens=False)
     assert run(raw, [0x41, 256, 0x42]) == "A<end>B"
-    some = create_detokenizer(TOKENIZER, [3], shown=["<s>", "none such"])
-    assert run(some, [2, 10, 0, 2]) == " he\ufffd<s>he", "a text begins anew behind it"
-    assert run(create_detokenizer(Bytes(), shown=["<end>"]), [0x41, 256]) == "A<end>"
+    some = create_detokenizer(TOKENIZER, [3], visible_tags=["<s>", "none such"])
+    assert run(some, [2, 10, 0, 2]) == " he\ufffd<s>he", (
+        "decoders start a new text after a special token"
+    )
+    assert (
+        run(create_detokenizer(Bytes(), visible_tags=["<end>"]), [0x41, 256])
+        == "A<end>"
+    )
 
 
 class Bytes:
@@ -190,7 +198,7 @@ class Bytes:
 
 
 def test_id_beyond_the_vocabulary_has_no_text():
-    """Models pad their output layer, and random weights can draw a padding row."""
+    """Models pad their output layer, and random weights can generate such an id."""
     assert ByteDetokenizer(TOKEN_BYTES, frozenset()).push(10_000) == ""
 
 
@@ -199,7 +207,7 @@ def test_id_beyond_the_vocabulary_has_no_text():
 
 @functools.cache
 def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
-    """Reference: cut before the first complete stop string, character by character."""
+    """Return the text before the first complete stop string: a simple reference."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -216,14 +224,15 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
 def test_stop_string_is_matched_across_pieces_and_optionally_included(
     stops, pieces, keeps_stop
 ):
-    finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
+    finder = StopFinder(stops, keeps_stop=keeps_stop)
+    text = ""
     for piece in pieces:
-        emitted, is_found = finder.push(piece)
+        emitted, is_stopped = finder.push(piece)
         text += emitted
-        if is_found:
+        if is_stopped:
             break
-    before, is_found = expected_cut(tuple(stops), "".join(pieces))
-    assert (finder.matched_stop is not None) == is_found
+    before, is_stopped = expected_cut(tuple(stops), "".join(pieces))
+    assert (finder.matched_stop is not None) == is_stopped
     assert finder.matched_stop is None or finder.matched_stop in stops
     assert text + finder.flush() == before + (
         (keeps_stop and finder.matched_stop) or ""
@@ -232,7 +241,9 @@ def test_stop_string_is_matched_across_pieces_and_optionally_included(
 
 @pytest.mark.timeout(60)
 def test_long_stop_strings_that_nearly_match_are_scanned_once():
-    """It takes a second. Scanning again for each character would take minutes."""
+    """The test takes a second. If text were scanned again for each character, it would
+    take minutes.
+    """
     stops = [
         "a" * 1023 + "b",
         *("a" * 500 + chr(200 + i) + "a" * 500 for i in range(63)),

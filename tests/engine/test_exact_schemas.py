@@ -1,4 +1,4 @@
-"""JSON schemas with numbers beyond float64; jsonschema decides what may be drawn."""
+"""JSON schemas with numbers beyond float64. The reference is the library jsonschema."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
-from engine.text.grammar_compile import judge, make_matcher
+from engine.text.grammar_compile import make_matcher, try_grammar
 from protocol.messages import Grammar
 from tests.engine.test_schema_numbers import _EDGES
 
@@ -35,8 +35,9 @@ def matches(grammar: Grammar, text: str) -> bool:
 
 
 def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
-    """Draw a random text that the masks allow; None if it became too long."""
-    matcher, drawn = make_matcher(BYTES, grammar), bytearray()
+    """Return a random text that the masks allow; None if it became too long."""
+    matcher = make_matcher(BYTES, grammar)
+    drawn = bytearray()
     while not matcher.is_stopped() and len(drawn) < 4 * limit:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
@@ -108,7 +109,7 @@ def as_written(text: str) -> Any:
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_only_the_exact_numbers_match(schema, right, wrong):
-    assert judge(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTES, of(schema)).mistake is None
     assert [text for text in right if not matches(of(schema), text)] == []
     assert [text for text in wrong if matches(of(schema), text)] == []
 
@@ -121,7 +122,7 @@ def test_bounds_of_machine_types_are_enforced(kind, bounds):
         "properties": {"x": {"type": kind, **bounds}},
         "required": ["x"],
     }
-    assert judge(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTES, of(schema)).mistake is None
     last = int(Decimal(repr(bounds["maximum"])))
     beyond = last * 10
     for number, expected in (
@@ -208,11 +209,12 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_texts_allowed_by_masks_validate(seed):
-    """Random schemas, and random texts that their masks allow."""
-    rng, num_drawn = random.Random(seed), 0
+    """Random texts that the masks of random schemas allow are valid."""
+    rng = random.Random(seed)
+    num_drawn = 0
     for _ in range(40):
         schema = {**_random_schema(rng), "$defs": {"shared": _random_scalar(rng)}}
-        if judge(BYTES, of(schema)).mistake is not None:
+        if try_grammar(BYTES, of(schema)).mistake is not None:
             continue
         for _ in range(2):
             if (text := draw(of(schema), rng)) is not None:
@@ -255,7 +257,7 @@ def test_calls_and_reasoning_around_exact_schemas():
     ],
 )  # fmt: skip
 def test_inexact_numbers_are_refused_by_path(schema, path):
-    mistake = judge(BYTES, of(schema)).mistake
+    mistake = try_grammar(BYTES, of(schema)).mistake
     assert mistake is not None and f"{path}`" in mistake
 
 
@@ -264,7 +266,7 @@ def test_schemas_within_a_grammar_are_exact_or_refused():
     assert matches(
         Grammar("grammar", 'start: %json {"type": "string", "format": "byte"}'), '"a"'
     )
-    mistake = judge(
+    mistake = try_grammar(
         BYTES, Grammar("grammar", f'start: "a" %json {{"const": {IDS[0]}}}')
     ).mistake
     assert mistake is not None and "structured_outputs.json" in mistake

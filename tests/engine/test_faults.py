@@ -160,6 +160,6 @@ def test_a_matcher_that_raises_ends_its_request(depth, compiler):
     run_until_idle(core)
     (end,) = out.terminals("x")
     assert end.error is not None and end.error.code == "grammar_failed"
-    assert "a fault of the server; see its log" in end.error.message
+    assert "internal error of the server; see its log" in end.error.message
     assert out.tokens("b") == expected_output([5], 12)
     assert_all_blocks_free(core)

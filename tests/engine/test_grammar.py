@@ -1,4 +1,4 @@
-"""Token masks against a search over the whole vocabulary, and how sequences end under a grammar."""
+"""Token masks equal a search over the vocabulary; sequences end as the grammar says."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tests.engine.conftest import compiling
 from tests.make_models import ensure_model
 from tests.rigs.shadow import masks_of
 
-VOCAB = 512  # of the model, a little more than the tokenizer's
+VOCAB = 512  # the model's logits, a few more than the tokenizer has tokens
 SCHEMA = {
     "type": "object", "properties": {"name": {"type": "string", "maxLength": 4},
     "ok": {"type": "boolean"},
@@ -69,9 +69,9 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
 def test_masks_equal_a_search_over_the_vocabulary(
     compiler, tokenizer, kind, text, begins
 ):
-    """On random walks, a token is allowed if and only if some match begins with the text.
+    """On random walks, the allowed tokens are those with which some match continues.
 
-    Where only one continuation is left, only its usual tokens are allowed."""
+    If only one continuation is possible, only its canonical tokens are allowed."""
     assert tokenizer.token_bytes is not None
     rng = random.Random(0)
     texts = {
@@ -80,7 +80,9 @@ def test_masks_equal_a_search_over_the_vocabulary(
         if raw.isascii() and raw and i not in tokenizer.special_ids
     }
     for _ in range(10):
-        state, outputs, output = compiler.state(request(kind, text)), [5, 6], ""
+        state = compiler.state(request(kind, text))
+        outputs = [5, 6]
+        output = ""
         while state.follow(outputs, 2) is None:
             actual = allowed(compiler, state)
             expected = {i for i, more in texts.items() if begins(output + more)}
@@ -98,7 +100,8 @@ def test_masks_equal_a_search_over_the_vocabulary(
 
 
 def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
-    """A word of several tokens is barred at its last token, after any retraction."""
+    """A word of several tokens is banned at its last token, also after outputs were
+    taken back."""
     a, b, c = (tokenizer.encode(char)[0] for char in "abc")
     words = ((c,), (a, b), (b, b, b))
 
@@ -106,7 +109,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
         state = compiler.state(
             replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
         )
-        for several in (outputs, (), outputs):  # the middle one retracts all outputs
+        for several in (outputs, (), outputs):  # the second call takes all outputs back
             assert state.follow([5, 6, *several], 2) is None
             actual = allowed(compiler, state)
         return actual if state.ending is None else None
@@ -116,7 +119,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
     assert reported == [{a}, {a, b}, {a}, {a}]
     assert after(Grammar("any", banned=words), b, b) == set(range(VOCAB)) - {b, c}
     assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, (
-        "nothing is left"
+        "no token is left"
     )
     both = Grammar("choice", json.dumps(["ab", "bc", "bab"]), banned=words)
     assert after(both, b) == {a}
@@ -151,20 +154,20 @@ _END = 2
             0,
             "ab",
             COMPLETE,
-        ),  # without one, as nothing can follow
+        ),  # without an end token, because no text can follow
         ("regex", "a+", None, 0, "a", "a"),
         ("regex", "[ab]?", None, 0, "a", COMPLETE),
-        # min_tokens bars the stop tokens unless nothing else is left.
+        # Before min_tokens, stop tokens are banned unless only they could follow.
         ("regex", "ab?", "b", 2, "a", COMPLETE),
         ("regex", "a[bc]?", "b", 2, "a", "c"),
         ("choice", '["a"]', "", 0, "b", GrammarFailed),
-        ("regex", "a?", "a", 1, "", GrammarFailed),  # the text has not begun
+        ("regex", "a?", "a", 1, "", GrammarFailed),  # the text is empty so far
     ],
 )
 def test_allowed_tokens_and_endings(
     compiler, tokenizer, kind, text, stop, min_tokens, output, expected
 ):
-    """`expected` is the ending, or the tokens that may be drawn, with $ for the end token."""
+    """`expected` is the ending, or the tokens that may follow. $ is the end token."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
     state.follow(tokenizer.encode(output), 0)
@@ -174,7 +177,7 @@ def test_allowed_tokens_and_endings(
         shown = {"$" if i == _END else tokenizer.decode([i]) for i in actual}
         assert {one for one in shown if len(one) == 1} == set(expected)
         return
-    assert len(actual) == VOCAB, "what is drawn here is void"
+    assert len(actual) == VOCAB, "a sequence that has ended allows any token"
     assert state.ending is not None
     if expected is COMPLETE:
         assert state.ending is COMPLETE
@@ -184,7 +187,7 @@ def test_allowed_tokens_and_endings(
 
 @pytest.mark.parametrize("first", ["{", "no beginning"])
 def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
-    """Retracting a first token, or following late, gives the same state."""
+    """It is the same after a first token was taken back, and after late outputs."""
     given = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
     steps, at_once, taken_back = (compiler.state(given) for _ in range(3))
@@ -199,7 +202,7 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
 
 
 def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
-    """All sequences of a cached grammar share the lexer's states."""
+    """All sequences of a cached grammar share a lexer, which has a limit of states."""
     few = LLParserLimits(max_lexer_states=1000)
     monkeypatch.setattr("engine.text.grammar_compile._LIMITS", few)
     a, b = (tokenizer.encode(char)[0] for char in "ab")
@@ -230,7 +233,8 @@ def test_grammar_is_compiled_once_on_another_thread():
 
 
 def test_grammar_cache_is_bounded_in_bytes(compiler):
-    large, larger = Grammar("regex", "a+b"), Grammar("regex", "b+a")
+    large = Grammar("regex", "a+b")
+    larger = Grammar("regex", "b+a")
     first = compiler.compiled(large, nbytes=150 << 20)
     assert compiler.compiled(large) is first
     compiler.compiled(larger, nbytes=150 << 20)
@@ -259,14 +263,16 @@ def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
 
 
 def test_vocabulary_larger_than_the_logits():
-    """Masks have the logits' width; ids beyond it cannot be drawn."""
+    """Masks have one bit for each logit. Ids beyond the logits cannot be sampled."""
     compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
     assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()
 
 
-_TEXTS_BY_START: dict[str, dict[str, bool | None]] = {  # by the start of reasoning: whether the text is complete, if it is allowed
+# For each way in which reasoning starts, texts: None if the text is not allowed, else
+# whether it is complete.
+_TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
     "open": {
         'I am {"a</think>\n\nab': True, "ab": False, "I</think>b": None,
         "I</think>\n\n<call>{": False,
@@ -281,7 +287,7 @@ _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {  # by the start of reason
 
 @pytest.mark.parametrize(
     ("begins", "output"),
-    [(b, said) for b in _TEXTS_BY_START for said in _TEXTS_BY_START[b]],
+    [(begins, output) for begins, texts in _TEXTS_BY_START.items() for output in texts],
 )
 @pytest.mark.parametrize(("kind", "text"), [
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
@@ -289,13 +295,14 @@ _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {  # by the start of reason
 def test_grammar_begins_after_the_reasoning_and_allows_calls(
     compiler, tokenizer, begins, output, kind, text
 ):
-    """Text before the answer, or a call instead of it, may be anything but an end token."""
+    """Reasoning before the answer, and a call instead of it, may have any text."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
     grammar = Grammar(kind, text, reasoning=begins, calls=calls)
     state = compiler.state(
         replace(request(kind, text), sampling=SamplingParams(grammar=grammar))
     )
-    is_complete, outputs = _TEXTS_BY_START[begins][output], list[int]()
+    is_complete = _TEXTS_BY_START[begins][output]
+    outputs = list[int]()
     for token_id in tokenizer.encode(output, add_special_tokens=False):
         if token_id not in allowed(compiler, state):
             assert is_complete is None

@@ -1,5 +1,6 @@
-"""Which grammars compile, and how the others are refused. A grammar that would stop a
-server is refused in time, and delays no other request."""
+"""Usable grammars compile, and all other grammars are refused. A grammar that would
+block the server is refused in time, and does not delay other requests.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +20,7 @@ from engine.text.grammar_compile import (
     MAX_GBNF_CHARS,
     MAX_GRAMMAR_CHARS,
     compiling_threads,
-    judge,
+    try_grammar,
 )
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
@@ -32,7 +33,7 @@ from tests.rigs.http_server import serving, text_script
 ENDLESS = {
     "type": "integer",
     "multipleOf": 4_999_999,
-}  # a state of its automaton for each number
+}  # its automaton has a state for each number
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 
 
@@ -137,18 +138,19 @@ async def test_client_disconnect_ends_its_trial(tokenizer):
 
 async def test_grammars_of_open_requests_share_a_memory_limit(tokenizer, monkeypatch):
     async with checking(tokenizer, 30.0) as checker:
-        one, other = regex("a+"), regex("b+")
+        one = regex("a+")
+        other = regex("b+")
         await checker.check([one, other])
         monkeypatch.setattr(
             grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar)
         )
         assert checker.nbytes(other.grammar) > 0
-        ends = [checker.hold(one.grammar) for _ in range(2)]
+        ends = [checker.reserve_memory(one.grammar) for _ in range(2)]
         for end in ends:
             with pytest.raises(Overloaded):
-                checker.hold(other.grammar)
+                checker.reserve_memory(other.grammar)
             end()
-        checker.hold(other.grammar)
+        checker.reserve_memory(other.grammar)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ BYTES = LLTokenizer("byte")
     ids=lambda grammar: grammar.kind,
 )
 def test_usable_grammars_are_accepted(grammar):
-    assert judge(BYTES, grammar).mistake is None
+    assert try_grammar(BYTES, grammar).mistake is None
 
 
 @pytest.mark.parametrize(
@@ -228,13 +230,13 @@ def test_usable_grammars_are_accepted(grammar):
     ],
 )
 def test_mistake_is_reported_in_one_line(kind, text, output):
-    mistake = judge(BYTES, Grammar(kind, text)).mistake  # type: ignore[arg-type]
+    mistake = try_grammar(BYTES, Grammar(kind, text)).mistake  # type: ignore[arg-type]
     assert mistake is not None
     assert output in mistake and "\n" not in mistake and len(mistake) <= 300
 
 
 def test_long_chains_of_rules_do_not_crash_the_process():
-    """They overflow the stack of an ordinary thread, and no handler catches that."""
+    """They would overflow the stack of an ordinary thread, which kills the process."""
     length = 4000
     rules = "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(length))
     lark = Grammar("grammar", f'start: r0\n{rules}\nr{length}: "z"')
@@ -243,4 +245,4 @@ def test_long_chains_of_rules_do_not_crash_the_process():
     with compiling_threads("test", 1) as pool:
         for grammar in (lark, Grammar("json_schema", json.dumps(schema))):
             assert len(grammar.text) <= MAX_GRAMMAR_CHARS
-            assert pool.submit(judge, BYTES, grammar).result().mistake is None
+            assert pool.submit(try_grammar, BYTES, grammar).result().mistake is None

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: reasoning, content and calls, by the heads of messages."""
+"""Answers of gpt-oss are separated into reasoning, content and calls."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from engine.text.grammar import COMPLETE, GrammarCompiler
 from engine.text.harmony import HarmonyParser, split_parallel_calls, tag_characters
 from engine.text.reasoning import reasoning_start
-from engine.text.request_grammar import grammar_of
+from engine.text.request_grammar import answer_grammar
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
 from protocol.openai.chat import ChatRequest
@@ -21,7 +21,7 @@ from protocol.settings.options import ModelOptions
 from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
-from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
+from tests.engine.test_http_tools import NAMED, TOOL, call_of, reasoning_and_content
 from tests.rigs.http_server import chunks, end, scripted, serving_harmony, text_script
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
@@ -29,7 +29,7 @@ FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 TOOLS = Tools((TOOL,), "auto")
 
-# The model's text, and its reasoning, content and calls.
+# The model's text, and the reasoning, content and calls in it.
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{THINK}I add.{START}{FINAL} 2 <b>\n<|return|>", "I add.", " 2 <b>\n", []),
     (f'{THINK}a{START}{CALL}{{"a": 1}}<|call|>', "a", "", [("add", '{"a": 1}')]),
@@ -59,7 +59,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "I write to=functions.add or to=functions.x", "2", []),
     (f"{THINK}I write to=functions.add", "I write to=functions.add", "", []),
     (f"{THINK}I add to<|message|>a", "I add toa", "", []),
-    # Cut in a head.
+    # Text that ends within a head.
     *((f"{THINK}a{START}{cut}", "a", "", []) for cut in (
         "", "<|channel|>", "<|channel|>fin", "<|channel|>commentary to=functions.ad", " to=fun",
         "<|channel|>commentary to=functions.add <|constrain|>js")),
@@ -88,7 +88,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def tagged(text: str) -> list[str]:
-    """Return the characters of a text; a tag counts as one."""
+    """Return the characters of a text. A tag is one character."""
     for name, tag in tag_characters(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
         text = text.replace(name, tag)
     return list(text)
@@ -98,7 +98,9 @@ def read(
     pieces: list[str], tools: Tools = TOOLS
 ) -> tuple[str, str, list[tuple[str, str]]]:
     parser = HarmonyParser("", {}, tools.mode == "auto")
-    calls, content, actual = create_tool_parser(tools, "harmony"), "", []
+    calls = create_tool_parser(tools, "harmony")
+    content = ""
+    actual = []
     reported = [*map(parser.feed, pieces), parser.finish()]
     for _, text in reported:
         parsed = calls.feed(text) if calls else None
@@ -131,8 +133,10 @@ def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
         assert read([*text]) == whole
         json.dumps(
             whole, ensure_ascii=False
-        ).encode()  # which half a surrogate pair cannot be
-        assert text.count("Xy zw") == str(whole).count("Xy zw"), "lost or told twice"
+        ).encode()  # a lone surrogate cannot be encoded
+        assert text.count("Xy zw") == str(whole).count("Xy zw"), (
+            "no text is lost or repeated"
+        )
 
 
 def test_call_is_text_where_no_tool_may_be_called():
@@ -174,7 +178,10 @@ async def test_harmony_answer_is_the_same_with_and_without_a_stream(
     ) as server:
         answer = (await server.chat(**request_fields)).json()
         (choice,) = answer["choices"]
-        assert (said(choice), choice["finish_reason"]) == (expected, finish_reason)
+        assert (reasoning_and_content(choice), choice["finish_reason"]) == (
+            expected,
+            finish_reason,
+        )
         calls = choice["message"].get("tool_calls", [])
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
@@ -197,7 +204,7 @@ async def test_answer_cut_anywhere_is_returned_up_to_the_cut(harmony, at):
     async with serving_harmony(harmony, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         thought = {0: None, 1: "I"}.get(max(at - 10, 0), "I.")
-        assert said(choice) == (thought, "" if at < 58 else None)
+        assert reasoning_and_content(choice) == (thought, "" if at < 58 else None)
         assert choice["finish_reason"] == "length"
         if at >= 58:
             assert call_of(choice) == ("add", '{"a": 1}'[: at - 58])
@@ -212,7 +219,10 @@ async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harm
     )
     async with serving_harmony(harmony, scripted(*turns, end(0), end(1))) as server:
         choices = (await server.chat(n=2, logprobs=True)).json()["choices"]
-        assert [said(choice) for choice in choices] == [("1", "1"), ("2", "2")]
+        assert [reasoning_and_content(choice) for choice in choices] == [
+            ("1", "1"),
+            ("2", "2"),
+        ]
         for choice, of in zip(choices, ids, strict=True):
             reported = [
                 bytes(one["bytes"]).decode() for one in choice["logprobs"]["content"]
@@ -221,14 +231,14 @@ async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harm
 
 
 async def test_tag_that_is_spelled_out_is_text(harmony):
-    """The model explains the format, with tags as plain text."""
+    """The answer explains the format, so it contains tags as plain text."""
     ids = harmony.encode(FINAL)
     for part in ("<|e", "nd|> <|chan", "nel|>"):
         ids += harmony.encode(part)
     script = scripted(*({"token_ids": [token_id]} for token_id in ids), end())
     async with serving_harmony(harmony, script) as server:
         (choice,) = (await server.chat()).json()["choices"]
-        assert said(choice) == (None, "<|end|> <|channel|>")
+        assert reasoning_and_content(choice) == (None, "<|end|> <|channel|>")
 
 
 async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
@@ -246,7 +256,7 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
             "Wait.",
         )
         assert (call["name"], call["arguments"]) == ("add", "{}")
-        # The next turn's prompt has them as the model wrote them.
+        # The next turn's prompt has the items as the model wrote them.
         output = {
             "type": "function_call_output",
             "call_id": call["call_id"],
@@ -276,7 +286,7 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def test_one_system_message_has_the_text_of_several(harmony):
-    """A response's instructions precede a developer's message."""
+    """For example, the instructions of a response precede a developer's message."""
     turns = [
         {"role": role, "content": role}
         for role in ("system", "developer", "user", "system")
@@ -287,7 +297,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
 
 
 async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
-    """A grammar for `tool_choice` allows such turns, and other models write them."""
+    """A grammar for `tool_choice` allows such turns. Some models write them, too."""
     calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
     turns = [
         {"role": "user", "content": "Hi"},
@@ -305,8 +315,8 @@ async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
         assert (await server.chat(messages=turns)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[0].token_ids)
     answers = [
-        f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"{said}"<|end|>'
-        for name, said in (("add", "a"), ("sub", "s"), ("sub", "o"))
+        f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"{result}"<|end|>'
+        for name, result in (("add", "a"), ("sub", "s"), ("sub", "o"))
     ]
     head = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
     reported = (
@@ -319,7 +329,7 @@ async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
 
 
 def test_tool_result_follows_its_call_wherever_the_client_put_it():
-    """Clients report the calls of one answer in this way, with reasoning between them."""
+    """Clients may send all calls of an answer first, and then their results."""
     add, sub = (
         {
             "role": "assistant",
@@ -340,7 +350,7 @@ def test_tool_result_follows_its_call_wherever_the_client_put_it():
 
 @pytest.mark.parametrize(("before", "say", "expected"), [
     ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
-    (f"So{START}{CALL}", "{}", (None, "{}")),  # tags that a client spells out are text
+    (f"So{START}{CALL}", "{}", (None, "{}")),  # tags in a client's text are text
 ])  # fmt: skip
 async def test_final_message_is_continued(harmony, before, say, expected):
     turns = [
@@ -350,7 +360,7 @@ async def test_final_message_is_continued(harmony, before, say, expected):
     request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
     async with serving_harmony(harmony, text_script(harmony, say)) as server:
         (choice,) = (await server.chat(**request)).json()["choices"]
-        assert said(choice) == expected
+        assert reasoning_and_content(choice) == expected
         await server.chat(**request, structured_outputs={"regex": "a"})
         assert server.engine.added[1].sampling.grammar == Grammar("regex", "a")
 
@@ -364,12 +374,17 @@ async def test_call_is_continued_where_message_text_may_become_tags(harmony):
     script = text_script(harmony, "{}<|call|>")
     async with serving_harmony(harmony, script, split_special_tokens=False) as server:
         (choice,) = (await server.chat(**request)).json()["choices"]
-        assert said(choice) == (None, None) and call_of(choice) == ("add", "{}")
+        assert reasoning_and_content(choice) == (None, None) and call_of(choice) == (
+            "add",
+            "{}",
+        )
 
 
 # -- grammars --------------------------------------------------------------------------------------
 
-_ALLOWED: dict[str, bool | None] = {  # whether the text is complete, if it is allowed
+_ALLOWED: dict[
+    str, bool | None
+] = {  # For texts that are allowed: whether each is complete.
     f"{THINK}I <x\n\n.{START}{THINK}{START}{FINAL}ab": True,
     f"{FINAL}ab": True,
     "<|start|>assistant<|channel|>final <|constrain|>json<|message|>ab": True,
@@ -393,13 +408,14 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     assert request.guided is not None
     prompt = harmony.encode(harmony.render_chat([{"role": "user", "content": "Hi"}]))
     settings = DecodeSettings(_cli_parse_args=[])
-    grammar = grammar_of(request.guided.grammar, request, prompt, harmony, settings)
+    grammar = answer_grammar(request.guided.grammar, request, prompt, harmony, settings)
     assert grammar is not None and grammar.reasoning == "harmony"
     sampling = SamplingParams(grammar=grammar)
     add = AddRequest(request_id="a", token_ids=[1], max_tokens=9, sampling=sampling)
     compiler = GrammarCompiler(harmony.folder, VOCAB, lambda: None)
     state = compiler.state(replace(add, stop_token_ids=harmony.eos_ids))
-    outputs, ending = list[int](), None
+    outputs = list[int]()
+    ending = None
     for token_id in harmony.encode(text):
         if token_id not in allowed(compiler, state):
             break
@@ -441,7 +457,7 @@ def test_options_that_contradict_each_other_are_refused(reasoning, calls):
 
 
 async def test_model_without_the_tags_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="model has no token"):
+    with pytest.raises(ValueError, match="which this model lacks"):
         async with serving_harmony(tokenizer, tool_call_parser="harmony"):
             pass
 
@@ -451,4 +467,4 @@ async def test_without_the_format_all_is_content(harmony):
     how = {"reasoning_parser": "none"}
     async with serving_harmony(harmony, text_script(harmony, text), **how) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
-        assert said(choice) == (None, "analysisI.assistantfinalYo")
+        assert reasoning_and_content(choice) == (None, "analysisI.assistantfinalYo")

@@ -43,7 +43,7 @@ async def test_engine_receives_the_sampling_of_the_request(tokenizer):
         assert (sampling.min_p, sampling.seed, first.max_tokens) == (0.1, 7, 16)
         assert first.stop_token_ids == tokenizer.encode("<end>")
         assert second.stop_token_ids == [] and second.max_tokens == 1
-        assert second.sampling.seed != third.sampling.seed  # drawn by the server
+        assert second.sampling.seed != third.sampling.seed  # chosen by the server
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -67,7 +67,7 @@ async def test_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream
         num_tokens = 0
         for chunk in (
             actual
-        ):  # the usage counts tokens through the stop, although more had arrived
+        ):  # the usage counts tokens up to the stop string, although more had arrived
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]
@@ -108,7 +108,8 @@ async def test_hooks_change_requests_and_answer(tokenizer):
 async def test_stop_string_in_the_last_token_waits_for_the_engines_last_delta(
     tokenizer, stops
 ):
-    """The only token of a prefill leg may hold a stop string. Its KV params come later."""
+    """The only token of a prefill leg may complete a stop string. The engine sends the
+    KV params after that token."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=tokenizer.encode("a"))
@@ -145,7 +146,7 @@ async def test_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
         assert len(set(generated)) == 2
     reported = [line for line in caplog.text.splitlines() if "prompt=2" in line]
     assert sum(f"{request_id[:128]}" in line for line in reported) == 2, (
-        "an id's beginning names it"
+        "the log shows the beginning of a long id"
     )
 
 
@@ -221,11 +222,11 @@ async def test_stats_report_recent_requests_with_times_but_without_texts(tokeniz
         for _ in range(MAX_RECENT):
             await server.post(temperature=-1)
         assert (await stats(reported.next - 1)).served[0].number == 2, (
-            "the first two are forgotten"
+            "only the last MAX_RECENT requests are kept"
         )
         assert [(await stats(at)).served for at in (MAX_RECENT + 2,)] == [[]]
         assert len((await stats(10**6)).served) == MAX_RECENT, (
-            "of a later start: all there are"
+            "a number from before a restart reports all requests"
         )
         wrong = await server.http.get(STATS_PATH, params={"since": "-1"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")

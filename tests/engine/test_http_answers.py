@@ -1,4 +1,4 @@
-"""Answers, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
+"""Complete and streamed responses: text, tokens, logprobs, choices, finish reasons."""
 
 from collections.abc import AsyncIterator
 from threading import get_ident
@@ -38,7 +38,7 @@ PARTS = (r"bytes:\xc3", r"bytes:\xa9")
 
 
 def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """Join one choice's pieces: texts and lists are concatenated."""
+    """Add a piece of a choice to `into`: texts and lists are concatenated."""
     for key, value in piece.items():
         if isinstance(value, dict):
             into[key] = joined(into.get(key) or {}, value)
@@ -49,8 +49,10 @@ def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
     return into
 
 
-async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]:
-    """Return the complete answer, and check that a stream gives the same."""
+async def post_both_ways(
+    server: Server, path: str = TEXT, **fields: Any
+) -> dict[str, Any]:
+    """Return the complete response, and check that a stream has the same content."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     if path == TEXT:
         body = {"prompt": "ab", **{k: v for k, v in body.items() if k != "messages"}}
@@ -89,9 +91,9 @@ def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
-    """Members of deltas, from texts or from pairs of a text and its tokens' logprobs.
+    """Return the members of deltas, from texts or pairs of a text and its logprobs.
 
-    The first logprob of each token is its own; all of them are the most likely ones."""
+    In the logprobs of a token, the first entry is that of the token itself."""
     actual = []
     for piece in pieces:
         text, reports = (piece, ()) if isinstance(piece, str) else piece
@@ -111,7 +113,7 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["Hé 🙂"], {}, {"text": "Hé 🙂", "finish_reason": "length"}),
         (CHAT, ["Hé 🙂"], {}, {"message": {
             "role": "assistant", "content": "Hé 🙂", "refusal": None}}),
-        # Ends: the end token has no text, held text comes, and a stop string cuts.
+        # The end token has no text, text held back is returned, a stop string cuts.
         (TEXT, ["Hi wor<end>"], {"stop": "world"}, {"text": "Hi wor"}),
         (TEXT, ["Hello world"], {"stop": "o w"},
          {"text": "Hell", "stop_reason": "o w", "finish_reason": "stop"}),
@@ -124,7 +126,7 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["a<end>b"], {"ignore_eos": True}, {"text": "ab"}),
         (TEXT, ["a<end>b"], {"ignore_eos": True, "skip_special_tokens": False},
          {"text": "a<end>b"}),
-        # Log-probabilities, in both shapes.
+        # Logprobs, in the formats of both endpoints.
         (TEXT, [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": NEVER, "b": -2.0}])], {"logprobs": 2},
          {"logprobs": {"tokens": ["a", "c"], "token_logprobs": [-0.5, -9999.0],
                        "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
@@ -145,7 +147,7 @@ async def test_answer_is_the_same_with_and_without_a_stream(
     tokenizer, path, says, fields, expected
 ):
     async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
-        (choice,) = (await ask(server, path, **fields))["choices"]
+        (choice,) = (await post_both_ways(server, path, **fields))["choices"]
         assert {key: choice[key] for key in expected} == expected
 
 
@@ -153,7 +155,7 @@ async def test_token_ids_and_usage(tokenizer):
     async with serving(
         tokenizer, text_script(tokenizer, "Hé 🙂"), fingerprint="fp_1"
     ) as server:
-        whole = await ask(server, return_token_ids=True)
+        whole = await post_both_ways(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
         (choice,) = whole["choices"]
         assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
@@ -162,8 +164,9 @@ async def test_token_ids_and_usage(tokenizer):
 
 
 async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
-    """They come once, for any number of choices, where vLLM has them."""
-    text, call = {"token_ids": tokenizer.encode("Hi")}, tokenizer.encode(CALL)
+    """As in vLLM, the ids come once, whatever the number of choices."""
+    text = {"token_ids": tokenizer.encode("Hi")}
+    call = tokenizer.encode(CALL)
     script = scripted(
         *({"choice": c, **text} for c in (1, 0)), {"token_ids": call}, end(), end(1)
     )
@@ -193,9 +196,9 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
     a, b = tokenizer.encode("ab")
     script = scripted(*of(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
     async with serving(tokenizer, script) as server:
-        (choice,) = (await ask(server, return_tokens_as_token_ids=True, logprobs=2))[
-            "choices"
-        ]
+        (choice,) = (
+            await post_both_ways(server, return_tokens_as_token_ids=True, logprobs=2)
+        )["choices"]
         assert choice["logprobs"]["tokens"] == [f"token_id:{a}"]
         tops = {f"token_id:{a}": -0.5, f"token_id:{b}": -1.0}
         assert choice["logprobs"]["top_logprobs"] == [tops]
@@ -208,13 +211,13 @@ async def test_client_stop_token_is_the_stop_reason_and_has_no_text(tokenizer):
         tokenizer, text_script(tokenizer, "Hi.", finish_reason="stop")
     ) as server:
         request = {"stop_token_ids": [dot], "ignore_eos": True}
-        (choice,) = (await ask(server, **request))["choices"]
+        (choice,) = (await post_both_ways(server, **request))["choices"]
         assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
-        (retained,) = (await ask(server, **request, include_stop_str_in_output=True))[
-            "choices"
-        ]
+        (retained,) = (
+            await post_both_ways(server, **request, include_stop_str_in_output=True)
+        )["choices"]
         assert retained["text"] == "Hi."
-        (plain,) = (await ask(server, stop_token_ids=[dot]))["choices"]
+        (plain,) = (await post_both_ways(server, stop_token_ids=[dot]))["choices"]
         assert plain["stop_reason"] == dot
         ids = [add.stop_token_ids for add in server.engine.added[::2]]
         assert ids == [[dot], [dot], [*tokenizer.eos_ids, dot]]
@@ -224,7 +227,7 @@ async def test_client_stop_token_is_the_stop_reason_and_has_no_text(tokenizer):
 
 
 def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
-    """Token i of the prompt has the logprob -i; the most likely token is always "z"."""
+    """Return prompt logprobs: -i for token i, with "z" as the most likely token."""
     (z,) = tokenizer.encode("z")
     num_tokens = len(tokenizer.encode(prompt))
     rest = [TokenLogprobs(-float(i), [z], [-0.125]) for i in range(1, num_tokens)]
@@ -236,7 +239,9 @@ async def test_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
     parts = [{"prompt_logprobs": actual[:1]}, {"prompt_logprobs": actual[1:]}]
     script = scripted(*parts, *of(tokenizer, ("x", [{"x": -0.5}])), end())
     async with serving(tokenizer, script) as server:
-        whole = await ask(server, prompt="aéb", echo=True, logprobs=1, max_tokens=1)
+        whole = await post_both_ways(
+            server, prompt="aéb", echo=True, logprobs=1, max_tokens=1
+        )
         (choice,) = whole["choices"]
         assert choice["text"] == "aébx"
         assert choice["logprobs"] == {
@@ -257,7 +262,7 @@ async def test_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
 
 async def test_nothing_is_generated_with_max_tokens_0(tokenizer):
     async with serving(tokenizer, scripted(scores(tokenizer, "ab"), end())) as server:
-        whole = await ask(server, max_tokens=0, echo=True, logprobs=0)
+        whole = await post_both_ways(server, max_tokens=0, echo=True, logprobs=0)
         (choice,) = whole["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
         assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
@@ -272,14 +277,14 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
             ("Hi<end>", "Hi<end>"),
             (tokenizer.encode("Hi<end>"), "Hi"),
         ):
-            (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))[
-                "choices"
-            ]
+            (choice,) = (
+                await post_both_ways(server, prompt=prompt, echo=True, max_tokens=1)
+            )["choices"]
             assert choice["text"].startswith(text) and choice["logprobs"] is None
         assert {a.num_prompt_logprobs for a in server.engine.added} == {None}
     async with serving(
         tokenizer, scripted(end(), end(1))
-    ) as server:  # of ranked choices, too
+    ) as server:  # also with ranked candidates
         (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()[
             "choices"
         ]
@@ -290,7 +295,10 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
     ("given", "begins"),
     [
         ("Hi é", [0, 0, 0, 1, 2]),
-        ("Hi <s> it", [0, 0, 0, 1, 2, 3]),  # its text comes back without a space
+        (
+            "Hi <s> it",
+            [0, 0, 0, 1, 2, 3],
+        ),  # detokenizing returns this text without its space
         ("<s> it", [0, 0, 3]),
     ],
 )
@@ -301,7 +309,9 @@ async def test_tokenizer_prefix_has_no_characters_in_an_echo(tmp_path, given, be
     async with serving(
         tokenizer, script, ready=replace(READY, vocab_size=4096)
     ) as server:
-        whole = await ask(server, prompt=given, echo=True, logprobs=0, max_tokens=0)
+        whole = await post_both_ways(
+            server, prompt=given, echo=True, logprobs=0, max_tokens=0
+        )
         (choice,) = whole["choices"]
         assert choice["text"] == given and choice["logprobs"]["tokens"][0] == "<s>"
         assert choice["logprobs"]["text_offset"][: len(begins)] == begins
@@ -404,7 +414,7 @@ async def test_engine_that_scores_too_few_tokens_is_an_error(tokenizer):
 
 
 async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """Choice k repeats the prompt's last token + 1 + k up to its limit."""
+    """Return deltas in which choice k repeats the token (last prompt token + 1 + k)."""
     deltas = [
         {"choice": choice, "token_ids": [request.token_ids[-1] + 1 + choice]}
         for _ in range(request.max_tokens)
@@ -425,7 +435,7 @@ async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path)
     prompts = {"prompt": [[10], [20, 30]]} if path == TEXT else {}
     ids = [[11, 11], [12, 12], [13, 13], [31, 31], [32, 32], [33, 33]]
     async with serving(tokenizer, counting) as server:
-        whole = await ask(
+        whole = await post_both_ways(
             server, path, **prompts, n=3, max_tokens=2, return_token_ids=True
         )
         assert {add.num_choices for add in server.engine.added} == {3}

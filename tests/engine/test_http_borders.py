@@ -1,4 +1,4 @@
-"""Characters whose bytes are split between a prompt of token ids and the generated text."""
+"""Characters that begin in a prompt of token ids and end in the generated text."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
-from tests.engine.test_http_answers import ask
+from tests.engine.test_http_answers import post_both_ways
 from tests.engine.test_resume import _frames, _joined
 from tests.engine.test_tokenizer import write_sentencepiece_style
 from tests.rigs.http_server import READY, USAGE, end, scripted, serving
@@ -23,7 +23,7 @@ _GLOBE = "🌍"
 def made(
     request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Any
 ) -> Tokenizer:
-    """Tokenizers with a byte-level vocabulary, and with words and byte tokens."""
+    """Return a byte-level tokenizer, and one with words and byte tokens."""
     if request.param == "bytes":
         return tokenizer
     write_sentencepiece_style(tmp_path)
@@ -35,7 +35,7 @@ def ids(made: Tokenizer, text: str) -> list[int]:
 
 
 def saying_ids(token_ids: list[int], num_choices: int = 1) -> Any:
-    """Return a script that draws these tokens in each choice."""
+    """Return a script that generates these tokens in each choice."""
     choices = range(num_choices)
     tokens = [{"choice": at, "token_ids": [i]} for i in token_ids for at in choices]
     return scripted(*tokens, *(end(at) for at in choices))
@@ -45,12 +45,12 @@ def saying_ids(token_ids: list[int], num_choices: int = 1) -> Any:
 @pytest.mark.parametrize("echo", [False, True])
 async def test_character_completed_by_the_output_belongs_to_its_text(made, num, echo):
     all_ids = ids(made, f"Hello world {_GLOBE}")
-    prompt, output = (
-        all_ids[: num - 4],
-        [*all_ids[num - 4 :], *ids(made, _GLOBE)[-4:-3]],
-    )
+    prompt = all_ids[: num - 4]
+    output = [*all_ids[num - 4 :], *ids(made, _GLOBE)[-4:-3]]
     async with serving(made, saying_ids(output, 2), ready=_READY) as server:
-        whole = await ask(server, prompt=prompt, echo=echo, max_tokens=9, n=2)
+        whole = await post_both_ways(
+            server, prompt=prompt, echo=echo, max_tokens=9, n=2
+        )
     expected = "Hello world " * echo + _GLOBE + _BROKEN
     assert [choice["text"] for choice in whole["choices"]] == [expected] * 2
 
@@ -58,11 +58,11 @@ async def test_character_completed_by_the_output_belongs_to_its_text(made, num, 
 @pytest.mark.parametrize("text", ["", "A", _GLOBE])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_incomplete_character_belongs_to_the_prompt(made, text, echo):
-    """U+FFFD is in the echo, and never at the beginning of the generated text."""
+    """Its U+FFFD is in the echo, and not at the beginning of the generated text."""
     prompt = ids(made, f"Hi {_GLOBE}")[:-2]
     output = ids(made, f"a{text}")[len(ids(made, "a")) :]
     async with serving(made, saying_ids(output), ready=_READY) as server:
-        whole = await ask(server, prompt=prompt, echo=echo, max_tokens=9)
+        whole = await post_both_ways(server, prompt=prompt, echo=echo, max_tokens=9)
     (choice,) = whole["choices"]
     assert choice["text"] == (made.decode([*prompt, *output]) if echo else text)
 
@@ -72,8 +72,10 @@ async def test_prompt_keeps_its_last_complete_character(made):
         output = ids(made, "aA")[len(ids(made, "a")) :]
         async with serving(made, saying_ids(output), ready=_READY) as server:
             for given in (prompt, ids(made, prompt)):
-                plain = await ask(server, prompt=given, max_tokens=9)
-                echoed = await ask(server, prompt=given, max_tokens=9, echo=True)
+                plain = await post_both_ways(server, prompt=given, max_tokens=9)
+                echoed = await post_both_ways(
+                    server, prompt=given, max_tokens=9, echo=True
+                )
                 assert plain["choices"][0]["text"] == "A"
                 assert echoed["choices"][0]["text"] == f"{prompt}A"
 
@@ -81,11 +83,12 @@ async def test_prompt_keeps_its_last_complete_character(made):
 async def test_stop_strings_and_offsets_refer_to_the_joined_text(made):
     all_ids = ids(made, f"ab{_GLOBE}cd")
     at = len(all_ids) - 4
-    prompt, output = all_ids[:at], all_ids[at:]
+    prompt = all_ids[:at]
+    output = all_ids[at:]
     scored = {"prompt_logprobs": [None, *[TokenLogprobs(-1.0)] * (at - 1)]}
     tokens = [{"token_ids": [i], "logprobs": [TokenLogprobs(-1.0)]} for i in output]
     async with serving(made, scripted(scored, *tokens, end()), ready=_READY) as server:
-        whole = await ask(
+        whole = await post_both_ways(
             server, prompt=prompt, echo=True, logprobs=0, stop=[f"{_GLOBE}c"]
         )
     (choice,) = whole["choices"]

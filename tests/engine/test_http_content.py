@@ -1,4 +1,4 @@
-"""Chat templates receive a message's content as a text, a null, or not at all."""
+"""A message's content is a text, null or absent for the chat template."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import pytest
 
 from tests.rigs.http_server import serving_4k, with_template
 
-# Writes the content as templates of released models read it.
+# Writes the content in the way in which released models' templates do.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- if 'content' not in m %}absent{% elif m.content is none %}null
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}
 {%- if m.tool_calls %} calls{% endif %};{% endfor %}{# tools #}"""
-# DeepSeek R1 and V3 write a turn's calls only if its content is none.
+# The templates of DeepSeek R1 and V3 write a turn's calls only if its content is none.
 DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
 {%- for call in m['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}
 {%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""
@@ -25,7 +25,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
 async def prompts(
     tokenizer: Any, template: str, path: str, body: dict[str, Any]
 ) -> list[str]:
-    """Return the prompt's text, which the endpoint and /tokenize must make alike."""
+    """Return the prompt's text, which must be the same for /tokenize."""
     shaped = with_template(tokenizer, template)
     async with serving_4k(shaped) as server:
         response = await server.http.post(path, json={"model": "m", **body})
@@ -74,7 +74,7 @@ async def test_templates_that_test_for_null_content_write_calls(tokenizer):
     assert actual == ["user:Hi;<call>addtool:2;"] * 2
 
 
-# How templates of released models write a content: GLM-4.5's look at its type first,
+# How templates of released models write a content: GLM-4.5's tests its type first,
 # others add it to a text, and some write the whole message as JSON.
 WRITERS = {
     "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not "
@@ -92,7 +92,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 async def test_template_writes_null_content_as_empty_text(tokenizer, writer):
-    """Without a test for nulls, a template would write the text "None"."""
+    """A template that does not test for null must not write the text "None"."""
     template = (
         "{% set m = messages[-1] %}{% if m.tool_calls %}{# tools #}{% endif %}>"
         + writer
@@ -126,7 +126,7 @@ async def test_template_writes_null_content_as_empty_text(tokenizer, writer):
 async def test_calls_of_the_responses_api_have_a_null_content(
     tokenizer, items, expected
 ):
-    """The chat API writes a message that has only calls in this way."""
+    """In the chat API, a message that has only calls has a null content."""
     call = {
         "type": "function_call",
         "call_id": "call_1",

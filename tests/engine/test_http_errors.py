@@ -1,4 +1,4 @@
-"""Failures and disconnected clients end a request and release the KV that it leased."""
+"""Failures and disconnects end a request and release the KV that it leased."""
 
 import asyncio
 import socket
@@ -33,7 +33,7 @@ from tests.rigs.scripted_engine import hang
 
 
 class Retaining(ServerHooks):
-    """Retain every prompt's KV; answers refer to it with `size` bytes."""
+    """Hooks that retain all KV. Responses refer to the KV with `size` bytes."""
 
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
@@ -56,7 +56,7 @@ def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for token_id in range(70, 70 + num_tokens):
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
-            await asyncio.sleep(0.01)  # so that the stream has begun
+            await asyncio.sleep(0.01)  # the stream begins during this pause
         yield TokenDelta(
             request_id=request.request_id, error=ErrorInfo(code, "it broke")
         )
@@ -120,7 +120,8 @@ async def test_dead_engine_is_503_everywhere(tokenizer):
     "stage", ["whole, before a token", "stream, before a token", "stream, after one"]
 )
 async def test_client_disconnect_aborts_its_sequences(tokenizer, stage):
-    started, ended = asyncio.Event(), asyncio.Event()
+    started = asyncio.Event()
+    ended = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         try:
@@ -207,7 +208,7 @@ async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
 
 
 class Refusing(ServerHooks):
-    """For each refused request the engine receives one lease to release."""
+    """Hooks that release one lease for each refused request."""
 
     def release_messages(self, kv_transfer_params: object) -> list[AbortRequest]:
         return [AbortRequest("a lease")]
@@ -251,8 +252,9 @@ async def test_kv_is_released_when_the_client_disconnects_within_a_long_answer(
 async def test_kv_is_released_when_the_client_disconnected_just_before_the_answer(
     tokenizer, turns
 ):
-    """In one of these turns of the event loop the connection has ended, but the server
-    does not know it yet, and sent bytes are lost without an error."""
+    """The client disconnects in different turns of the event loop. In one of the turns
+    the server has not noticed it yet, so bytes that it sends are lost without an error.
+    """
     made: list[socket.socket] = []
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:

@@ -1,4 +1,4 @@
-"""Each endpoint honours, ignores or refuses each request field other than the prompt."""
+"""Each endpoint honours, ignores or refuses each field except the prompt."""
 
 import asyncio
 import gc
@@ -89,9 +89,10 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
      IGNORED),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
        prompt("user:Hi|;assistant:Yo|hmhm;,,,")) for name in ("reasoning_content", "reasoning")),
-    # History as litellm sends it for Claude Code, by provider, and OpenAI's own client.
-    *(((CHAT,), {"messages": [HISTORY[0], {"role": "assistant", **told}]},
-       prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, told in (
+    # History as litellm sends it for Claude Code, for several providers, and as OpenAI's
+    # client sends it.
+    *(((CHAT,), {"messages": [HISTORY[0], {"role": "assistant", **turn}]},
+       prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, turn in (
         ("Yo", {"content": "Yo", "thinking_blocks": [{**THOUGHT, "signature": ""}]}),
         ("Yo", {"content": [THOUGHT, {"type": "text", "text": "Yo"}]}),
         ("", {"content": None, "thinking_blocks": [THOUGHT]}), ("", {"content": [THOUGHT]}),
@@ -143,7 +144,7 @@ async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
                 assert outcome(knowing, add), (fields, knowing.decode(add.token_ids))
 
 
-NUM_ITEMS = 123_457  # no other list has as many
+NUM_ITEMS = 123_457  # no list of anything else has this length
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,8 @@ NUM_ITEMS = 123_457  # no other list has as many
 async def test_inputs_are_freed_while_an_answer_is_generated(
     tokenizer, path, field, stream
 ):
-    is_generating, may_end = asyncio.Event(), asyncio.Event()
+    is_generating = asyncio.Event()
+    may_end = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=[65])

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Grammar
-from tests.engine.test_http_tools import CALL, TOOL, call_of, said
+from tests.engine.test_http_tools import CALL, TOOL, call_of, reasoning_and_content
 from tests.rigs.http_server import (
     chunks,
     end,
@@ -47,7 +47,7 @@ async def test_reasoning_is_separated_from_the_answer(
         knowing, text_script(knowing, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(logprobs=False, **request_fields)).json()
-        assert said(answer["choices"][0]) == expected
+        assert reasoning_and_content(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
         streamed = chunks(await server.chat(
@@ -62,7 +62,7 @@ async def test_reasoning_is_separated_from_the_answer(
 
 
 async def test_calls_are_read_only_after_the_reasoning(tokenizer):
-    """A call within the reasoning is no call, and none is required during the reasoning."""
+    """Text within the reasoning is never a call, even if a call is required."""
     knowing = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
     async with serving_4k(
@@ -70,14 +70,14 @@ async def test_calls_are_read_only_after_the_reasoning(tokenizer):
     ) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
-        assert said(answer["choices"][0])[0] == f"Perhaps {CALL}."
+        assert reasoning_and_content(answer["choices"][0])[0] == f"Perhaps {CALL}."
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
         async with serving_4k(
             knowing, text_script(knowing, text, finish_reason="stop")
         ) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
-            assert said(answer["choices"][0])[0] == "I"
+            assert reasoning_and_content(answer["choices"][0])[0] == "I"
             actual = answer["choices"][0]["message"].get("tool_calls", [])
             functions = [call["function"] for call in actual]
             assert [(one["name"], one["arguments"]) for one in functions] == calls
@@ -108,7 +108,7 @@ async def test_call_ends_reasoning_that_is_never_closed(
     ) as server:
         answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
         (choice,) = answer["choices"]
-        assert (said(choice)[0], choice["finish_reason"]) == expected
+        assert (reasoning_and_content(choice)[0], choice["finish_reason"]) == expected
         calls = choice["message"].get("tool_calls", [])
         assert [call["function"]["arguments"] for call in calls] == arguments
         details = answer["usage"]["completion_tokens_details"]
@@ -146,4 +146,7 @@ async def test_each_choice_has_its_own_reasoning(tokenizer):
     )
     async with serving_4k(knowing, script) as server:
         choices = (await server.chat(n=2)).json()["choices"]
-        assert [said(choice) for choice in choices] == [("I", "a"), ("We", "b")]
+        assert [reasoning_and_content(choice) for choice in choices] == [
+            ("I", "a"),
+            ("We", "b"),
+        ]

@@ -50,9 +50,9 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (TEXT, {"best_of": 9}, 400, "best_of", "9 .* 8 sequences"),
         (TEXT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "id 260"),
         (TEXT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "260; ids are from 0 to 259"),
-        (TEXT, {"min_tokens": 17}, 400, "min_tokens", "17, and without `max_tokens` at most 16 "),
+        (TEXT, {"min_tokens": 17}, 400, "min_tokens", "17, but without `max_tokens` at most 16 "),
         (TEXT, {"prompt": "x" * 60, "min_tokens": 5}, 400, "min_tokens", "5, .* at most 4 tokens"),
-        # A limit beyond the context is named as the client named it.
+        # The error has the name of the limit that the client used.
         (TEXT, {"prompt": "xy", "max_tokens": 63}, 400, "max_tokens",
          "is 64 tokens.* has 2 tokens .* `max_tokens` asks for 63 .* at most 62"),
         (TEXT, {"prompt": "xy", "max_completion_tokens": 63}, 400, "max_completion_tokens",
@@ -61,7 +61,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
          "`max_completion_tokens` asks for 98"),
         (RESPONSES, {"input": "Hi", "max_output_tokens": 63}, 400, "max_output_tokens",
          "`max_output_tokens` asks for 63"),
-        # Grammars, before any work.
+        # Grammars are checked before the engine receives a request.
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, 400,
          "response_format.json_schema.schema", "objekt"),
         (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex", ""),
@@ -76,7 +76,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "either it or"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
         ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed", ""),
-        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "this server has"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "this server serves"),
         ("/detokenize", {}, 400, "tokens", ""),
         *[("/detokenize", {"tokens": ids}, 400, "tokens", "") for ids in (
             [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
@@ -140,10 +140,8 @@ async def test_prompts_times_choices_and_tokens_are_bounded(
         if param is not None:
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, param)
-            assert (
-                f"at most {8 * http_limits.MIN_CHOICE_TOKENS} at once"
-                in error["message"]
-            )
+            max_tokens = 8 * http_limits.MIN_CHOICE_TOKENS
+            assert f"the limit is {max_tokens} tokens" in error["message"]
             assert server.engine.added == []
 
 
@@ -154,7 +152,9 @@ def test_schemas_of_all_tools_share_a_limit():
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
         guided_decodings(validate(ChatRequest, {**body, "tool_choice": "required"}))
     assert caught.value.param == "tools"
-    assert guided_decodings(validate(ChatRequest, body)) == [], "nothing enforces these"
+    assert guided_decodings(validate(ChatRequest, body)) == [], (
+        "schemas of optional tools are not enforced"
+    )
 
 
 # -- bodies and connections --------------------------------------------------------------------
@@ -174,7 +174,10 @@ async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
         monkeypatch.setattr("engine.http.middleware.MAX_MARKS", 100)
-        for values, status in ((41, 200), (42, 413)):  # they delay all streams
+        for values, status in (
+            (41, 200),
+            (42, 413),
+        ):  # decoding them delays all streams
             many = {**added, "values": [[]] * values}
             assert (await server.post(kv_transfer_params=many)).status_code == status
 
@@ -182,7 +185,7 @@ async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
 async def test_server_full_of_bodies_still_accepts_releases_and_operator_orders(
     tokenizer,
 ):
-    """Both free memory there."""
+    """Releases and migrations free memory, so the limit must not refuse them."""
     async with serving(tokenizer, hang, max_held_bytes=1) as server:
         request = asyncio.create_task(server.post())
         await until(lambda: bool(server.engine.added))
@@ -209,7 +212,7 @@ async def test_server_full_of_bodies_still_accepts_releases_and_operator_orders(
     ],
 )
 async def test_body_of_any_depth_is_a_client_error(tokenizer, path, members):
-    """Some depths can be parsed but not printed in a message."""
+    """Some depths can be parsed, but exceed the stack in an error message."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
     async with serving(tokenizer) as server:
@@ -253,7 +256,8 @@ async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
 )
 async def test_head_is_answered_like_get_without_a_body(tokenizer, path):
     async with serving(tokenizer) as server:
-        whole, head = await server.http.get(path), await server.http.head(path)
+        whole = await server.http.get(path)
+        head = await server.http.head(path)
         assert (head.status_code, head.content) == (
             whole.status_code,
             b"",

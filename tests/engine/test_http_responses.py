@@ -17,7 +17,7 @@ from tests.rigs.http_server import (
     with_template,
 )
 
-# Writes a conversation as the template receives it.
+# Writes the messages that the template receives as JSON.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|{{ m.tool_calls | tojson if m.tool_calls }};\
 {% endfor %}\
@@ -93,7 +93,7 @@ async def test_client_reads_the_same_items_with_and_without_a_stream(
 
 
 async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokenizer):
-    """The stream ends with an error, which OpenAI's client raises, and a failed response."""
+    """OpenAI's client raises an error event. Other clients expect a failed response."""
     script = failing_after(2)
     request: Any = {"model": "m", "input": "1 + 1?", "stream": True}
     async with serving_4k(tokenizer, script) as server, client_of(server) as client:
@@ -122,7 +122,7 @@ async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokeni
 async def test_conversation_with_calls_can_be_sent_back_unchanged(
     tokenizer, text, output
 ):
-    """No other turn may come between a call and its output: templates refuse that."""
+    """Templates refuse a turn between a call and its output."""
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(

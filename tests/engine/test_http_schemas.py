@@ -1,4 +1,4 @@
-"""JSON schemas over HTTP: numbers arrive as they were sent; only what is enforced is refused."""
+"""JSON schemas over HTTP: numbers stay exact, and only enforced schemas are refused."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ NUMBERS = [
 ]
 NAMED = '{"type":"function","function":{"name":"f"}}'
 
-# Schemas of agents, with keywords that cannot be enforced.
+# Schemas that agents send, with keywords that cannot be enforced.
 ODD: list[Any] = [
     {"type": "object", "properties": {"n": {"type": "integer", **INT64}}},
     {
@@ -114,7 +114,7 @@ async def test_optional_tools_are_served_whatever_their_schemas(
             assert response.status_code == 200, response.text
             (made,) = response.json()["choices"][0]["message"]["tool_calls"]
             assert json.loads(made["function"]["arguments"])["n"] in (7, "7")
-        # The others are optional where the request names one.
+        # If the request names a tool, the other tools are optional.
         named = {"type": "function", "function": {"name": "g"}}
         assert (await server.chat(tools=tools, tool_choice=named)).status_code == 200
 

@@ -19,7 +19,7 @@ AUTO: dict[str, Any] = {"tools": [TOOL]}
 async def both(
     server: Server, **request: Any
 ) -> tuple[str, Any, str | None, list[str]]:
-    """Return the finish reason, stop reason, content and arguments, which a stream must equal."""
+    """Return finish reason, stop reason, content and arguments; check a stream, too."""
     (choice,) = (await server.chat(max_tokens=200, **request)).json()["choices"]
     message = choice["message"]
     arguments = [
@@ -51,7 +51,7 @@ async def both(
         ('{"a": 12}', ONE, "}", "stop", ['{"a": 12']),
         (CALL, AUTO, "1}", "stop", ['{"a": ']),
         (TWO, FORCED, "345", "stop", ['{"a": 12}', '{"a": ']),
-        # Text that is cut off belongs to no call.
+        # Text that is cut off before the arguments is content.
         (REQUIRED, FORCED, "]", "tool_calls", ['{"a": 12}']),
         (CALL + " so.", AUTO, "so", "tool_calls", ['{"a": 1}']),
         (CALL, AUTO, "</tool_call>", "tool_calls", ['{"a": 1}']),
@@ -98,7 +98,7 @@ async def test_calls_cut_for_another_reason_end_with_that_reason(tokenizer, at):
 
 
 async def test_json_cut_by_a_stop_string_ends_with_stop(tokenizer):
-    """As at OpenAI, stop strings apply to all text, JSON or not."""
+    """As in OpenAI's API, stop strings apply to JSON as to any other text."""
     says = json.dumps({"a": "one two"})
     form = {"type": "json_object"}
     async with serving_4k(

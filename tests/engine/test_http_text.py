@@ -1,4 +1,4 @@
-"""Texts are tokenized on threads, in bounded amounts."""
+"""Texts are tokenized in threads, and their total size is limited."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
 class _Watched(Tokenizer):
-    """Records which threads rendered and tokenized."""
+    """A tokenizer that records in which threads it rendered and tokenized."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -71,7 +71,7 @@ _CALLING = {
 async def test_long_texts_are_rendered_and_tokenized_on_other_threads(
     tokenizer, request_fields, aside
 ):
-    """Any part of a request may make it long."""
+    """Any part of a request can be long: messages, tools, prompts or variables."""
     watched = _Watched(tokenizer)
     async with serving(watched, text_script(tokenizer, "x"), ready=_ROOMY) as server:
         assert (await server.chat(**request_fields)).status_code == 200
@@ -89,7 +89,7 @@ async def test_large_bodies_are_checked_on_other_threads(
         return validate(ChatRequest, members)
 
     def guided(parsed: GenerationRequest) -> list[GuidedDecoding]:
-        threads.append(threading.get_ident())  # of many tools that takes as long
+        threads.append(threading.get_ident())  # schemas of many tools take as long
         return guided_decodings(parsed)
 
     def prepare(
@@ -97,7 +97,7 @@ async def test_large_bodies_are_checked_on_other_threads(
     ) -> Any:
         threads.append(
             threading.get_ident()
-        )  # references to KV have logprobs of long prompts
+        )  # references to KV contain the logprobs of long prompts
         return adds
 
     monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
@@ -148,11 +148,13 @@ async def test_text_beyond_the_context_is_refused_untokenized(
         assert f"context length is {CONTEXT} tokens" in error["message"]
         assert "it has at least " in error["message"]
         assert max(map(len, watched.encoded)) <= 1 << 16 and not server.engine.added
-        assert len(watched.encoded) == 1, "the first piece has too many"
+        assert len(watched.encoded) == 1, "the first piece already has too many tokens"
 
 
 async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
-    """/tokenize also counts texts beyond the context, so that a client learns by how much."""
+    """/tokenize also counts texts that exceed the context, for clients that shorten
+    them.
+    """
     texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
     async with serving(tokenizer) as server:
         refused = (await server.post(prompt="x" * _MAX_CHARS)).json()["error"][
@@ -193,7 +195,7 @@ async def test_very_long_texts_are_tokenized_one_at_a_time(tokenizer, size, at_o
     try:
         while len(begun) < at_once:
             await asyncio.sleep(0.001)
-        for _ in range(3):  # shorter texts overtake the long one
+        for _ in range(3):  # shorter texts overtake the long text
             await texts.run(LONG_CHARS, lambda: None)
         assert len(begun) == at_once
     finally:
@@ -206,7 +208,7 @@ async def test_very_long_texts_are_tokenized_one_at_a_time(tokenizer, size, at_o
 async def test_chat_that_renders_very_long_waits_for_its_turn(
     tokenizer, monkeypatch, path
 ):
-    """Only rendering the template shows its length."""
+    """Its length is only known after the template has been rendered."""
     monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []
     plain = TextEncoder.run

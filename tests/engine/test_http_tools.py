@@ -1,4 +1,4 @@
-"""Tools and `tool_choice` over HTTP: the prompt, the grammar and the client's answer."""
+"""Tools and `tool_choice` over HTTP: the prompt, the grammar and the response."""
 
 import json
 from typing import Any
@@ -36,8 +36,8 @@ def call_of(choice: dict[str, Any]) -> tuple[str, str]:
     return call["function"]["name"], call["function"]["arguments"]
 
 
-def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Reasoning and content."""
+def reasoning_and_content(choice: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the reasoning and the content of a message."""
     return choice["message"].get("reasoning_content"), choice["message"]["content"]
 
 
@@ -79,7 +79,7 @@ async def test_call_is_the_same_with_and_without_a_stream(
 
 
 async def test_client_without_parallel_calls_gets_at_most_one_call(tokenizer):
-    """Under "auto" no grammar keeps the model from writing two calls."""
+    """With tool_choice "auto", no grammar prevents the model from writing two calls."""
     script = text_script(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     request = {"tools": [TOOL], "parallel_tool_calls": False}
     async with serving_4k(tokenizer, script) as server:
@@ -117,7 +117,7 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
         "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
     }
     async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
-        # No grammar can enforce the odd schema; the tool is optional.
+        # The schema cannot be enforced, which does not matter: the tool is optional.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
         await server.post(structured_outputs={"regex": "a+"})
@@ -127,7 +127,7 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
             named is not None
             and json.loads(named.text) == TOOL["function"]["parameters"]
         )
-        # A response format applies to text: the model may or must call a tool instead.
+        # A response format applies only to text. The model may or must call a tool instead.
         request: dict[str, Any] = {
             "tools": [TOOL],
             "response_format": {"type": "json_object"},
@@ -173,7 +173,7 @@ def test_template_without_tools_gets_a_system_message(tokenizer, mode):
     "source", ["{{ messages }}", "{{ messages }} {{ tool_calls }}"]
 )
 def test_system_message_describes_the_format_that_is_parsed(tokenizer, source, option):
-    """DeepSeek's templates know earlier calls, but no tools."""
+    """DeepSeek's templates write earlier calls, but do not use `tools`."""
     knowing = with_template(tokenizer, source)
     turn = {
         "role": "assistant",
@@ -199,7 +199,7 @@ def test_system_message_describes_the_format_that_is_parsed(tokenizer, source, o
 
 
 def test_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
-    """DeepSeek's template adds a call's arguments to a text."""
+    """DeepSeek's template concatenates the arguments of a call with text."""
     turn = {
         "role": "assistant",
         "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}],
@@ -213,7 +213,8 @@ def test_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokeniz
 
 
 async def test_calls_are_read_in_the_templates_format(tokenizer):
-    """Mistral's format. A required call has its own format, and the ids that templates take."""
+    """The template is Mistral's. A required call has a different format, but still the
+    short ids that Mistral's template requires."""
     knowing = with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
     text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
     for say, request in (

@@ -1,4 +1,4 @@
-"""Reasoning before an answer is separated in any pieces of the text."""
+"""Reasoning is separated from the answer, whatever the pieces of text."""
 
 from typing import Any
 
@@ -102,11 +102,11 @@ def cuts_of(text: str) -> list[list[str]]:
 
 
 def read(
-    form: str, pieces: list[str], *, mode: Any = "auto", is_cut: bool = False
+    form: str, pieces: list[str], *, mode: Any = "auto", is_truncated: bool = False
 ) -> list[str]:
     """Return the reasoning and the answer."""
     parser = ReasoningParser("perhaps", CallOpenings(Tools(TOOLS, mode, "add"), form))
-    reported = [*map(parser.feed, pieces), parser.finish(is_cut=is_cut)]
+    reported = [*map(parser.feed, pieces), parser.finish(is_truncated=is_truncated)]
     return ["".join(parts) for parts in zip(*reported, strict=True)]
 
 
@@ -130,7 +130,7 @@ def test_call_in_closed_reasoning_is_no_call(form, call):
 
 def test_reasoning_cut_by_a_limit_includes_the_call():
     for pieces in cuts_of(f"<think>hm {HERMES} or"):
-        assert read("hermes", pieces, is_cut=True) == [f"hm {HERMES} or", ""]
+        assert read("hermes", pieces, is_truncated=True) == [f"hm {HERMES} or", ""]
 
 
 @pytest.mark.parametrize("mode", ["none", "required", "named"])
@@ -142,7 +142,7 @@ def test_text_after_a_call_is_held_and_scanned_once():
     parser = ReasoningParser("open", CallOpenings(Tools(TOOLS, "auto")))
     assert parser.feed("I see <tool") == ("I see", "")
     assert parser.feed("box> ") == (" <toolbox>", "")
-    assert parser.feed(HERMES) == ("", "") and parser.is_waiting
+    assert parser.feed(HERMES) == ("", "") and parser.holds_text_back
     for _ in range(200_000):
         assert parser.feed("x </") == ("", "")
     reasoning, answer = parser.feed("think> so")

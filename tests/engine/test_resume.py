@@ -50,13 +50,16 @@ _INCLUDE = {"include": ["message.output_text.logprobs"]}
 
 
 def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
-    """Return a script that writes a text in each choice in turn, after the known tokens.
+    """Return a script that generates a text for each choice in turn.
 
-    `cached` tokens of the prompt come from the cache."""
+    It continues after the tokens of a resumed request. `cached` tokens of the prompt
+    come from the cache.
+    """
     output = [tokenizer.encode(text) for text in texts]
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        name, usage = request.request_id, KVUsage(recomputed=3, cached_tokens=cached)
+        name = request.request_id
+        usage = KVUsage(recomputed=3, cached_tokens=cached)
         if request.num_prompt_logprobs is not None:
             actual = [None, *[TokenLogprobs(-1.5)] * (len(request.token_ids) - 1)]
             yield TokenDelta(request_id=name, prompt_logprobs=actual)
@@ -78,7 +81,7 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
                 elif at == len(ids):
                     reported = {"finish_reason": "length", "usage": usage}
                     yield TokenDelta(request_id=name, choice=choice, **reported)
-                if at:  # first tokens come together, as of one step
+                if at:  # the first tokens come in one step
                     await asyncio.sleep(0)
 
     return script
@@ -90,7 +93,7 @@ Frames = list[tuple[bytes, bytes]]
 async def _post(
     server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> httpx.Response:
-    """Request a stream, or the rest of one, like a proxy."""
+    """Request a stream, or the continuation of a stream, as a proxy does."""
     retained = resume.FrameHistory()
     for text in texts:
         retained.add(text + b",")
@@ -212,16 +215,16 @@ async def test_stream_resumes_after_any_of_its_frames(name, tokenizer, harmony):
             texts = [text for text, _ in whole[:cut]]
             server = (
                 other if cut > 1 else first
-            )  # the cached tokens are unknown before the first token
+            )  # the number of cached tokens is unknown before the first token
             rest = await _frames(server, path, body, texts)
             assert _joined(whole[:cut] + rest) == _joined(whole), cut
-            if len(rest) > 1 and cut % 4 == 1:  # and once more
+            if len(rest) > 1 and cut % 4 == 1:  # resume a second time
                 again = await _frames(first, path, body, [*texts, rest[0][0]])
                 assert _joined([*whole[:cut], rest[0], *again]) == _joined(whole), cut
 
 
 def _anonymous(stream: bytes) -> bytes:
-    """Remove the parts that differ between answers."""
+    """Return a response without the parts that differ between responses."""
     ids = rb'(cmpl-|resp_|msg_|rs_|fc_|call_)[0-9a-f]{24,32}|"created(_at)?":\d+'
     return re.sub(ids, b"", stream)
 
@@ -248,7 +251,7 @@ async def test_stream_resumes_only_with_the_same_request_and_model(tokenizer):
         beyond = await _post(
             second, _COMPLETIONS, body, [texts[0], b"[[0,[99999999]]]"]
         )
-        assert beyond.status_code == 503 and "beyond" in beyond.text
+        assert beyond.status_code == 503 and "token ids above" in beyond.text
         assert await _frames(second, _COMPLETIONS, body, texts)
         assert len(second.engine.added) == 1
     dtype = replace(READY, geometry={"dtype": "bfloat16"})
@@ -291,7 +294,7 @@ async def test_error_frame_reports_whether_a_stream_may_resume(tokenizer):
             request: AddRequest, code: str = code
         ) -> AsyncIterator[TokenDelta]:
             yield TokenDelta(request_id=request.request_id, token_ids=[70])
-            for _ in range(50):  # its head goes out
+            for _ in range(50):  # the head of the response is sent
                 await asyncio.sleep(0)
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "x"))
 
@@ -302,7 +305,7 @@ async def test_error_frame_reports_whether_a_stream_may_resume(tokenizer):
 
 @pytest.mark.parametrize("stop", [[], ["calls"]], ids=["", "that are not shown yet"])
 async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop):
-    """The reference follows all tokens, however late they are read."""
+    """The reference comes after all tokens, even if the tokens are read late."""
     first, *others = tokenizer.encode("Icall")
     assert len(others) > 1
 
@@ -324,7 +327,7 @@ async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop)
             and reported == b'!moved {"a":[1]}'
         )
         assert bool(last[1]) == (not stop) and b"no_server_available" in event
-        assert not server.engine.aborted, "who goes on comes for it"
+        assert not server.engine.aborted, "the next server will pull the KV"
 
 
 @pytest.mark.parametrize(
@@ -338,10 +341,8 @@ async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name,
     script = _script(knowing, output)
 
     async def moves(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        left, open_choices = (
-            num * request.num_choices,
-            dict.fromkeys(range(request.num_choices)),
-        )
+        left = num * request.num_choices
+        open_choices = dict.fromkeys(range(request.num_choices))
         async for delta in script(request):
             if not (left := left - 1) or delta.finish_reason:
                 break
@@ -378,22 +379,22 @@ async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name,
 def test_answer_keeps_its_frames_only_while_it_can_migrate(
     is_movable, size, num_retained
 ):
-    """The order to migrate may come just before there are too many frames."""
+    """The order to migrate may come just before the frames exceed the limit."""
     origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
     framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
     for num in (1, size, 1):
-        framing.take(0, TokenDelta(request_id="a", token_ids=[5] * num))
-        framing.hold()
-        assert b" []\n" in framing.wrap(b""), "nothing else is kept of them"
-    assert framing.may_move == (size == 1)
-    retained = resume.Frames().feed(framing.moved({}, b""))
+        framing.add_delta(0, TokenDelta(request_id="a", token_ids=[5] * num))
+        framing.hold_frame()
+        assert b" []\n" in framing.wrap(b""), "the deltas are dropped"
+    assert framing.may_migrate == (size == 1)
+    retained = resume.Frames().feed(framing.migration_end({}, b""))
     assert [text.startswith(b"[[0,") for text, _ in retained].count(
         True
     ) == num_retained
 
 
 async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
-    """Requests whose prompt is computed migrate, too: the server listens until then."""
+    """Requests with unfinished prompts migrate later: the server listens until then."""
     async with serving(tokenizer, hang) as server:
         moves = {"prompt": "a"}
         stay = [
@@ -433,7 +434,9 @@ async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
 async def test_request_tokenized_after_the_handover_ends_at_the_drained_server(
     tokenizer,
 ):
-    """Otherwise it migrates, and the server listens until its KV was pulled."""
+    """A request that was tokenized before the handover migrates. The server then
+    listens until its KV has been pulled.
+    """
     leave = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:

@@ -1,4 +1,4 @@
-"""Mistakes in schemas and grammars are reported in Baton's words: path, value and fix."""
+"""Mistakes in schemas and grammars are reported with path, value and fix."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from engine.text.grammar_compile import judge
+from engine.text.grammar_compile import try_grammar
 from engine.text.schema.keywords import FORMATS
 from protocol.messages import Grammar
 from tests.engine.test_exact_schemas import BYTES, matches, of
@@ -18,7 +18,7 @@ DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": [
 REFS = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
 DEFS = {"cat": CAT, "dog": DOG}
 
-# Names of the grammar library and of its code, which mean nothing to a client.
+# Names of the grammar library and its code, which clients do not know.
 LIBRARY = re.compile(
     r"coerce_one_of|llguidance|lenient|x-guidance|whitespace_|separator|json_allow|f64|u64|i64|"
     r"usize|Some\(|None|Unimplemented|Unsatisfiable|Expected|panic|assert|lexer|NoExtension|"
@@ -41,7 +41,7 @@ LIBRARY = re.compile(
     ],
 )  # fmt: skip
 def test_one_of_is_the_same_in_any_spelling(schema):
-    assert judge(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTES, of(schema)).mistake is None
     assert matches(of(schema), '{"kind":"dog"}') and not matches(
         of(schema), '{"kind":"cow"}'
     )
@@ -71,7 +71,7 @@ def test_one_of_is_the_same_in_any_spelling(schema):
     ],
 )  # fmt: skip
 def test_one_of_is_enforced_where_options_exclude_each_other(options, is_enforced):
-    mistake = judge(BYTES, of({"properties": {"a": {"oneOf": options}}})).mistake
+    mistake = try_grammar(BYTES, of({"properties": {"a": {"oneOf": options}}})).mistake
     if is_enforced:
         assert mistake is None
     else:
@@ -86,7 +86,7 @@ def test_sibling_keywords_of_one_of_may_leave_one_option():
         "type": "string",
         "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}],
     }
-    assert judge(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTES, of(schema)).mistake is None
     assert matches(of(schema), '"a"') and not matches(of(schema), "null")
 
 
@@ -97,7 +97,7 @@ def test_unknown_formats_are_annotations(name):
     grammar = of(
         {"type": "object", "properties": {"a": {"format": name}}, "required": ["a"]}
     )
-    assert judge(BYTES, grammar).mistake is None
+    assert try_grammar(BYTES, grammar).mistake is None
     assert matches(grammar, '{"a": "any text"}') and matches(grammar, '{"a": 1}')
 
 
@@ -124,7 +124,7 @@ def test_supported_formats_are_enforced():
     ],
 )  # fmt: skip
 def test_keywords_without_effect_are_not_refused(schema, right, wrong):
-    assert judge(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTES, of(schema)).mistake is None
     assert matches(of(schema), right) and not matches(of(schema), wrong)
 
 
@@ -159,7 +159,7 @@ def test_keywords_without_effect_are_not_refused(schema, right, wrong):
     ],
 )  # fmt: skip
 def test_mistake_is_named_by_its_path(schema, path, text):
-    mistake = judge(BYTES, of(schema)).mistake
+    mistake = try_grammar(BYTES, of(schema)).mistake
     assert mistake is not None and mistake.startswith(f"`{path}`") and text in mistake
     assert not LIBRARY.search(mistake)
 
@@ -180,8 +180,9 @@ _KEYWORDS = (
 
 @pytest.mark.parametrize("seed", range(4))
 def test_library_messages_never_reach_a_client(seed):
-    """Random schemas, most of them wrong."""
-    rng, num_mistakes = random.Random(seed), 0
+    """Most of the random schemas have mistakes."""
+    rng = random.Random(seed)
+    num_mistakes = 0
     for _ in range(250):
         schema: dict[str, Any] = {}
         for keyword in rng.sample(_KEYWORDS, rng.randint(1, 4)):
@@ -192,7 +193,7 @@ def test_library_messages_never_reach_a_client(seed):
                 "properties": {"it": schema},
                 "required": ["it"],
             }
-        mistake = judge(BYTES, of(schema)).mistake
+        mistake = try_grammar(BYTES, of(schema)).mistake
         if mistake is not None:
             num_mistakes += 1
             assert not LIBRARY.search(mistake.replace("null", "")), (schema, mistake)
@@ -227,6 +228,6 @@ def test_library_messages_never_reach_a_client(seed):
     ],
 )
 def test_mistakes_in_grammars_are_reworded(kind, text, output):
-    mistake = judge(LLTokenizer("byte"), Grammar(kind, text)).mistake
+    mistake = try_grammar(LLTokenizer("byte"), Grammar(kind, text)).mistake
     assert mistake is not None and output in mistake
     assert not LIBRARY.search(mistake)

@@ -51,7 +51,7 @@ def _bounds(rng: random.Random) -> tuple[Bound | None, Bound | None]:
 
 
 def _near(rng: random.Random, *bounds: Bound | None) -> list[Decimal]:
-    """Numbers around bounds, and others."""
+    """Return numbers near the bounds, and random numbers."""
     values = [_random_number(rng) for _ in range(4)]
     values += [bound.value for bound in bounds if bound is not None]
     steps = [
@@ -66,10 +66,8 @@ def test_range_matches_exactly_the_numbers_within_it(seed):
     rng = random.Random(seed)
     for _ in range(150):
         lower, upper = _bounds(rng)
-        decimals, integers = (
-            decimal_pattern(lower, upper),
-            integer_pattern(lower, upper),
-        )
+        decimals = decimal_pattern(lower, upper)
+        integers = integer_pattern(lower, upper)
         for number in _near(rng, lower, upper):
             expected = _is_within(number, lower, upper)
             text = format(number, "f")
@@ -77,7 +75,7 @@ def test_range_matches_exactly_the_numbers_within_it(seed):
             spelled.add(text.rstrip("0").rstrip(".") if "." in text else text)
             for one in spelled - {"-0"}:
                 if number == 0 and one.startswith("-"):
-                    continue  # allowed or not: it is 0 in another spelling
+                    continue  # -0 may match or not, because it is a second spelling of 0
                 assert (
                     decimals is not None and bool(re.fullmatch(decimals, one))
                 ) == expected
@@ -97,15 +95,17 @@ def test_float64_bounds_make_short_expressions():
 
 
 def _as_the_library_reads(value: Any) -> Decimal:
-    """A multiple as llguidance makes a decimal of a float64."""
-    number, exponent = float(value), 0
+    """Return the decimal that llguidance makes from a float64 multiple."""
+    number = float(value)
+    exponent = 0
     while number % 1:
-        number, exponent = number * 10, exponent + 1
+        number = number * 10
+        exponent = exponent + 1
     return Decimal(f"{int(number)}E-{exponent}")
 
 
 def test_multiples_are_exact_or_none():
-    """0.07 * 100 is 7.000000000000001, which the library would refuse or take."""
+    """0.07 * 100 is 7.000000000000001 in float64, which the library would use."""
     retained = 0
     for coefficient in range(1, 400):
         for places in range(5):

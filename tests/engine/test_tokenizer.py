@@ -16,7 +16,7 @@ from tokenizers import (
 )
 
 from engine.text.chat_template import BrokenTemplate, ChatTemplate
-from engine.text.grammar_compile import vocabulary_of
+from engine.text.grammar_compile import build_vocabulary
 from engine.text.tokenizer import Tokenizer, TokenizerNotFound
 from protocol.errors import InvalidRequest
 from tests.make_models import trained_models
@@ -64,7 +64,7 @@ def train(
 
 
 def write_byte_level(folder: Path) -> None:
-    """A tokenizer like those of Llama 3, Qwen and SmolLM2: byte-level, no prefix, ChatML."""
+    """Write a tokenizer like Llama 3's and Qwen's: byte-level, with ChatML."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def write_byte_level(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
         "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
-        "pad_token": "<|pad|>",  # only this file has it
+        "pad_token": "<|pad|>",  # only this file has the token
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
@@ -83,7 +83,7 @@ def write_byte_level(folder: Path) -> None:
 
 
 def write_sentencepiece_style(folder: Path) -> None:
-    """A tokenizer like Llama 2's: spaces are ▁, with byte tokens and <s> in front."""
+    """Write a tokenizer like Llama 2's: ▁ for spaces, byte tokens, a leading <s>."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -255,9 +255,14 @@ def test_eos_comes_from_the_file_with_the_highest_precedence(
     [
         ({"vocab_size": 300}, [5, 300], (5,), (300,)),
         ({"vocab_size": 300}, 100_000, (), (100_000,)),
-        ({"vocab_size": 100_000}, [5, 5, 99_999], (5, 99_999), ()),  # of the padding
+        (
+            {"vocab_size": 100_000},
+            [5, 5, 99_999],
+            (5, 99_999),
+            (),
+        ),  # an id of the model's padding
         ({"text_config": {"vocab_size": 300}}, [-1, 5], (5,), (-1,)),
-        ({}, [5, 1 << 40], (5,), (1 << 40,)),  # else the tokenizer's
+        ({}, [5, 1 << 40], (5,), (1 << 40,)),  # the tokenizer's, if no file has an id
     ],
 )
 def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
@@ -268,12 +273,12 @@ def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.eos_ids, tokenizer.unknown_eos_ids) == (expected, unknown)
-    vocabulary = vocabulary_of(tokenizer)  # raises if it cannot have an end token
+    vocabulary = build_vocabulary(tokenizer)  # raises if the model has no end token
     assert vocabulary.eos_token == 5 or not expected
 
 
 def test_end_token_that_only_the_tokenizer_has_is_left_out(tmp_path):
-    """It is added after the vocabulary, so the model has no logit for it."""
+    """The token is added after the vocabulary, so the model has no logit for it."""
     write_byte_level(tmp_path)
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
     saved["eos_token"] = "<|other end|>"
@@ -295,9 +300,11 @@ def test_given_chat_template_replaces_the_models(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(other.read_bytes())
     assert tokenizer.digest == Tokenizer(tmp_path).digest
     other.write_text("a\n{% if %}")
-    with pytest.raises(BrokenTemplate, match=r"other holds .* line 2; correct it"):
+    with pytest.raises(
+        BrokenTemplate, match=r"other cannot be read: .* line 2; correct"
+    ):
         Tokenizer(tmp_path, other)
-    with pytest.raises(BrokenTemplate, match="gone: No such file"):
+    with pytest.raises(BrokenTemplate, match="gone cannot be read: No such file"):
         Tokenizer(tmp_path, tmp_path / "gone")
 
 
@@ -318,14 +325,14 @@ _CONFIG = "tokenizer_config.json"
         ("config.json", {"eos_token_id": [1, None]}, TokenizerNotFound,
          r"config\.json is \[1, null\], expected a token id"),
         (_CONFIG, {"chat_template": "a\n{% for"}, BrokenTemplate,
-         r"tokenizer_config\.json holds .* unexpected .*, line 2; correct it"),
+         r"tokenizer_config\.json cannot be read: .*unexpected .*, line 2; correct"),
         (_CONFIG, {"chat_template": "{{ x | nope }}"}, BrokenTemplate, "No filter named 'nope'"),
         (_CONFIG, {"chat_template": [{"name": "default"}]}, BrokenTemplate, "KeyError: 'template'"),
         ("additional_chat_templates/tool_use.jinja", "{% for", BrokenTemplate,
-         r"tool_use\.jinja holds .* unexpected .*, line 1; correct it"),
-        ("chat_template.json", "{}", BrokenTemplate, r"template\.json holds .*'chat_template'"),
+         r"tool_use\.jinja cannot be read: .*unexpected .*, line 1; correct"),
+        ("chat_template.json", "{}", BrokenTemplate, r"template\.json cannot be read: .*'chat_template'"),
         *[(_CONFIG, {"added_tokens_decoder": tokens}, TokenizerNotFound,
-           r"tokenizer_config\.json has a value of a wrong")
+           r"tokenizer_config\.json has a token with a value of the wrong type")
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
     ],
 )  # fmt: skip
@@ -339,7 +346,9 @@ def test_missing_or_broken_files_are_named(tmp_path, name, content, error, repor
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    if name == "chat_template.json":  # read where the tokenizer's own files have none
+    if (
+        name == "chat_template.json"
+    ):  # read if the tokenizer's own files have no template
         (tmp_path / _CONFIG).unlink()
     with pytest.raises(error, match=reported):
         Tokenizer(tmp_path)
@@ -376,7 +385,8 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 def test_template_refusal_has_a_message_for_the_client(tmp_path, template, reported):
     write_byte_level(tmp_path)
     (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
-    messages, tokenizer = [{"role": "user", "content": "Hi"}], Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    tokenizer = Tokenizer(tmp_path)
     with pytest.raises(InvalidRequest, match=reported):
         tokenizer.render_chat(messages, continue_final_message=True)
 
@@ -409,14 +419,12 @@ def test_template_choice_equals_transformers(tmp_path, listed, files):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     transformers = pytest.importorskip("transformers")
-    ours, theirs = (
-        Tokenizer(tmp_path),
-        transformers.AutoTokenizer.from_pretrained(tmp_path),
-    )
+    ours = Tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}]
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
         actual = ours.render_chat(messages, tools=tools)
-        if listed is None:  # which its tokenizers alone do not read
+        if listed is None:  # which AutoTokenizer does not read
             assert actual == "a processor's"
         else:
             assert actual == theirs.apply_chat_template(
@@ -435,15 +443,13 @@ def test_message_is_continued_as_transformers_does(tmp_path, content, strips):
         "{% if add_generation_prompt %}<assistant>{% endif %}{{ shout }}{{ bos_token }}"
     )
     transformers = pytest.importorskip("transformers")
-    ours, theirs = (
-        Tokenizer(tmp_path),
-        transformers.AutoTokenizer.from_pretrained(tmp_path),
-    )
+    ours = Tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": content},
     ]
-    local_name = {"shout": True, "bos_token": "<b>"}  # goes before the model's
+    local_name = {"shout": True, "bos_token": "<b>"}  # replaces the model's
     for options in (
         {"continue_final_message": True, "add_generation_prompt": False},
         {"add_generation_prompt": False},

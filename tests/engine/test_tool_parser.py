@@ -1,4 +1,4 @@
-"""Tool calls are read the same in any pieces of an answer."""
+"""The tool calls in an answer do not depend on the pieces in which it arrives."""
 
 import random
 import re
@@ -28,7 +28,8 @@ def new(kind: str) -> ToolParser:
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    content, actual = "", list[ToolCallPiece]()
+    content = ""
+    actual = list[ToolCallPiece]()
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content
         actual += parsed.calls
@@ -131,7 +132,7 @@ CASES = [
     ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg",
      "", [("add", '{"a": 1')]),
     ("glm45", "<tool_call>a b<c", "<tool_call>a b<c", []),
-    # Brackets that are missing.
+    # Missing brackets.
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": '
      '"look_up", "arguments": {"s": "<"}}</tool_call> so', " so",
      [("add", '{"a": 1'), ("look_up", '{"s": "<"}')]),
@@ -140,7 +141,7 @@ CASES = [
     ("deepseek_v3", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1<｜tool▁call▁end｜>\n'
      "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "",
      [("add", '{"a": [1'), ("look_up", "{}")]),
-    # End tags that are missing.
+    # Missing end tags.
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nDallas\n<parameter=a>\n1\n"
      "<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>", "",
      [("add", '{"s": "Dallas", "a": 1, "ok": true}')]),
@@ -163,7 +164,7 @@ CASES = [
     ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n<tool_call>look_up"
      "<arg_key>a</arg_key>2</tool_call> so", " so",
      [("add", '{"s": "x"}'), ("look_up", '{"a": 2}')]),
-    # Tags within a value that its own end tag closes.
+    # Tags within a value that has its end tag.
     ("qwen3_coder", "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> c"
      "</parameter></function>", "",
      [("add", '{"s": "a <parameter=s> <parameter=x> <b></function> c"}')]),
@@ -231,7 +232,9 @@ def test_deeply_nested_brackets_are_plain_text(kind, nested):
     ],
 )  # fmt: skip
 def test_long_argument_in_single_characters_is_scanned_once(kind, begin, end, size):
-    """It takes a second. Scanning the text again for each character would take half an hour."""
+    """The test takes a second. If the text were scanned again for each character, it
+    would take half an hour.
+    """
     content, ((name, arguments),) = read(new(kind), [begin, *("x" * 40_000), end])
     assert (content, name, len(arguments)) == ("", "add", size)
 
@@ -250,7 +253,7 @@ def test_long_argument_in_single_characters_is_scanned_once(kind, begin, end, si
     ],
 )
 def test_endless_blanks_are_scanned_once(kind, begin):
-    """Scanning the blanks again for each one would take two minutes."""
+    """The test would take two minutes if spaces were scanned more than once."""
     parser = new(kind)
     parser.feed(begin)
     given = [parser.feed(" ") for _ in range(100_000)][1:]
@@ -271,7 +274,7 @@ def test_value_with_many_tags_is_scanned_once(piece, is_whole):
 
 
 def test_arguments_are_streamed_as_written():
-    """The name comes first and alone, then the arguments in pieces, not all at the end."""
+    """The first piece has only the name. The arguments follow while they arrive."""
     parser = new("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
     pieces = [

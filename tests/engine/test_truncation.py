@@ -1,4 +1,4 @@
-"""Truncation of prompts: truncate_prompt_tokens, and truncation: auto of /v1/responses."""
+"""Truncation of prompts by truncate_prompt_tokens, and by /v1/responses."""
 
 import string
 from pathlib import Path
@@ -21,7 +21,9 @@ from tests.rigs.http_server import (
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ROOMY = replace(READY, max_model_len=4096)
-ALPHABET = string.ascii_lowercase * 20  # of 520 tokens, one per character
+ALPHABET = (
+    string.ascii_lowercase * 20
+)  # a prompt of 520 tokens; each character is a token
 
 
 async def prompt_of(
@@ -53,7 +55,7 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
                 await prompt_of(server, prompt=prompt, truncate_prompt_tokens=7)
                 == ids[-7:]
             )
-        for prompt in ("ab", ids[:2]):  # which is no longer than that
+        for prompt in ("ab", ids[:2]):  # the prompt is not longer than the limit
             assert (
                 await prompt_of(server, prompt=prompt, truncate_prompt_tokens=2)
                 == ids[:2]
@@ -79,7 +81,10 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
         ({"max_tokens": 10}, CONTEXT - 10),
         ({"max_tokens": 10, "max_completion_tokens": 9}, CONTEXT - 9),
         ({"max_tokens": 0}, CONTEXT),
-        ({}, CONTEXT - CONTEXT // 4),  # kept free for an answer of unknown length
+        (
+            {},
+            CONTEXT - CONTEXT // 4,
+        ),  # tokens that stay free for an answer of unknown length
     ],
 )
 async def test_minus_1_keeps_tokens_that_fit_the_context_with_the_answer(
@@ -125,7 +130,7 @@ async def test_tokenizer_prefix_is_kept(tmp_path: Path) -> None:
 
 
 class _Counting(Tokenizer):
-    """Counts the characters that are tokenized."""
+    """A tokenizer that counts the characters it tokenizes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -165,7 +170,7 @@ TEMPLATE = (
 )
 
 
-def said(role: str, text: str) -> dict[str, Any]:
+def message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -183,25 +188,26 @@ def called(number: int) -> list[dict[str, Any]]:
 
 
 CONVERSATION = [
-    said("user", "1" * 9),
-    said("assistant", "2" * 9),
-    said("user", "3" * 9),
+    message("user", "1" * 9),
+    message("assistant", "2" * 9),
+    message("user", "3" * 9),
 ]
-LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
+LATER = [message("assistant", "4" * 9), message("user", "5" * 9)]
 
 
 @pytest.mark.parametrize(
     ("given", "limit", "prompt"),
     [
-        # Each turn has 11 tokens, the context 64.
+        # Each turn has 11 tokens. The context has 64.
         (CONVERSATION, 31, "u111111111;a222222222;u333333333;"),
         (CONVERSATION, 32, "u333333333;"),
         (CONVERSATION + LATER, 31, "u333333333;a444444444;u555555555;"),
         (CONVERSATION + LATER, 32, "u555555555;"),
-        ([said("system", "s"), *CONVERSATION], 31, "ss;u333333333;"),
-        ([said("developer", "d"), *CONVERSATION, *LATER], 28,
+        ([message("system", "s"), *CONVERSATION], 31, "ss;u333333333;"),
+        ([message("developer", "d"), *CONVERSATION, *LATER], 28,
          "sd;u333333333;a444444444;u555555555;"),
-        # No result without its call, and no answer without its question if that fits.
+        # A result is not kept without its call, nor an answer without its question if the
+        # question fits.
         ([*CONVERSATION[:1], *called(1), *LATER[1:]], 40, "u555555555;"),
         ([*CONVERSATION[:1], *called(1)], 35, "u111111111;a<add>;tooooooooo;"),
         ([*CONVERSATION[:1], *called(1), *called(2)], 40, "a<add>;tooooooooo;"),
@@ -264,7 +270,7 @@ async def test_truncation_leaves_space_for_an_answer(tokenizer):
 
 async def test_last_item_that_does_not_fit_is_refused(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
-    items = [*CONVERSATION, said("user", "x" * 100)]
+    items = [*CONVERSATION, message("user", "x" * 100)]
     async with serving(knowing, text_script(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
@@ -278,7 +284,7 @@ async def test_last_item_that_does_not_fit_is_refused(tokenizer):
 
 async def test_conversation_may_be_many_times_as_long_as_the_context(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
-    items = [said("user", f"{number:09}") for number in range(5000)]
+    items = [message("user", f"{number:09}") for number in range(5000)]
     body = {"input": items, "truncation": "auto", "truncate_prompt_tokens": 44}
     async with serving(knowing, text_script(knowing, "x"), max_body=10**6) as server:
         actual = knowing.decode(await prompt_of(server, RESPONSES, **body))

@@ -1,1 +1,1 @@
-"""HTTP hooks for each leg of a disaggregated request. Every server takes either leg."""
+"""HTTP hooks for the two legs of a disaggregated request. Every server serves both."""

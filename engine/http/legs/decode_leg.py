@@ -1,9 +1,10 @@
-"""Decides for the decode leg of a request which references to remote KV are used.
+"""Decides which references to remote KV the decode leg of a request uses.
 
-A reference is used only if the cluster secret signed it and it belongs to this prompt.
-The engine finds out everything else about it (lease, peer, bytes). Its first tokens are
-used only if they were drawn as this request draws. Otherwise the KV is pulled and the
-first tokens are drawn here.
+A reference is used only if it is signed with the cluster secret and belongs to the
+request's prompt. The engine checks everything else when it pulls the KV: the lease, the
+peer and the bytes. A reference may also contain the first tokens of the answer. These
+tokens are used only if they were sampled with the parameters of this request.
+Otherwise the KV is pulled and the first tokens are sampled here.
 """
 
 import time
@@ -22,11 +23,15 @@ from protocol.openai.sampling import GenerationRequest
 
 
 class DecodeLeg(ServerHooks):
-    """Verifies a request's references to KV, or its offer to read KV early.
+    """Verifies a request's references to KV, or its offer of KV.
+
+    An offer refers to KV that another server is still computing. The engine pulls it
+    while it is computed.
 
     Args:
         secret: the cluster secret.
-        policy: what to do with an unusable reference, `recompute` or `fail`.
+        policy: --kv-load-failure-policy: `recompute` the prompt if a reference is
+            unusable, or `fail` the request.
         uses_machine_secret: whether the secret comes from this machine's file, because
             the options have none.
     """
@@ -45,10 +50,10 @@ class DecodeLeg(ServerHooks):
         if kv_params.is_absent(params):
             return adds
         if offer := kv_offers.offer_of(params, self._secret, time.time()):
-            # If the offer is refused here, the proxy still has the prefill server's
-            # answer.
+            # An error here does not fail the client's request. The proxy can repeat it
+            # with the reference to KV in the prefill server's response.
             return _with_offer(adds, offer)
-        # A malformed reference is an error under any policy.
+        # A malformed reference is an error, even if the policy is `recompute`.
         references = kv_params.parse_list(params, len(adds))
         sender_releases = kv_params.sender_releases(params)
         return [
@@ -66,17 +71,29 @@ class DecodeLeg(ServerHooks):
         seed: int | None,
         vocab_size: int,
     ) -> AddRequest:
+        """Return `add` with the reference, or with the reason why it is not used.
+
+        Args:
+            sender_releases: whether the sender of the request ends the lease itself.
+            seed: the seed in the client's request.
+
+        Raises:
+            KVParamsRejected: the reference is unusable, and the policy is `fail`.
+        """
         remote = None
         try:
             reference.verify(self._secret)
             remote = kv_params.to_remote_prefill(
                 reference, sender_releases=sender_releases
             )
-            _check_belongs(reference, add, vocab_size)
+            _check_reference(reference, add, vocab_size)
         except KVParamsRejected as error:
             message = error.message
             if self._uses_machine_secret and "BATON_CLUSTER_SECRET" in message:
-                message += "; this server has none and uses its own machine's file"
+                fact = (
+                    "this server has none and uses the secret in its own machine's file"
+                )
+                message = f"{message.removesuffix('.')}; {fact}"
             if self._policy == "recompute":
                 return replace(add, kv_rejected=message, kv_unused=remote)
             raise KVParamsRejected(message, param=error.param) from None
@@ -86,9 +103,9 @@ class DecodeLeg(ServerHooks):
         return replace(add, remote=remote, sampling=sampling)
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return orders to release remote KV that will not be pulled.
+        """Return messages that release remote KV, which this server will not pull.
 
-        Without them, the KV would be held until its lease expires.
+        Without these messages, the KV would be held until its lease expires.
         """
         return [
             ReleaseRemote(kv_params.to_remote_prefill(reference))
@@ -97,10 +114,17 @@ class DecodeLeg(ServerHooks):
 
 
 def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
-    """Return the requests, whose prompts another server computes at the same time."""
+    """Return the requests with an offer of KV that another server is computing.
+
+    Raises:
+        KVParamsRejected: the request is for logprobs of the prompt, which an offer
+            lacks.
+    """
     if adds[0].num_prompt_logprobs is not None:
         _reject(
-            "subscribe", "is of a request for logprobs of the prompt", "offer no KV"
+            "subscribe",
+            "cannot be used with logprobs of the prompt",
+            "the router must wait for the prefill server's response",
         )
     remotes = (
         offer.to_remote(index, add.token_ids, add.cache_salt)
@@ -111,14 +135,14 @@ def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
     ]
 
 
-def _check_belongs(
+def _check_reference(
     reference: KVTransferParams, add: AddRequest, vocab_size: int
 ) -> None:
     """Check that a reference belongs to this request's prompt and model.
 
     Raises:
         KVParamsRejected: the KV belongs to another prompt or model, or the reference
-            lacks the logprobs of this prompt.
+            lacks logprobs of the prompt that the request needs.
     """
     num_tokens = reference.remote_num_tokens
     ids = add.token_ids
@@ -131,32 +155,41 @@ def _check_belongs(
     if reference.prompt_digest != kv_params.prompt_digest(
         ids[:num_tokens], add.cache_salt
     ):
-        _reject("prompt_digest", "is of another prompt or another cache salt")
+        _reject("prompt_digest", "belongs to another prompt or another cache salt")
     _check_logprobs(reference, add.num_prompt_logprobs)
     _check_vocabulary(reference, vocab_size)
 
 
-def _check_logprobs(reference: KVTransferParams, num_wanted: int | None) -> None:
-    rows = reference.prompt_logprobs
-    if num_wanted is None:
+def _check_logprobs(reference: KVTransferParams, num_top: int | None) -> None:
+    """Check that a reference has `num_top` logprobs for each token of the prompt.
+
+    None: the request needs no logprobs of the prompt.
+    """
+    if num_top is None:
         return
-    if rows is None or any(row and len(row.top_ids) < num_wanted for row in rows):
+    entries = reference.prompt_logprobs
+    if entries is None or any(
+        entry and len(entry.top_ids) < num_top for entry in entries
+    ):
         _reject(
             "prompt_logprobs",
-            f"lacks the {num_wanted} of each token that the request asks for",
+            f"lacks some of the {num_top} logprobs per token that the request needs",
         )
 
 
 def _check_vocabulary(reference: KVTransferParams, vocab_size: int) -> None:
-    rows = [token.logprobs for token in reference.first_tokens]
-    rows += reference.prompt_logprobs or []
+    """Check that all token ids in a reference exist in this model's vocabulary."""
+    entries = [token.logprobs for token in reference.first_tokens]
+    entries += reference.prompt_logprobs or []
     ids = [token.id for token in reference.first_tokens]
-    for row in rows:
-        if row:
-            ids += row.top_ids
+    for entry in entries:
+        if entry:
+            ids += entry.top_ids
     largest = max(ids, default=0)
     if largest >= vocab_size:
-        problem = f"have the id {largest} and this model {vocab_size} ids"
+        problem = (
+            f"have the token id {largest}, and this model has {vocab_size} token ids"
+        )
         _reject("first_tokens", problem, "serve the same model on both servers")
 
 
@@ -165,5 +198,6 @@ def _reject(
     problem: str,
     fix: str = "the router must send both servers the same prompt",
 ) -> NoReturn:
+    """Raise KVParamsRejected for a member of kv_transfer_params."""
     name = f"kv_transfer_params.{field}"
     raise KVParamsRejected(f"{name} {problem}: {fix}", param=name)

@@ -1,6 +1,7 @@
 """Chooses a request's leg by its `kv_transfer_params`, and runs the servers.
 
-Prefill and decode servers differ only in their defaults, so both run `serve`.
+Prefill and decode servers differ only in the defaults of their options, so `serve` runs
+both kinds.
 """
 
 import time
@@ -26,15 +27,15 @@ def serve(
     *,
     prog: str,
 ) -> int:
-    """Run a server until a signal or a drain ends it.
+    """Run a server until a signal or POST /drain ends it.
 
     Args:
         settings_class: the server's options and their defaults.
-        argv: the command line; None: the command line of the process.
+        argv: the arguments of the command line; None: those of this process.
         prog: the command's name in `--help` and in errors.
 
     Returns:
-        The exit status.
+        The process's exit status.
     """
     settings = parse(settings_class, argv, prog=prog)
 
@@ -50,15 +51,16 @@ def serve(
 
 
 class EitherLeg(ServerHooks):
-    """Takes either leg of a request, and verifies its `kv_transfer_params`.
+    """Applies the hooks of the leg that a request's `kv_transfer_params` select.
 
     Args:
         secret: the cluster secret.
-        policy: what to do with an unusable reference, `recompute` or `fail`.
+        policy: --kv-load-failure-policy: `recompute` the prompt if a reference to KV is
+            unusable, or `fail` the request.
         uses_machine_secret: whether the secret comes from this machine's file, because
             the options have none.
-        is_reachable: whether other servers have an address to read this server's KV
-            from.
+        is_reachable: whether this server has an address at which other servers can read
+            its KV.
     """
 
     def __init__(
@@ -87,7 +89,15 @@ class EitherLeg(ServerHooks):
         return self._with_hint(params, prepared)
 
     def _with_hint(self, params: object, adds: list[AddRequest]) -> list[AddRequest]:
-        """Add the proxy's hint to the requests: an engine that may have their KV."""
+        """Add the proxy's hint, which names an engine that may hold the prompts' KV.
+
+        With the policy `recompute`, an expired hint or one with a wrong signature is
+        dropped. The reason is recorded in `kv_rejected`.
+
+        Raises:
+            KVParamsRejected: the hint is malformed, or invalid and the policy is
+                `fail`.
+        """
         try:
             hint = kv_offers.hint_of(params, self._secret, time.time())
         except KVParamsRejected as error:

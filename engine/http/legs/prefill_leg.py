@@ -1,4 +1,4 @@
-"""The prefill leg of a request: retains its KV, and refers to the KV in the answer."""
+"""The prefill leg of a request: retains the KV and refers to it in the response."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -19,36 +19,37 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-# Transfer ids that are stored, and requests of one id. An answer arrives or is lost
-# within seconds, so older ids are not needed.
+# The most transfer ids that are stored, and the most requests of one id. A response
+# arrives or is lost within seconds, so the ids of earlier requests are not needed.
 MAX_TRANSFERS = 16384
 
 
 class PrefillLeg(ServerHooks):
-    """Prefills a request with `do_remote_decode`, and leases its KV to another server.
+    """The hooks of a request with `do_remote_decode`: its KV is leased after prefill.
 
     Args:
-        is_reachable: whether other servers have an address to read this server's KV
-            from.
+        is_reachable: whether this server has an address at which other servers can read
+            its KV.
     """
 
     def __init__(self, *, is_reachable: bool = True) -> None:
         self._is_reachable = is_reachable
-        # The engine's requests by the `transfer_id` that a proxy gave their leg. A
-        # proxy that gives up a leg cannot know whether the answer, which names leased
-        # KV, was already sent.
+        # The ids of the engine's requests, by the `transfer_id` that a proxy gave their
+        # leg. A proxy that abandons a leg cannot know whether the response, which
+        # refers to leased KV, was already sent. So it releases the KV by transfer id.
         self._transfers: OrderedDict[str, deque[str]] = OrderedDict()
-        self._num_batch_blocks = 0  # of unanswered requests with several prompts
+        # KV blocks of unfinished HTTP requests that have several prompts.
+        self._num_batch_blocks = 0
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
         if not self._is_reachable or ready.geometry.get("dcp", 1) != 1:
-            fix = "start it without --dcp"
+            fix = "start this server without --dcp"
             if not self._is_reachable:
-                fix = "give it --side-channel-host"
+                fix = "start this server with --side-channel-host"
             raise KVParamsRejected(
-                f"other servers cannot read the KV of this one: {fix}, or send the "
+                f"other servers cannot read the KV of this server: {fix}, or send the "
                 "request to a prefill server",
                 param="kv_transfer_params.do_remote_decode",
             )
@@ -73,17 +74,24 @@ class PrefillLeg(ServerHooks):
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Bound the blocks that requests of several prompts hold together.
+        """Record a request's transfer id, and reserve the KV blocks of several prompts.
 
-        Prompts of one answer keep their blocks until the last of them is computed.
-        Without this bound they could wait for blocks that they hold themselves, or two
-        such requests could deadlock. A decode server alone serves a request that is
-        refused here.
+        The prompts of one request keep their blocks until all of them are computed. If
+        such requests could use all blocks, they would deadlock: each would wait for
+        blocks that the others hold. If the request is refused here, the proxy sends it
+        to a decode server only.
+
+        Returns:
+            A callback that frees the reservation.
+
+        Raises:
+            Overloaded: requests of several prompts would hold more than half of the
+                blocks.
         """
         if not adds[0].retain_kv:
             return no_op
         if name := kv_params.transfer_id(kv_transfer_params):
-            # A proxy that retries sends several requests with one id.
+            # A proxy that retries a leg sends several requests with the same id.
             request_ids = self._transfers.setdefault(name, deque(maxlen=MAX_TRANSFERS))
             request_ids.extend(add.request_id for add in adds)
             self._transfers.move_to_end(name)
@@ -95,9 +103,10 @@ class PrefillLeg(ServerHooks):
         limit = ready.num_blocks // 2
         if self._num_batch_blocks + num_blocks > limit:
             raise Overloaded(
-                f"{len(adds)} prompts need {num_blocks} KV blocks at once; requests of "
-                f"several prompts may hold {limit}, and {self._num_batch_blocks} of "
-                "these are taken"
+                f"the request's {len(adds)} prompts need {num_blocks} KV blocks at "
+                f"once; the limit for all requests with several prompts is {limit}, "
+                f"and {self._num_batch_blocks} blocks are in use; send fewer prompts "
+                "at once, or try again later"
             )
         self._num_batch_blocks += num_blocks
 
@@ -107,7 +116,10 @@ class PrefillLeg(ServerHooks):
         return release
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return orders to abort the requests of a transfer that no proxy waits for."""
+        """Return messages that abort the requests of a transfer, and forget its id.
+
+        The proxy no longer waits for the transfer.
+        """
         name = kv_params.transfer_id(kv_transfer_params)
         return [
             AbortRequest(request_id)
@@ -115,6 +127,7 @@ class PrefillLeg(ServerHooks):
         ]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+        """Return the `kv_transfer_params` if the KV of every prompt is retained."""
         params = [final.kv_transfer_params for final in finals]
         if any(param is None for param in params):
             return {}

@@ -1,1 +1,1 @@
-"""JSON schemas on their way to the grammar library: checked, with exact numbers."""
+"""Checks JSON schemas, and writes them as grammars of the library llguidance."""

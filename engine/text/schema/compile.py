@@ -1,4 +1,8 @@
-"""Turns JSON schemas into grammars of the grammar library."""
+"""Turns JSON schemas into grammars of the library llguidance.
+
+In engine/text/schema/, "the library" is llguidance, and "exact" numbers are those that
+need rules of their own, because the library would round them (exact.py).
+"""
 
 import json
 import re
@@ -19,17 +23,19 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": OPTIONS["whitespace_pattern"]
 }
-# Tokens that may contain "%json" without being a schema, and a schema's beginning.
+# Matches strings, expressions and comments, in which "%json" does not begin a schema,
+# and a "%json" that does.
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*(?={)'
 )
 
 
-def schema_source(text: str) -> str:
-    """Return the grammar of a JSON schema.
+def schema_grammar(text: str) -> str:
+    """Return the library's grammar for a JSON schema.
 
     Raises:
-        GrammarError: the schema cannot be enforced; names a keyword by its path.
+        GrammarError: the schema cannot be enforced. The message names the unsupported
+            keyword by its path.
     """
     checked = CheckedSchema(text)
     if id(checked.document) in checked.exact:
@@ -38,48 +44,54 @@ def schema_source(text: str) -> str:
     return LLMatcher.grammar_from_json_schema(written, _JSON_OPTIONS)
 
 
-def calls_source(text: str) -> str:
-    """Return the grammar of tool calls, with one spelling of names and separators.
+def calls_grammar(text: str) -> str:
+    """Return the library's grammar for forced tool calls.
+
+    Apart from the parameters, it allows only one spelling of each call.
 
     Args:
         text: a DemandedCalls as JSON.
 
     Raises:
-        GrammarError: a tool's schema cannot be enforced; names the tool.
+        GrammarError: a tool's schema cannot be enforced. The message names the tool.
     """
     demanded = msgspec.json.decode(text, type=DemandedCalls)
-    more = ' (", " call)*' if demanded.is_parallel else ""
+    more_calls = ' (", " call)*' if demanded.is_parallel else ""
+    call_rules = [f"call_{index}" for index in range(len(demanded.tools))]
     lines = [
-        f'start: "[" call{more} "]"',
-        "call: " + " | ".join(f"call_{at}" for at in range(len(demanded.tools))),
+        f'start: "[" call{more_calls} "]"',
+        "call: " + " | ".join(call_rules),
     ]
     grammars: list[dict[str, Any]] = []
-    for at, (name, schema) in enumerate(demanded.tools):
+    for index, (name, schema) in enumerate(demanded.tools):
         begin = f'{{"name": {json.dumps(name)}, "parameters": '
         try:
             checked = CheckedSchema(bytes(schema).decode())
             if id(checked.document) in checked.exact:
-                rule = f"@parameters_{at}"
+                rule = f"@parameters_{index}"
                 grammars.append({"name": rule[1:], "lark_grammar": exact_lark(checked)})
             else:
-                rule = f"parameters_{at}"
+                rule = f"parameters_{index}"
                 written = library_json(checked, checked.document, OPTIONS)
                 lines.append(f"{rule}: %json {written}")
         except GrammarError as error:
             raise GrammarError(f"the tool {name}: {error}") from None
-        lines.append(f'call_{at}: {lark_string(begin)} {rule} "}}"')
+        lines.append(f'call_{index}: {lark_string(begin)} {rule} "}}"')
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *grammars]})
 
 
 def with_checked_schemas(lark: str) -> str:
-    """A grammar in Lark's form, its JSON schemas checked and written for the library.
+    """Return a grammar in Lark syntax with checked JSON schemas.
+
+    Each schema after `%json` is replaced by the schema that the library must read.
 
     Raises:
-        GrammarError: a schema cannot be enforced; names a keyword by its path.
+        GrammarError: a schema is not JSON or cannot be enforced. The message names the
+            unsupported keyword by its path.
     """
     decoder = json.JSONDecoder()
     parts: list[str] = []
-    done = 0
+    done = 0  # the position up to which `lark` is copied to `parts`
     for token in _LARK_TOKEN.finditer(lark):
         if token.start() < done or not token.group().startswith("%json"):
             continue
@@ -95,8 +107,8 @@ def with_checked_schemas(lark: str) -> str:
         if id(checked.document) in checked.exact:
             raise GrammarError(
                 "a schema after `%json` has numbers beyond 2**53 or of more than 17 "
-                "digits, which are not exact there; send it as "
-                "`structured_outputs.json`"
+                "digits, which cannot be enforced exactly in a grammar; send the "
+                "schema as `structured_outputs.json`"
             )
         options = checked.document.get("x-guidance")
         written = library_json(checked, checked.document, _whitespace_options(options))
@@ -106,7 +118,7 @@ def with_checked_schemas(lark: str) -> str:
 
 
 def _whitespace_options(given: Any) -> dict[str, Any] | None:
-    """Return the options for whitespace that a schema within a grammar may set."""
+    """Return the valid whitespace options in a schema's `x-guidance`; None if none."""
     if not isinstance(given, dict):
         return None
     texts = ("whitespace_pattern", "item_separator", "key_separator")

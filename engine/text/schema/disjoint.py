@@ -1,7 +1,7 @@
-"""Decides whether two JSON schemas have no value in common, as far as is known.
+"""Decides whether two JSON schemas certainly have no common value.
 
-`oneOf` demands that a value matches exactly one option. A grammar cannot count matches,
-but where no value matches two options, `oneOf` and `anyOf` are the same.
+`oneOf` requires that a value matches exactly one option. A grammar cannot count
+matches. But if no value matches two options, `oneOf` and `anyOf` are equivalent.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from engine.text.schema.references import Schema
 
-_MAX_DEPTH: Final = 12  # references and properties that are followed
-# Comparisons for all `oneOf` of a schema: they take a quarter of a second.
+_MAX_DEPTH: Final = 12  # the most references and properties that are followed
+# The most comparisons for all `oneOf` of a document. They take a quarter of a second.
 _MAX_STEPS: Final = 50_000
 
 
@@ -20,7 +20,7 @@ class Disjointness:
     """Compares schemas of one document.
 
     Args:
-        target: the schema that a schema's `$ref` leads to.
+        target: returns the schema to which the `$ref` of a schema refers.
     """
 
     def __init__(self, target: Callable[[Schema], Any]) -> None:
@@ -28,9 +28,12 @@ class Disjointness:
         self._num_steps = 0
 
     def overlapping(self, schema: Schema) -> tuple[int, int] | None:
-        """Return the positions of two options of `oneOf` that one value may both match.
+        """Return the indices of two options of `oneOf` that a value may both match.
 
-        Returns None where all options exclude each other.
+        The other keywords of `schema` also restrict the value.
+
+        Returns:
+            None if all options certainly exclude each other.
         """
         options = schema["oneOf"]
         if self._have_distinct_tags(options):
@@ -42,20 +45,20 @@ class Disjointness:
             siblings["allOf"] = [*siblings.get("allOf", ()), self._target(schema)]
             del siblings["$ref"]
         possible = [
-            (at, option)
-            for at, option in enumerate(options)
+            (index, option)
+            for index, option in enumerate(options)
             if not self.are_disjoint(siblings, option)
         ]
-        for number, (at, option) in enumerate(possible):
-            for before, other in possible[:number]:
-                if not self.are_disjoint(other, option):
-                    return before, at
+        for number, (index, option) in enumerate(possible):
+            for earlier_index, earlier in possible[:number]:
+                if not self.are_disjoint(earlier, option):
+                    return earlier_index, index
         return None
 
     def _have_distinct_tags(self, options: list[Any]) -> bool:
-        """Whether all options require a property with distinct literals.
+        """Whether all options require one property with different literals in each.
 
-        To compare each option with each other takes long for hundreds of options.
+        This is a fast test: comparing hundreds of options in pairs takes long.
         """
         objects = [self._resolved(option) for option in options]
         if not all(
@@ -71,7 +74,7 @@ class Disjointness:
         )
 
     def _resolved(self, schema: Any) -> Any:
-        """Follow a schema's reference."""
+        """Return the schema to which a schema refers, or the schema itself."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -79,7 +82,11 @@ class Disjointness:
         return schema
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """True only if no value matches both; False also where that is not known."""
+        """Whether certainly no value matches both schemas.
+
+        False also means that this is not known, for example beyond the limits of depth
+        and steps.
+        """
         self._num_steps += 1
         if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
             return False
@@ -87,30 +94,30 @@ class Disjointness:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict):
             return False
-        if self._excludes_itself(one, other):
+        if self._keywords_exclude(one, other):
             return True
         return self._parts_exclude(one, other, depth) or self._parts_exclude(
             other, one, depth
         )
 
-    def _parts_exclude(self, whole: Schema, other: Schema, depth: int) -> bool:
-        """Whether a part that all values of `whole` match excludes all of `other`."""
-        if "$ref" in whole and self.are_disjoint(self._target(whole), other, depth + 1):
+    def _parts_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
+        """Whether a schema within `one` shows that `one` and `other` are disjoint."""
+        if "$ref" in one and self.are_disjoint(self._target(one), other, depth + 1):
             return True
         if any(
-            self.are_disjoint(each, other, depth + 1) for each in whole.get("allOf", ())
+            self.are_disjoint(each, other, depth + 1) for each in one.get("allOf", ())
         ):
             return True
         alternatives = [
-            whole[keyword] for keyword in ("anyOf", "oneOf") if keyword in whole
+            one[keyword] for keyword in ("anyOf", "oneOf") if keyword in one
         ]
         for options in alternatives:
             if all(self.are_disjoint(option, other, depth + 1) for option in options):
                 return True
-        return self._properties_exclude(whole, other, depth)
+        return self._properties_exclude(one, other, depth)
 
-    def _excludes_itself(self, one: Schema, other: Schema) -> bool:
-        """Whether literals, types or bounds of the two schemas exclude each other."""
+    def _keywords_exclude(self, one: Schema, other: Schema) -> bool:
+        """Whether the literals, types or bounds of two schemas exclude each other."""
         literals = literals_of(one)
         other_literals = literals_of(other)
         if literals is not None:
@@ -133,13 +140,19 @@ class Disjointness:
     def _may_admit(
         self, schema: Schema, literals: list[Any] | None, value: Any
     ) -> bool:
-        """Whether `schema` may match a literal."""
-        if literals is not None and not any(equal(value, each) for each in literals):
+        """Whether `schema` may match the literal `value`.
+
+        Args:
+            literals: the literals of `schema`, or None.
+        """
+        if literals is not None and not any(
+            json_equal(value, each) for each in literals
+        ):
             return False
         return admits(schema, value) is not False
 
     def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether no value of a property that `one` requires matches both schemas."""
+        """Whether `one` requires a property that cannot match both schemas."""
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(
@@ -151,7 +164,7 @@ class Disjointness:
 
 
 def property_of(schema: Schema, name: str) -> Any:
-    """The schema of a property; True where it is not known."""
+    """Return the schema of the property `name`; True if it is not known."""
     if name in schema.get("properties", {}):
         return schema["properties"][name]
     if schema.get("patternProperties"):
@@ -160,7 +173,10 @@ def property_of(schema: Schema, name: str) -> Any:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The types that `type` and literals leave; `number` includes `integer`."""
+    """Return the types that a schema's `type` or literals allow.
+
+    "number" includes integers.
+    """
     literals = literals_of(schema)
     if "type" not in schema and literals is not None:
         return {type_of(value) for value in literals}
@@ -170,10 +186,13 @@ def types_of(schema: Schema) -> set[str]:
     return set(given) if isinstance(given, list) else {given}
 
 
-def _are_all_distinct(several: list[list[Any] | None]) -> bool:
-    """Whether each has strings, numbers or booleans that no other has."""
+def _are_all_distinct(literal_lists: list[list[Any] | None]) -> bool:
+    """Whether no two lists have a common literal.
+
+    False if a list is None or has objects or arrays.
+    """
     seen: set[tuple[bool, Any]] = set()
-    for literals in several:
+    for literals in literal_lists:
         if literals is None or any(
             isinstance(value, dict | list) for value in literals
         ):
@@ -186,7 +205,7 @@ def _are_all_distinct(several: list[list[Any] | None]) -> bool:
 
 
 def literals_of(schema: Any) -> list[Any] | None:
-    """The values of `const` or `enum`, None without either."""
+    """Return the values of `const` or `enum`; None if the schema has neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -196,7 +215,7 @@ def literals_of(schema: Any) -> list[Any] | None:
 
 
 def type_of(value: Any) -> str:
-    """The narrowest type of a JSON value."""
+    """Return the narrowest JSON Schema type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -209,21 +228,24 @@ def type_of(value: Any) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def equal(one: Any, other: Any) -> bool:
+def json_equal(one: Any, other: Any) -> bool:
     """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(json_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(
-            equal(one[key], other[key]) for key in one
+            json_equal(one[key], other[key]) for key in one
         )
     return bool(one == other)
 
 
 def admits(schema: Any, value: Any) -> bool | None:
-    """Whether `schema` matches a literal; None if other keywords decide that."""
+    """Whether `schema` matches a literal.
+
+    Returns None if that depends on keywords that this function does not evaluate.
+    """
     if isinstance(schema, bool):
         return schema
     kind = type_of(value)
@@ -235,9 +257,9 @@ def admits(schema: Any, value: Any) -> bool | None:
     ):
         return False
     literals = literals_of(schema)
-    if literals is not None and not any(equal(value, each) for each in literals):
+    if literals is not None and not any(json_equal(value, each) for each in literals):
         return False
-    if "enum" in schema and not any(equal(value, each) for each in schema["enum"]):
+    if "enum" in schema and not any(json_equal(value, each) for each in schema["enum"]):
         return False
     if kind in ("integer", "number") and not _is_within(schema, value):
         return False
@@ -249,6 +271,7 @@ def admits(schema: Any, value: Any) -> bool | None:
 
 
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
+# For each type, the keywords that `admits` does not evaluate.
 _OTHER_KEYWORDS: Final[dict[str, set[str]]] = {
     "null": _COMBINING,
     "boolean": _COMBINING,
@@ -278,16 +301,17 @@ def _is_within(schema: Schema, number: int | Decimal) -> bool:
     return Fraction(number) % Fraction(schema["multipleOf"]) == 0
 
 
-def _have_common_type(types: set[str], others: set[str]) -> bool:
-    if types & others:
+def _have_common_type(types: set[str], other_types: set[str]) -> bool:
+    """Whether a value can have a type of both sets. Integers are also numbers."""
+    if types & other_types:
         return True
-    return ("integer" in types and "number" in others) or (
-        "number" in types and "integer" in others
+    return ("integer" in types and "number" in other_types) or (
+        "number" in types and "integer" in other_types
     )
 
 
 def _are_apart(lower: Schema, upper: Schema) -> bool:
-    """Whether all numbers of `lower` are below those of `upper`."""
+    """Whether the bounds put all numbers of `lower` below all numbers of `upper`."""
     for last, is_last_exclusive in (("maximum", False), ("exclusiveMaximum", True)):
         for first, is_first_exclusive in (
             ("minimum", False),

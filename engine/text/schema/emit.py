@@ -1,4 +1,4 @@
-"""Writes the enforced keywords of a checked JSON schema for the grammar library."""
+"""Writes a checked JSON schema for llguidance, with only the enforced keywords."""
 
 import json
 from decimal import Decimal
@@ -24,10 +24,13 @@ _DIALECTS: Final = {
 def library_json(
     checked: CheckedSchema, schema: Any, options: Schema | None = None
 ) -> str:
-    """Return the JSON text of a schema of `checked`, with its definitions.
+    """Return the JSON text of a schema, with the definitions that it refers to.
 
     Args:
-        options: how the library is to write JSON, for a schema within a grammar.
+        checked: the document to which the schema belongs.
+        schema: any schema in the document.
+        options: the library's whitespace options for a schema within a grammar
+            (`x-guidance`).
     """
     copier = _Copier(checked)
     written = copier.copy(schema)
@@ -44,7 +47,7 @@ def library_json(
 
 
 class _Copier:
-    """Copies schemas and gives names to those that they refer to."""
+    """Copies schemas, and names the schemas to which the copies refer."""
 
     def __init__(self, checked: CheckedSchema) -> None:
         self._checked = checked
@@ -52,7 +55,7 @@ class _Copier:
         self._waiting: list[tuple[str, Any]] = []
 
     def definitions(self) -> Schema:
-        """Return all schemas that were referred to, by name."""
+        """Return copies of all schemas to which copied schemas refer, by name."""
         definitions: Schema = {}
         while self._waiting:
             name, target = self._waiting.pop()
@@ -60,6 +63,7 @@ class _Copier:
         return definitions
 
     def copy(self, schema: Any) -> Any:
+        """Return a copy of a schema with only the enforced keywords."""
         if isinstance(schema, bool):
             return schema
         copied: Schema = {}
@@ -69,15 +73,15 @@ class _Copier:
             elif keyword in ENFORCED and not (
                 keyword == "format" and value not in FORMATS
             ):
-                copied[keyword] = self._value(keyword, value)
+                copied[keyword] = self._copied_value(keyword, value)
         if "oneOf" in copied:
-            # The options exclude each other, so a match of any is a match of exactly
-            # one.
+            # CheckedSchema has verified that no value matches two options. So a value
+            # that matches any option matches exactly one.
             options = {"anyOf": copied.pop("oneOf")}
             copied["allOf"] = [*copied.get("allOf", ()), options]
         return copied
 
-    def _value(self, keyword: str, value: Any) -> Any:
+    def _copied_value(self, keyword: str, value: Any) -> Any:
         if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
             return [self.copy(each) for each in value]
         if keyword in OF_SCHEMA:
@@ -86,9 +90,10 @@ class _Copier:
             return {name: self.copy(each) for name, each in value.items()}
         if keyword == "multipleOf":
             return numbers.library_multiple(value)
-        return plain(value)
+        return decimals_to_floats(value)
 
     def _name(self, target: Any) -> str:
+        """Return a `$ref` to the copy of `target`, which `definitions` will create."""
         name = self._names.get(id(target))
         if name is None:
             name = self._names[id(target)] = f"s{len(self._names)}"
@@ -96,12 +101,15 @@ class _Copier:
         return f"#/$defs/{name}"
 
 
-def plain(value: Any) -> Any:
-    """Return a JSON value with float for Decimal; the library keeps its numbers."""
+def decimals_to_floats(value: Any) -> Any:
+    """Return a JSON value with each Decimal converted to float.
+
+    Schemas for the library have only numbers that the conversion does not change.
+    """
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: decimals_to_floats(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [decimals_to_floats(each) for each in value]
     if isinstance(value, Decimal):
         return float(value) if value else 0
     return value

@@ -1,7 +1,7 @@
-"""Rewords the grammar library's errors for clients.
+"""Rewords the errors of llguidance for clients.
 
-The library names its own options and code in its messages, which clients cannot use. So
-each message is replaced by one of the table below.
+The library's messages refer to its own options and code, which clients do not know. So
+each message is replaced by one of the messages in the table below.
 """
 
 import logging
@@ -11,15 +11,15 @@ logger = logging.getLogger("baton.engine")
 
 
 class GrammarError(ValueError):
-    """A schema, regex, choice or grammar cannot be used; the message has one line."""
+    """A schema, regex, choice or grammar cannot be used. The message is one line."""
 
 
 TOO_COMPLEX = "it is too complex to follow; send a simpler one"
 _MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct what excludes each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
-# The first pattern that matches a message decides. Groups are parts of the client's own
-# text.
+# Patterns of the library's messages, and the messages for clients. The first pattern
+# that matches is used. The groups match parts of the client's own text.
 _REWORDED = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -88,7 +88,7 @@ _REWORDED = tuple(
             TOO_COMPLEX,
         ),
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
-        # Of a syntax error, only the position is kept.
+        # Only the position of a syntax error is kept.
         (r"at line (\d+)", r"it has a mistake of syntax in line \1; correct it"),
         (
             r"^(?:at )?(\d+)\((\d+)\):",
@@ -99,22 +99,22 @@ _REWORDED = tuple(
 
 
 def reworded(message: str) -> str:
-    """Return the meaning of a library's message in words for clients."""
+    """Return the message for clients that replaces a message of the library."""
     for pattern, words in _REWORDED:
         if match := pattern.search(message):
             return match.expand(words)
     logger.debug(
-        "a grammar was refused for an unknown reason: %s",
+        "llguidance refused a grammar with a message that has no rewording: %s",
         " ".join(message.split())[:500],
     )
     return _FALLBACK
 
 
 def located(path: str, problem: str) -> str:
-    """Return a problem with the path of its schema; empty: the whole schema."""
+    """Return a message about the schema at `path`; "" is the root schema's path."""
     return f"`{shortened(path)}`: {problem}" if path else problem
 
 
 def shortened(path: str) -> str:
-    """Return the end of a path, so that the message stays short."""
+    """Return the last characters of a path, so that the message stays short."""
     return path if len(path) <= _MAX_PATH_CHARS else f"...{path[-_MAX_PATH_CHARS:]}"

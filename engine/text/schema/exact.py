@@ -1,9 +1,9 @@
-"""Writes the grammar of a JSON schema with numbers that the grammar library changes.
+"""Writes the grammar of a JSON schema with numbers that llguidance would round.
 
-The parts of the schema that lead to such numbers become rules of Lark's form, the
-numbers regular expressions (numbers.py), and all other parts stay schemas within the
-grammar. Whitespace stands in the tokens between values: the library fails where
-whitespace of two grammars may follow each other.
+Numbers beyond float64 become regular expressions (numbers.py). The schemas that contain
+or refer to such numbers become rules in Lark syntax. All other schemas stay JSON
+schemas within the grammar. The tokens between values include the whitespace, because
+the library fails if whitespace of two grammars can be adjacent.
 """
 
 import json
@@ -18,20 +18,20 @@ from engine.text.schema.keywords import (
     BOUNDS,
     TYPES,
     CheckedSchema,
-    below,
     fail,
-    has_changing_numbers,
     is_number,
-    literal_changes,
+    keyword_path,
+    library_rounds_keywords,
+    library_rounds_literal,
 )
 from engine.text.schema.locate import library_problem
 from engine.text.schema.merge import Unsatisfiable, flatten
 from engine.text.schema.references import Schema, children
 
-MAX_BLANKS: Final = 12  # whitespace characters in a row
+MAX_BLANKS: Final = 12  # the most consecutive whitespace characters
 BLANKS: Final = r"[\x20\x0A\x0D\x09]"
 OPTIONS: Final = {"whitespace_pattern": f"{BLANKS}{{1,{MAX_BLANKS}}}"}
-_MAX_OPTIONS: Final = 256  # of several unions that are multiplied
+_MAX_OPTIONS: Final = 256  # the most combinations of the options of several unions
 _NUMERIC: Final = ("integer", "number")
 _STRING_KEYWORDS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECT_KEYWORDS: Final = (
@@ -48,16 +48,16 @@ _ARRAY_KEYWORDS: Final = (
 
 
 def exact_lark(checked: CheckedSchema) -> str:
-    """Return a grammar in Lark's form of a schema that needs exact numbers.
+    """Return a grammar in Lark syntax for a schema with exact numbers.
 
     Raises:
-        GrammarError: a keyword cannot be combined with such numbers, or no value
-            matches.
+        GrammarError: a keyword cannot be combined with exact numbers, or no value
+            matches the schema.
     """
     grammar = _ExactGrammar(checked)
     root = grammar.rule(checked.document, "")
     if root is None:
-        fail("", "matches no value; correct what excludes each other")
+        fail("", "matches no value; correct the keywords that exclude each other")
     return "\n".join([f"start: {root}", *grammar.lines, *_tokens()])
 
 
@@ -77,26 +77,31 @@ def _tokens() -> list[str]:
 
 
 def lark_string(text: str) -> str:
-    """Return a literal in Lark's form: JSON's spelling, but DEL is escaped."""
+    """Return a string literal in Lark syntax: as in JSON, but with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class _ExactGrammar(ContainerRules):
-    """Collects the rules of one grammar. A rule is None where no value matches."""
+    """Collects the rules of one grammar. None stands for a rule that never matches."""
 
     def __init__(self, checked: CheckedSchema) -> None:
         super().__init__()
         self._checked = checked
         self._names: dict[int, str | None] = {}
-        # Keeps new schemas alive, so that no other object gets their id().
+        # Keeps schemas alive that this class creates, so that their id() is not reused.
         self._schemas: list[Any] = []
-        self._tokens: dict[str, str] = {}  # tokens for numbers, by their expressions
-        # Rules and problems of schemas that the library writes, by the schemas' text.
+        # The names of the tokens for numbers, by their regular expressions.
+        self._number_tokens: dict[str, str] = {}
+        # For schemas that the library enforces, by their JSON text: the names of their
+        # rules, and why the library refuses them ("" if it does not).
         self._leaves: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
     def rule(self, schema: Any, path: str) -> str | None:
-        """Return the name of the rule for a schema; None where no value matches."""
+        """Return the name of the rule for a schema. Add the rule if it is new.
+
+        Returns None if no value matches the schema.
+        """
         if schema is False:
             return None
         if id(schema) in self._names and schema is not True:
@@ -112,19 +117,20 @@ class _ExactGrammar(ContainerRules):
             body = None
         if body is None:
             self._names[id(schema)] = None
-            # A recursive schema may refer to the rule, so it matches nothing.
+            # Define the rule in any case: a recursive schema may refer to it. Its
+            # pattern matches no text.
             self.lines.append(rf"{name}: /[^\s\S]/")
             return None
         self.lines.append(f"{name}: {body}")
         return name
 
     def needs_exact(self, schema: Any) -> bool:
-        """Whether a schema or a part of it has numbers that the library changes."""
+        """Whether a schema, or one within it, has numbers that the library rounds."""
         if not isinstance(schema, dict):
             return False
         if id(schema) in self._checked.paths:
             return id(schema) in self._checked.exact
-        return has_changing_numbers(schema) or any(
+        return library_rounds_keywords(schema) or any(
             self.needs_exact(each) for _, each in children(schema)
         )
 
@@ -133,7 +139,13 @@ class _ExactGrammar(ContainerRules):
         return self._checked.draft
 
     def _leaf(self, schema: Any, path: str) -> str | None:
-        """Return a rule of the library's for a schema; None where no value matches."""
+        """Return the rule for a schema that the library can enforce by itself.
+
+        Returns None if no value matches the schema.
+
+        Raises:
+            GrammarError: the library refuses the schema.
+        """
         text = library_json(self._checked, schema, OPTIONS)
         if text not in self._problems:
             self._problems[text] = library_problem(text)
@@ -148,6 +160,7 @@ class _ExactGrammar(ContainerRules):
         return self._leaves[text]
 
     def _body(self, schema: Any, path: str) -> str | None:
+        """Return the right side of the rule for a schema; None if no value matches."""
         if not self.needs_exact(schema):
             return self._leaf(schema, path)
         base, unions = flatten(self._checked, schema, path)
@@ -158,15 +171,20 @@ class _ExactGrammar(ContainerRules):
         return self._types(base, path)
 
     def _union(self, base: Schema, unions: list[list[Any]], path: str) -> str | None:
-        """Combine the options of all unions with each other and with `base`."""
+        """Return alternatives for all combinations of one option of each union.
+
+        Args:
+            base: a schema that a value must match in addition to the options.
+            unions: lists of options. A value must match one option of each list.
+        """
         combinations: list[list[Any]] = [[base] if base else []]
         for options in unions:
             combinations = [
-                [*some, option] for some in combinations for option in options
+                [*parts, option] for parts in combinations for option in options
             ]
             if len(combinations) > _MAX_OPTIONS:
                 fail(
-                    below(path, "anyOf"),
+                    keyword_path(path, "anyOf"),
                     f"has more than {_MAX_OPTIONS} combinations of options together "
                     "with numbers beyond 2**53; use fewer",
                 )
@@ -177,24 +195,27 @@ class _ExactGrammar(ContainerRules):
         return _alternatives(rules)
 
     def _literals(self, base: Schema, path: str) -> str | None:
-        """Return the values of `const` or `enum` that the other keywords admit."""
-        chosen = "const" if "const" in base else "enum"
-        other_keywords = {key: value for key, value in base.items() if key != chosen}
+        """Return alternatives for the values of `const` or `enum`.
+
+        Values that the other keywords of the schema exclude are left out.
+        """
+        keyword = "const" if "const" in base else "enum"
+        other_keywords = {key: value for key, value in base.items() if key != keyword}
         values = []
         for value in literals_of(base) or ():
             is_admitted = admits(other_keywords, value)
             if is_admitted is None:
                 fail(
-                    below(path, chosen),
-                    "has values that cannot be compared here with the other keywords "
-                    "of its schema; leave out those keywords",
+                    keyword_path(path, keyword),
+                    "has values that cannot be compared with the other keywords of the "
+                    "schema; leave out those keywords",
                 )
             if is_admitted:
                 values.append(value)
         parts: list[str | None] = []
         library_values = []
         for value in values:
-            if is_number(value) or literal_changes(value):
+            if is_number(value) or library_rounds_literal(value):
                 parts.append(self._literal(value))
             else:
                 library_values.append(value)
@@ -203,7 +224,7 @@ class _ExactGrammar(ContainerRules):
         return _alternatives(parts)
 
     def _literal(self, value: Any) -> str:
-        """Return one JSON value, with its numbers digit by digit."""
+        """Return a JSON value as literals and tokens, with all digits of numbers."""
         if isinstance(value, dict):
             if not value:
                 return "EMPTY_OBJECT"
@@ -222,16 +243,20 @@ class _ExactGrammar(ContainerRules):
         return lark_string(str(value))
 
     def _types(self, base: Schema, path: str) -> str | None:
-        """Return rules for the types that a schema allows, each with its keywords."""
-        given = base.get("type", [name for name in TYPES if name != "integer"])
-        types = given if isinstance(given, list) else [given]
-        rest: Schema = {"type": []}
+        """Return alternatives for the types that a schema allows.
+
+        Each type gets the keywords that apply to it. Types without exact numbers are
+        left to the library, in one schema.
+        """
+        allowed = base.get("type", [name for name in TYPES if name != "integer"])
+        types = allowed if isinstance(allowed, list) else [allowed]
+        library_schema: Schema = {"type": []}
         parts: list[str | None] = []
         numeric = _some_of(base, (*BOUNDS, "multipleOf"))
         for name in types:
             keywords = _KEYWORDS_OF.get(name, ())
             of_type = {"type": name, **_some_of(base, keywords)}
-            if name in _NUMERIC and has_changing_numbers(numeric):
+            if name in _NUMERIC and library_rounds_keywords(numeric):
                 if name == "number" or "number" not in types:
                     parts.append(self._number(numeric, name == "integer", path))
             elif name == "object" and self.needs_exact(of_type):
@@ -239,14 +264,23 @@ class _ExactGrammar(ContainerRules):
             elif name == "array" and self.needs_exact(of_type):
                 parts.append(self.array_rule(of_type, path))
             else:
-                rest["type"].append(name)
-                rest |= {key: value for key, value in of_type.items() if key != "type"}
-        if rest["type"]:
-            parts.append(self._leaf(rest, path))
+                library_schema["type"].append(name)
+                library_schema |= _some_of(of_type, keywords)
+        if library_schema["type"]:
+            parts.append(self._leaf(library_schema, path))
         return _alternatives(parts)
 
     def _number(self, numeric: Schema, is_integer: bool, path: str) -> str | None:
-        """Return the token for a range of numbers."""
+        """Return the name of the grammar terminal that matches the allowed numbers.
+
+        Returns None if there are no such numbers.
+
+        Args:
+            numeric: the bounds and `multipleOf` of a schema.
+
+        Raises:
+            GrammarError: `multipleOf` is not a power of 10.
+        """
         make = numbers.integer_pattern if is_integer else numbers.decimal_pattern
         lower = _stricter(numeric, "minimum", "exclusiveMinimum", is_lower=True)
         upper = _stricter(numeric, "maximum", "exclusiveMaximum", is_lower=False)
@@ -258,17 +292,18 @@ class _ExactGrammar(ContainerRules):
             exponent = numbers.power_of_ten(numeric["multipleOf"])
             if exponent is None:
                 fail(
-                    below(path, "multipleOf"),
+                    keyword_path(path, "multipleOf"),
                     f"is {numeric['multipleOf']}, which cannot be combined exactly "
                     "with bounds beyond 2**53; use a power of 10 or smaller bounds",
                 )
             if not numbers.has_multiple(numeric["multipleOf"], lower, upper):
                 return None
             expression += f" & /{numbers.multiple_pattern(exponent)}/"
-        if expression not in self._tokens:
-            self._tokens[expression] = f"NUMBER_{len(self._tokens)}"
-            self.lines.append(f"{self._tokens[expression]}: {expression}")
-        return self._tokens[expression]
+        if expression not in self._number_tokens:
+            name = f"NUMBER_{len(self._number_tokens)}"
+            self._number_tokens[expression] = name
+            self.lines.append(f"{name}: {expression}")
+        return self._number_tokens[expression]
 
 
 _KEYWORDS_OF: Final = {
@@ -281,23 +316,36 @@ _KEYWORDS_OF: Final = {
 
 
 def _alternatives(parts: list[str | None]) -> str | None:
-    """Return a rule for any of the parts that match some value."""
+    """Return a rule that matches what any of `parts` matches.
+
+    Returns None if all parts are None, so that no value matches.
+    """
     possible = [part for part in parts if part is not None]
     return " | ".join(possible) if possible else None
 
 
 def _some_of(schema: Schema, keywords: tuple[str, ...]) -> Schema:
+    """Return a schema with only these keywords of `schema`."""
     return {keyword: schema[keyword] for keyword in keywords if keyword in schema}
 
 
 def _stricter(
     numeric: Schema, inclusive: str, exclusive: str, *, is_lower: bool
 ) -> numbers.Bound | None:
-    """Return the stricter one of an inclusive and an exclusive bound."""
-    inner = numeric.get(inclusive)
-    outer = numeric.get(exclusive)
-    if outer is None:
-        return None if inner is None else numbers.Bound(inner)
-    if inner is not None and (inner > outer if is_lower else inner < outer):
-        return numbers.Bound(inner)
-    return numbers.Bound(outer, is_exclusive=True)
+    """Return the stricter of an inclusive and an exclusive bound; None if none is set.
+
+    Args:
+        numeric: a schema that may have the bounds.
+        inclusive: the keyword of the inclusive bound.
+        exclusive: the keyword of the exclusive bound.
+        is_lower: whether these are lower bounds.
+    """
+    included = numeric.get(inclusive)
+    excluded = numeric.get(exclusive)
+    if excluded is None:
+        return None if included is None else numbers.Bound(included)
+    if included is not None and (
+        included > excluded if is_lower else included < excluded
+    ):
+        return numbers.Bound(included)
+    return numbers.Bound(excluded, is_exclusive=True)

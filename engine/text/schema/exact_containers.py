@@ -1,19 +1,19 @@
-"""Writes rules of Lark's form for the objects and arrays of a schema (exact.py)."""
+"""Writes rules in Lark syntax for objects and arrays with exact numbers (exact.py)."""
 
 import json
 from abc import ABC, abstractmethod
 from typing import Any
 
-from engine.text.schema.keywords import below, fail
+from engine.text.schema.keywords import fail, keyword_path
 from engine.text.schema.references import Schema
 
-# A property's name in the only spelling that is allowed here. So to exclude a spelling
-# excludes the name.
+# Matches the names of properties. Each name has only one spelling, so excluding the
+# spelling excludes the name.
 _ANY_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
 class ContainerRules(ABC):
-    """Collects the lines of a grammar in `lines`."""
+    """Writes rules for objects and arrays, and collects them in `lines`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -21,7 +21,7 @@ class ContainerRules(ABC):
 
     @abstractmethod
     def rule(self, schema: Any, path: str) -> str | None:
-        """Return the name of the rule for a schema; None where no value matches."""
+        """Return the name of the rule for a schema; None if no value matches."""
 
     @property
     @abstractmethod
@@ -33,16 +33,23 @@ class ContainerRules(ABC):
         return f"value_{self._num_names}"
 
     def _define(self, body: str) -> str:
+        """Add a rule, and return its name."""
         name = self.new_name()
         self.lines.append(f"{name}: {body}")
         return name
 
     def object_rule(self, schema: Schema, path: str) -> str | None:
-        """Return a rule for an object, its properties in the order of the schema."""
+        """Return a rule for an object, which has its properties in the schema's order.
+
+        Returns None if no object matches.
+
+        Raises:
+            GrammarError: a keyword cannot be combined with exact numbers.
+        """
         for keyword in ("patternProperties", "minProperties", "maxProperties"):
             if keyword in schema:
                 fail(
-                    below(path, keyword),
+                    keyword_path(path, keyword),
                     "cannot be enforced in an object that has numbers beyond 2**53; "
                     "leave it out",
                 )
@@ -52,7 +59,8 @@ class ContainerRules(ABC):
         pairs: list[tuple[str, bool]] = []
         for name in dict.fromkeys([*properties, *schema.get("required", ())]):
             value = self.rule(
-                properties.get(name, additional), below(path, f"properties.{name}")
+                properties.get(name, additional),
+                keyword_path(path, f"properties.{name}"),
             )
             if value is None and name in required:
                 return None
@@ -61,24 +69,32 @@ class ContainerRules(ABC):
         more = self._additional_pair([*properties, *required], additional, path)
         return self._object_of(pairs, more)
 
-    def _additional_pair(self, taken: list[str], schema: Any, path: str) -> str | None:
-        """Return a rule for a name that the schema does not list, and its value."""
-        value = self.rule(schema, below(path, "additionalProperties"))
+    def _additional_pair(self, listed: list[str], schema: Any, path: str) -> str | None:
+        """Return a rule for an additional property: its name and its value.
+
+        Returns None if the object may have no additional property.
+
+        Args:
+            listed: the names that an additional property cannot have.
+            schema: the schema of additional properties.
+        """
+        value = self.rule(schema, keyword_path(path, "additionalProperties"))
         if value is None:
             return None
         name = f"NAME_{len(self.lines)}"
-        excluded = " | ".join(_quoted(each) for each in dict.fromkeys(taken))
+        excluded = " | ".join(_quoted(each) for each in dict.fromkeys(listed))
         self.lines.append(
             f"{name}: {_ANY_NAME}" + (f" & ~({excluded})" if excluded else "")
         )
         return self._define(f"{name} COLON {value}")
 
     def _object_of(self, pairs: list[tuple[str, bool]], more: str | None) -> str | None:
-        """Return a rule for an object of these pairs and any number of `more`.
+        """Return a rule for an object of `pairs`, followed by additional pairs.
 
         Args:
-            pairs: rules for a name and its value, and whether the pair is required.
-            more: a rule for any other pair; None: there are no others.
+            pairs: for each property, a rule for its name and value, and whether the
+                property is required.
+            more: a rule for an additional pair; None if there are none.
         """
         rest = self._define(f"(COMMA {more})*" if more else '""')
         first = None if more is None else self._define(f"{more} {rest}")
@@ -98,56 +114,72 @@ class ContainerRules(ABC):
         return self._define(" | ".join(bodies)) if bodies else None
 
     def array_rule(self, schema: Schema, path: str) -> str | None:
-        """Return a rule for an array: `prefixItems` first, then `items`."""
+        """Return a rule for an array: `prefixItems` first, then `items`.
+
+        Returns None if no array matches.
+        """
         prefix, items = self._items_of(schema)
         minimum = schema.get("minItems", 0)
         maximum = schema.get("maxItems")
-        begins: list[str] = []
-        for at, each in enumerate(prefix if maximum is None else prefix[:maximum]):
-            rule = self.rule(each, below(path, f"prefixItems[{at}]"))
+        first_items: list[str] = []
+        for index, each in enumerate(prefix if maximum is None else prefix[:maximum]):
+            rule = self.rule(each, keyword_path(path, f"prefixItems[{index}]"))
             if rule is None:
-                maximum = at
+                maximum = index
                 break
-            begins.append(rule)
-        others = self.rule(items, below(path, "items"))
-        if others is None:
-            maximum = len(begins) if maximum is None else min(maximum, len(begins))
+            first_items.append(rule)
+        more = self.rule(items, keyword_path(path, "items"))
+        if more is None:
+            num_first = len(first_items)
+            maximum = num_first if maximum is None else min(maximum, num_first)
         if maximum is not None and minimum > maximum:
             return None
-        return self._array_of(begins, others, minimum, maximum)
+        return self._array_of(first_items, more, minimum, maximum)
 
     def _items_of(self, schema: Schema) -> tuple[list[Any], Any]:
-        """Return `prefixItems` and `items`.
+        """Return the schemas of the first items, and the schema of all later items.
 
-        Drafts before 2020 call them `items` and `additionalItems`.
+        The keywords are `prefixItems` and `items`. In drafts before 2020, they are
+        `items`, which is then a list, and `additionalItems`.
         """
         items = schema.get("items", True)
         if isinstance(items, list):
             return items, schema.get("additionalItems", True)
-        is_new = self.draft >= 2020 and "additionalItems" not in schema
-        return schema.get("prefixItems", []) if is_new else [], items
+        has_prefix = self.draft >= 2020 and "additionalItems" not in schema
+        return schema.get("prefixItems", []) if has_prefix else [], items
 
     def _array_of(
-        self, begins: list[str], others: str | None, minimum: int, maximum: int | None
+        self,
+        first_items: list[str],
+        more: str | None,
+        minimum: int,
+        maximum: int | None,
     ) -> str | None:
-        """Return a rule for an array of these first items, with `others` after them."""
+        """Return a rule for an array.
+
+        Args:
+            first_items: the rules of the first items.
+            more: the rule of all items after the first items; None if there are none.
+            minimum: the least number of items.
+            maximum: the greatest number of items; None if it is not limited.
+        """
         bodies = ["EMPTY_ARRAY"] if minimum == 0 else []
         if maximum == 0:
             return self._define("EMPTY_ARRAY") if minimum == 0 else None
-        missing = max(0, minimum - max(len(begins), 1))
-        allowed = "" if maximum is None else str(maximum - max(len(begins), 1))
-        rest = '""' if others is None else f"(COMMA {others}){{{missing},{allowed}}}"
+        missing = max(0, minimum - max(len(first_items), 1))
+        allowed = "" if maximum is None else str(maximum - max(len(first_items), 1))
+        rest = '""' if more is None else f"(COMMA {more}){{{missing},{allowed}}}"
         rest = self._define('""' if allowed == "0" else rest)
-        for at in range(len(begins) - 1, 0, -1):
-            entry = f"COMMA {begins[at]} {rest}"
-            rest = self._define(entry if at < minimum else f"({entry})?")
-        first = begins[0] if begins else others
+        for index in range(len(first_items) - 1, 0, -1):
+            entry = f"COMMA {first_items[index]} {rest}"
+            rest = self._define(entry if index < minimum else f"({entry})?")
+        first = first_items[0] if first_items else more
         if first is not None:
             bodies.append(f"OPEN_ARRAY {first} {rest} CLOSE_ARRAY")
         return self._define(" | ".join(bodies)) if bodies else None
 
 
 def _quoted(name: str) -> str:
-    """Return a property's name as a literal in Lark's form."""
+    """Return a property's name in JSON as a string literal in Lark syntax."""
     text = json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
     return text.replace("\x7f", r"\u007f")

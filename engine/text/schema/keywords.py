@@ -1,8 +1,8 @@
 """Checks a JSON schema keyword by keyword, and names each mistake by its path.
 
-The grammar library sees only what is understood here: unknown keywords, annotations and
-formats that are not enforced are left out, references are resolved, and `oneOf` whose
-options exclude each other is `anyOf`.
+The library llguidance receives only keywords that were checked here. Unknown keywords,
+annotations and formats that are not enforced are left out, and references are resolved.
+If the options of a `oneOf` exclude each other, it becomes an `anyOf` (emit.py).
 """
 
 import json
@@ -18,12 +18,13 @@ from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
-# The values of `format` that are enforced; all others are annotations.
+# The values of `format` that are enforced. All other values are only annotations.
 FORMATS: Final = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri",
     "uuid",
 )  # fmt: skip
-MAX_COUNT: Final = 2**31 - 1  # no answer has as many characters, items or properties
+# No answer has this number of characters, items or properties.
+MAX_COUNT: Final = 2**31 - 1
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
@@ -41,18 +42,20 @@ _DRAFTS: Final = {
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }  # fmt: skip
-_NEWEST: Final = 2020
-# Keywords that restrict values and cannot be enforced, and the draft that they came
-# with.
+_NEWEST: Final = 2020  # the draft of schemas without a known `$schema`
+# Keywords that restrict values but cannot be enforced, with the draft of JSON Schema
+# that introduced each.
 _NOT_ENFORCED: Final = {
     "not": 4, "dependencies": 4, "uniqueItems": 4, "contains": 6, "propertyNames": 6,
     "if": 7, "then": 7, "else": 7, "dependentRequired": 2019, "dependentSchemas": 2019,
     "minContains": 2019, "maxContains": 2019, "unevaluatedItems": 2019,
     "unevaluatedProperties": 2019, "$recursiveRef": 2019, "$dynamicRef": 2020,
 }  # fmt: skip
+# Keywords that have an effect only if the schema also has a second keyword.
 _ONLY_WITH: Final = {
     "then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"
 }  # fmt: skip
+# Values with which a keyword of `_NOT_ENFORCED` restricts nothing.
 _NO_RESTRICTION: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,), "not": (False,), "propertyNames": (True, {}),
     "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}),
@@ -61,10 +64,10 @@ _NO_RESTRICTION: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def load(text: str) -> Schema:
-    """Return a schema from its JSON text, with decimals as they are written.
+    """Parse the JSON text of a schema. Numbers with a point or exponent become Decimal.
 
     Raises:
-        GrammarError: the text is no JSON object.
+        GrammarError: the text is not a JSON object.
     """
     try:
         document = json.loads(
@@ -92,12 +95,16 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def fail(path: str, problem: str) -> NoReturn:
-    """Raise GrammarError for the keyword at `path` and its problem."""
+    """Raise GrammarError about the keyword at `path`; "" is the root schema.
+
+    Args:
+        problem: the predicate of the message, such as "must be a string".
+    """
     raise GrammarError(f"`{shortened(path)}` {problem}" if path else f"it {problem}")
 
 
-def below(path: str, key: str) -> str:
-    """Return the path of a keyword of the schema at `path`."""
+def keyword_path(path: str, key: str) -> str:
+    """Return the path of the keyword `key` in the schema at `path`."""
     return f"{path}.{key}" if path else key
 
 
@@ -108,16 +115,16 @@ class CheckedSchema:
         text: the schema as JSON text.
 
     Raises:
-        GrammarError: it has a mistake or a keyword that cannot be enforced; names its
-            path.
+        GrammarError: the schema has a mistake, or a keyword that cannot be enforced.
+            The message names the keyword by its path.
 
     Attributes:
-        document: the schema itself, with integral counts as int and decimals as
-            Decimal.
-        draft: of JSON Schema: 4, 6, 7, 2019 or 2020.
-        paths: the path of each schema, by its id().
-        exact: the ids of the schemas that have, here or below, numbers that the library
-            changes.
+        document: the root schema. Counts are int, numbers with a point or exponent are
+            Decimal, and exclusive bounds are numbers in every draft.
+        draft: the draft of JSON Schema: 4, 6, 7, 2019 or 2020.
+        paths: the paths of all schemas in the document, by id().
+        exact: the id() of each schema that has numbers which the library would round,
+            or that contains or refers to such a schema.
     """
 
     def __init__(self, text: str) -> None:
@@ -128,7 +135,9 @@ class CheckedSchema:
         self.paths: dict[int, str] = {}
         self.exact: set[int] = set()
         self._references = References(self.document, "id" if self.draft == 4 else "$id")
-        self._targets: dict[int, Any] = {}  # of `$ref`, by the id of its schema
+        # The schemas to which `$ref` refers, by the id() of the schema with the `$ref`.
+        self._targets: dict[int, Any] = {}
+        # The id() of the schemas that contain or refer to a schema, by its id().
         self._parents: dict[int, list[int]] = {}
         self._schemas: list[Schema] = []
         self._walk()
@@ -142,10 +151,11 @@ class CheckedSchema:
         return self._targets[id(schema)]
 
     def path(self, schema: Any) -> str:
-        """Return the path of a schema of this document; "" for a new schema."""
+        """Return the path of a schema; "" if the schema is not in this document."""
         return self.paths.get(id(schema), "")
 
     def _walk(self) -> None:
+        """Visit and check all schemas that the root schema contains or refers to."""
         waiting: list[tuple[str, Any, Resource]] = [
             ("", self.document, self._references.root)
         ]
@@ -163,10 +173,11 @@ class CheckedSchema:
             self._schemas.append(schema)
             resource = self._references.resource_of(schema, resource)
             self._check_keywords(schema, path)
-            if has_changing_numbers(schema):
+            if library_rounds_keywords(schema):
                 self.exact.add(id(schema))
             parts = [
-                (below(path, key), each, resource) for key, each in children(schema)
+                (keyword_path(path, key), each, resource)
+                for key, each in children(schema)
             ]
             if "$ref" in schema:
                 parts.append(self._follow(schema, path, resource))
@@ -177,72 +188,85 @@ class CheckedSchema:
     def _follow(
         self, schema: Schema, path: str, resource: Resource
     ) -> tuple[str, Any, Resource]:
-        """Return the path, the schema and the resource to which a `$ref` refers."""
+        """Return the path, the schema and the resource to which a `$ref` refers.
+
+        Args:
+            schema: the schema with the `$ref`.
+            resource: the resource to which `schema` belongs.
+        """
         reference = schema["$ref"]
-        where = below(path, "$ref")
+        ref_path = keyword_path(path, "$ref")
         if not isinstance(reference, str):
-            fail(where, f"is {short_repr(reference)}; it must be a string")
+            fail(ref_path, f"is {short_repr(reference)}; it must be a string")
         resolved = self._references.resolve(reference, resource)
         if resolved is None:
             fail(
-                where,
+                ref_path,
                 f"is {short_repr(reference)}, which is not present in this schema; "
-                "refer "
-                'to a schema within it, such as "#/$defs/..."',
+                'refer to a schema within it, such as "#/$defs/..."',
             )
         self._targets[id(schema)] = resolved[0]
         target_path = reference.removeprefix("#/").replace("/", ".") or "#"
         return target_path, *resolved
 
     def _check_loops(self) -> None:
-        """Refuse references that lead back to themselves, which no value can match."""
-        ends: set[int] = set()
+        """Refuse a `$ref` that refers to its own schema, directly or through others."""
+        checked_ids: set[int] = set()  # schemas from which no loop can be reached
         for schema in self._schemas:
             followed: dict[int, None] = {}
             current: Any = schema
-            while id(current) in self._targets and id(current) not in ends:
+            while id(current) in self._targets and id(current) not in checked_ids:
                 if id(current) in followed:
                     fail(
-                        below(self.path(schema), "$ref"),
-                        "leads back to itself; refer to another",
+                        keyword_path(self.path(schema), "$ref"),
+                        "leads back to itself; refer to another schema",
                     )
                 followed[id(current)] = None
                 current = self._targets[id(current)]
-            ends.update(followed)
+            checked_ids.update(followed)
 
     def _check_keywords(self, schema: Schema, path: str) -> None:
+        """Check the keywords of one schema.
+
+        Normalizes the schema: counts become int, limits that no value reaches are
+        removed, and exclusive bounds become numbers.
+        """
         for keyword in list(schema):
             value = schema[keyword]
             if keyword in _NOT_ENFORCED and self._restricts(keyword, schema):
                 fail(
-                    below(path, keyword),
+                    keyword_path(path, keyword),
                     f"is {short_repr(value)}, and `{keyword}` cannot be enforced; "
                     "leave it out",
                 )
             if keyword in COUNTS:
-                count = _count(value, below(path, keyword))
+                count = _count(value, keyword_path(path, keyword))
                 schema[keyword] = count
                 if count == MAX_COUNT and keyword.startswith("max"):
-                    # Every value fulfils it, and the library would count up to it.
+                    # No value reaches this limit, but the library would need states up
+                    # to it.
                     del schema[keyword]
                 elif count == MAX_COUNT:
                     must_be = f"it must be below {MAX_COUNT}"
-                    fail(below(path, keyword), f"is {short_repr(value)}; {must_be}")
+                    fail(
+                        keyword_path(path, keyword),
+                        f"is {short_repr(value)}; {must_be}",
+                    )
             elif keyword in _MUST_BE:
                 is_right, must_be = _MUST_BE[keyword]
                 if not is_right(value):
                     fail(
-                        below(path, keyword),
+                        keyword_path(path, keyword),
                         f"is {short_repr(value)}; it must be {must_be}",
                     )
         _check_types(schema, path)
         _normalise_bounds(schema, path)
         for keyword in (*BOUNDS, "multipleOf", "const", "enum"):
             if keyword in schema:
-                _check_digits(schema[keyword], below(path, keyword))
+                _check_digits(schema[keyword], keyword_path(path, keyword))
 
     def _restricts(self, keyword: str, schema: Schema) -> bool:
-        """Whether a keyword that cannot be enforced has an effect."""
+        """Whether a keyword of `_NOT_ENFORCED` restricts the values of a schema."""
         if self.draft < _NOT_ENFORCED[keyword]:
             return False
         if keyword in _ONLY_WITH and _ONLY_WITH[keyword] not in schema:
@@ -255,7 +279,7 @@ class CheckedSchema:
         )
 
     def _spread_exact(self) -> None:
-        """Add to `exact` the schemas that contain or refer to one of its schemas."""
+        """Add to `exact` the schemas that contain or refer to a schema in `exact`."""
         waiting = list(self.exact)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):
@@ -264,8 +288,11 @@ class CheckedSchema:
                     waiting.append(parent)
 
     def _check_multiples(self) -> None:
-        """Refuse multiples whose least common multiple the library might get wrong."""
-        common = 1
+        """Refuse several `multipleOf` that the library may not combine exactly.
+
+        The library computes their least common multiple, which may overflow.
+        """
+        common = 1  # a common multiple of all multiples so far
         seen: set[tuple[int, int]] = set()
         is_combined = any("allOf" in schema for schema in self._schemas) or any(
             "multipleOf" in schema and {"$ref", "anyOf", "oneOf"} & schema.keys()
@@ -282,13 +309,13 @@ class CheckedSchema:
             common *= coefficient * 10 ** abs(exponent)
             if common >= 2**32 and len(seen) > 1:
                 fail(
-                    below(self.path(schema), "multipleOf"),
+                    keyword_path(self.path(schema), "multipleOf"),
                     f"is {schema['multipleOf']}, which cannot be combined exactly with "
                     "the other multiples of this schema; use one `multipleOf`",
                 )
 
     def _check_one_of(self) -> None:
-        """Refuse `oneOf` whose options are not known to exclude each other."""
+        """Refuse a `oneOf` if two of its options may match the same value."""
         disjointness = Disjointness(self.target)
         for schema in self._schemas:
             if "oneOf" not in schema:
@@ -296,31 +323,38 @@ class CheckedSchema:
             overlap = disjointness.overlapping(schema)
             if overlap is not None:
                 fail(
-                    below(self.path(schema), "oneOf"),
-                    f"has options {overlap[0]} and {overlap[1]} that one value may "
-                    "match both, and exactly one match cannot be enforced; use "
-                    "`anyOf`, or give the options a required property with a different "
-                    "`const` in each",
+                    keyword_path(self.path(schema), "oneOf"),
+                    f"has options {overlap[0]} and {overlap[1]}, which the same value "
+                    "may match, and exactly one match cannot be enforced; use `anyOf`, "
+                    "or give the options a required property with a different `const` "
+                    "in each",
                 )
 
 
-def has_changing_numbers(schema: Schema) -> bool:
-    """Whether the library would change a number of this schema, not of its parts."""
+def library_rounds_keywords(schema: Schema) -> bool:
+    """Whether the library would round a number in the keywords of `schema`.
+
+    Schemas within `schema` do not count.
+    """
     if any(
-        not numbers.library_keeps(schema[name]) for name in BOUNDS if name in schema
+        not numbers.is_exact_in_library(schema[name])
+        for name in BOUNDS
+        if name in schema
     ):
         return True
     literals = [schema["const"]] if "const" in schema else []
-    return any(literal_changes(value) for value in [*literals, *schema.get("enum", ())])
+    return any(
+        library_rounds_literal(value) for value in [*literals, *schema.get("enum", ())]
+    )
 
 
-def literal_changes(value: Any) -> bool:
-    """Whether the library would change a number in a JSON value."""
+def library_rounds_literal(value: Any) -> bool:
+    """Whether the library would round a number in a JSON value."""
     if isinstance(value, dict):
-        return any(literal_changes(each) for each in value.values())
+        return any(library_rounds_literal(each) for each in value.values())
     if isinstance(value, list):
-        return any(literal_changes(each) for each in value)
-    return is_number(value) and not numbers.library_keeps(value)
+        return any(library_rounds_literal(each) for each in value)
+    return is_number(value) and not numbers.is_exact_in_library(value)
 
 
 def is_number(value: Any) -> bool:
@@ -328,7 +362,11 @@ def is_number(value: Any) -> bool:
 
 
 def _count(value: Any, path: str) -> int:
-    """Return a number of characters, items or properties, at most MAX_COUNT."""
+    """Return the value of a keyword of COUNTS as an int, at most MAX_COUNT.
+
+    Raises:
+        GrammarError: the value is not a non-negative integer.
+    """
     if not is_number(value) or value < 0:
         fail(path, f"is {short_repr(value)}; it must be an integer of at least 0")
     if value >= MAX_COUNT:
@@ -345,13 +383,16 @@ def _check_types(schema: Schema, path: str) -> None:
             near = suggestion(name, TYPES) if isinstance(name, str) else ""
             allowed = ", ".join(TYPES)
             fail(
-                below(path, "type"),
+                keyword_path(path, "type"),
                 f"is {short_repr(name)}{near}; it must be one of {allowed}",
             )
 
 
 def _normalise_bounds(schema: Schema, path: str) -> None:
-    """Turn the booleans that draft 4 has for exclusive bounds into numbers."""
+    """Turn exclusive bounds that are booleans, as in draft 4, into numbers.
+
+    Also checks `multipleOf`.
+    """
     for exclusive, inclusive in (
         ("exclusiveMinimum", "minimum"),
         ("exclusiveMaximum", "maximum"),
@@ -362,16 +403,20 @@ def _normalise_bounds(schema: Schema, path: str) -> None:
                 schema[exclusive] = schema.pop(inclusive)
     multiple = schema.get("multipleOf")
     if multiple is not None and multiple <= 0:
-        fail(below(path, "multipleOf"), f"is {multiple}; it must be greater than 0")
+        fail(
+            keyword_path(path, "multipleOf"),
+            f"is {multiple}; it must be greater than 0",
+        )
     if multiple is not None and numbers.library_multiple(multiple) is None:
         fail(
-            below(path, "multipleOf"),
+            keyword_path(path, "multipleOf"),
             f"is {short_repr(multiple)}, which cannot be enforced exactly; use a "
             "number of fewer digits, below 4294967296",
         )
 
 
 def _check_digits(value: Any, path: str) -> None:
+    """Refuse a JSON value that has a number with too many digits."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_digits(each, path)
@@ -380,8 +425,8 @@ def _check_digits(value: Any, path: str) -> None:
         shown = str(value)[:20]
         fail(
             path,
-            f"has the number {shown}..., of {digits} digits; at most "
-            f"{numbers.MAX_DIGITS} are enforced",
+            f"has the number {shown}..., which has {digits} digits; the limit is "
+            f"{numbers.MAX_DIGITS}",
         )
 
 
@@ -405,6 +450,7 @@ def _is_bound(value: Any) -> bool:
     return is_number(value) or isinstance(value, bool)
 
 
+# For each keyword, whether a value is valid, and what a valid value is.
 _MUST_BE: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "type": (
         lambda value: _is_string(value) or _is_filled_list(value),

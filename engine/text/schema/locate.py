@@ -1,4 +1,4 @@
-"""Finds the part of a JSON schema that the grammar library refuses."""
+"""Finds the part of a JSON schema that llguidance refuses."""
 
 import time
 from typing import Any, Final
@@ -10,36 +10,42 @@ from engine.text.schema.errors import located, reworded
 from engine.text.schema.keywords import CheckedSchema
 from engine.text.schema.references import children
 
-# Seconds of a core. The search then ends with a path that is less deep.
+# The most CPU seconds of a search. The search then returns the deepest part so far.
 _MAX_CPU_S: Final = 0.05
 
 
 def library_problem(text: str) -> str:
-    """Return why the library refuses a schema, in words for clients; else ""."""
+    """Return why the library refuses a schema, as a message for clients; else ""."""
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return reworded(message) if message else ""
 
 
 def located_problem(text: str, problem: str) -> str:
-    """Return a problem with the path of the deepest part that has it alone.
+    """Return a message with the path of the deepest part of a schema that causes it.
+
+    A part causes the message if the library refuses the part alone for that reason.
 
     Args:
-        text: the schema, which CheckedSchema accepts.
-        problem: why the library refuses it, in words for clients.
+        text: a schema that CheckedSchema accepts.
+        problem: why the library refuses the schema, as a message for clients.
     """
     checked = CheckedSchema(text)
     until_s = time.thread_time() + _MAX_CPU_S
     seen: set[int] = set()
-    worst: Any = checked.document
-    waiting: list[Any] = [worst]
+    culprit: Any = checked.document
+    waiting: list[Any] = [culprit]
     while waiting and time.thread_time() < until_s:
         schema = waiting.pop()
         if not isinstance(schema, dict) or id(schema) in seen:
             continue
         seen.add(id(schema))
-        if schema is worst or library_problem(library_json(checked, schema)) == problem:
-            worst = schema
+        is_refused = (
+            schema is culprit
+            or library_problem(library_json(checked, schema)) == problem
+        )
+        if is_refused:
+            culprit = schema
             waiting = [each for _, each in reversed(children(schema))]
             if "$ref" in schema:
                 waiting.append(checked.target(schema))
-    return located(checked.path(worst), problem)
+    return located(checked.path(culprit), problem)

@@ -1,10 +1,14 @@
-"""Merges JSON schemas that a value must all match, where Baton writes the grammar."""
+"""Merges JSON schemas that a value must all match, for schemas with exact numbers.
+
+exact.py writes the grammar of the merged schema. For schemas without exact numbers,
+llguidance merges by itself.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
 
-from engine.text.schema.disjoint import equal
-from engine.text.schema.keywords import ENFORCED, CheckedSchema, below, fail
+from engine.text.schema.disjoint import json_equal
+from engine.text.schema.keywords import ENFORCED, CheckedSchema, fail, keyword_path
 from engine.text.schema.references import Schema
 
 COMBINING: Final = ("$ref", "allOf", "anyOf", "oneOf")
@@ -16,7 +20,7 @@ _NUMBERS_TOGETHER: Final = (
 
 
 class Unsatisfiable(Exception):
-    """No value matches."""
+    """No value matches all of the merged schemas."""
 
 
 def flatten(
@@ -24,15 +28,16 @@ def flatten(
 ) -> tuple[Schema, list[list[Any]]]:
     """Resolve the combining keywords of a schema.
 
-    Returns a schema without them, and lists of options: a value must match the schema
-    and one option of each list.
+    Returns:
+        A schema without combining keywords, and lists of options. A value matches
+        `schema` if it matches the returned schema and one option of each list.
 
     Raises:
-        GrammarError: the schemas cannot be combined here.
-        Unsatisfiable: they exclude each other.
+        GrammarError: the schemas cannot be combined with exact numbers.
+        Unsatisfiable: the schemas exclude each other.
     """
     if depth > _MAX_DEPTH:
-        fail(path, "refers to itself without an end; leave the reference out")
+        fail(path, "has references that never end; leave the reference out")
     base = {
         keyword: value
         for keyword, value in schema.items()
@@ -53,25 +58,31 @@ def flatten(
 
 
 def _merge(one: Schema, other: Schema, path: str) -> Schema:
-    """Return a schema with the keywords of both schemas."""
+    """Return a schema that has the restrictions of both schemas.
+
+    Raises:
+        GrammarError: a keyword of the two schemas cannot be combined.
+        Unsatisfiable: the schemas exclude each other.
+    """
     merged = dict(one)
     for keyword, value in other.items():
-        if keyword not in merged or equal(merged[keyword], value):
+        if keyword not in merged or json_equal(merged[keyword], value):
             merged[keyword] = value
         elif keyword == "properties":
             merged[keyword] = _merge_properties(merged[keyword], value)
         elif keyword in _STRICTER:
             merged[keyword] = _STRICTER[keyword](merged[keyword], value)
         else:
-            fail(below(path, keyword), _NUMBERS_TOGETHER)
+            fail(keyword_path(path, keyword), _NUMBERS_TOGETHER)
     for closed, open_ in ((one, other), (other, one)):
         if closed.get("additionalProperties", True) is not True:
             if open_.get("properties", {}).keys() - closed.get("properties", {}).keys():
-                fail(below(path, "additionalProperties"), _NUMBERS_TOGETHER)
+                fail(keyword_path(path, "additionalProperties"), _NUMBERS_TOGETHER)
     return merged
 
 
 def _merge_properties(one: Schema, other: Schema) -> Schema:
+    """Return the value of `properties` that has the restrictions of both values."""
     merged = dict(one)
     for name, schema in other.items():
         merged[name] = {"allOf": [merged[name], schema]} if name in merged else schema
@@ -79,12 +90,12 @@ def _merge_properties(one: Schema, other: Schema) -> Schema:
 
 
 def _common_types(one: Any, other: Any) -> list[str]:
-    """Return the types that both schemas allow."""
+    """Return the types that both values of `type` allow."""
     types = set(one if isinstance(one, list) else [one])
-    others = set(other if isinstance(other, list) else [other])
-    common = types & others
-    if ("integer" in types and "number" in others) or (
-        "number" in types and "integer" in others
+    other_types = set(other if isinstance(other, list) else [other])
+    common = types & other_types
+    if ("integer" in types and "number" in other_types) or (
+        "number" in types and "integer" in other_types
     ):
         common.add("integer")
     if not common:
@@ -93,8 +104,8 @@ def _common_types(one: Any, other: Any) -> list[str]:
 
 
 def _common_literals(one: list[Any], other: list[Any]) -> list[Any]:
-    """Return the values of `enum` that both schemas allow."""
-    common = [value for value in one if any(equal(value, each) for each in other)]
+    """Return the literals that both values of `enum` have."""
+    common = [value for value in one if any(json_equal(value, each) for each in other)]
     if not common:
         raise Unsatisfiable
     return common
@@ -108,6 +119,7 @@ def _unequal(one: Any, other: Any) -> Any:
     raise Unsatisfiable
 
 
+# For each keyword, the function that combines two different values of the keyword.
 _STRICTER: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "minimum": max,
     "exclusiveMinimum": max,

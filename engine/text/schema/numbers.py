@@ -1,8 +1,8 @@
-"""Writes exact regular expressions for ranges of numbers, as Python's JSON has them.
+"""Writes regular expressions for exact ranges of numbers, without exponents.
 
-The grammar library keeps numbers as float64 and int64. Integers beyond 2**53 and
-decimals of more than 17 digits change there, so Baton writes their ranges digit by
-digit. The expressions have no anchors and no groups with a meaning.
+The library llguidance stores numbers as float64 and int64. It would round integers
+beyond 2**53 and decimals of more than 17 digits. So this module writes ranges with such
+bounds digit by digit. The expressions have no anchors, and their groups only group.
 """
 
 import math
@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 Number = int | Decimal
 
-# The library's ranges are exact below this: float64 holds every such integer.
+# The library's ranges are exact below this number, because float64 represents every
+# integer below it.
 EXACT_BELOW = 2**53
-# Of one number, written without an exponent. The largest float64 has 309, the smallest
-# 324.
+# The most digits of a number that is written without an exponent. The largest float64
+# has 309 digits, the smallest has 324.
 MAX_DIGITS = 400
 
-# The library keeps a `multipleOf` as uint32 * 10**-k.
+# The library stores a `multipleOf` as uint32 * 10**-k.
 _MAX_LIBRARY_COEFFICIENT = 2**32
 _ANY_FRACTION = r"(\.[0-9]+)?"
-_NOT_ZERO = "[0-9]*[1-9][0-9]*"
+_NOT_ZERO = "[0-9]*[1-9][0-9]*"  # digits that are not all zero
 
 
 class Bound(NamedTuple):
@@ -40,9 +41,9 @@ def num_digits(number: Number) -> int:
 
 
 def scaled(number: Number) -> tuple[int, int]:
-    """Return the coefficient and the exponent of ten of a number above 0.
+    """Return c and k for a number c * 10**k above 0, where c does not end with 0.
 
-    The coefficient does not end with 0. Decimal.normalize would round to 28 digits.
+    Unlike Decimal.normalize, this function does not round to 28 digits.
     """
     _, digits, exponent = Decimal(number).as_tuple()
     assert isinstance(exponent, int)
@@ -52,25 +53,31 @@ def scaled(number: Number) -> tuple[int, int]:
 
 
 def negated(bound: Bound) -> Bound:
-    """Return the opposite bound. A minus sign would round a Decimal to 28 digits."""
+    """Return the bound with the opposite sign.
+
+    The unary minus is not used for Decimal, because it would round to 28 digits.
+    """
     value = bound.value
     opposite = value.copy_negate() if isinstance(value, Decimal) else -value
     return Bound(opposite, bound.is_exclusive)
 
 
-def library_keeps(number: Number) -> bool:
-    """Whether the library changes neither `number` nor its neighbours in a range."""
+def is_exact_in_library(number: Number) -> bool:
+    """Whether the library represents `number` exactly, also as the bound of a range."""
     if not -EXACT_BELOW < number < EXACT_BELOW:
         return False
     return isinstance(number, int) or Decimal(repr(float(number))) == number
 
 
 def library_multiple(multiple: Number) -> float | int | None:
-    """Return the number that the library reads as exactly `multiple`, which is above 0.
+    """Return a number that the library reads as exactly `multiple`, which is above 0.
 
-    Returns None where there is no such number. The library multiplies a float64 by 10
-    until it is an integer, so that the float64 next to 0.07 becomes 7000000000000001.
-    This function starts from the integer, and finds a float64 that becomes 7.
+    The library multiplies a float64 by 10 until the result is an integer. With this
+    method, the float64 that is nearest to 0.07 becomes 7000000000000001. So this
+    function starts from the integer 7, and searches for a float64 that becomes 7.
+
+    Returns:
+        None if there is no such number.
     """
     coefficient, exponent = scaled(multiple)
     if exponent > 0:
@@ -82,19 +89,23 @@ def library_multiple(multiple: Number) -> float | int | None:
         return coefficient
     candidates = [float(coefficient)]
     for _ in range(-exponent):
-        candidates = [before for value in candidates for before in _tenths(value)][:16]
+        candidates = [tenth for value in candidates for tenth in _tenths(value)][:16]
     return min(candidates, default=None)
 
 
 def _tenths(value: float) -> list[float]:
-    """Return the non-integers that give `value` when they are multiplied by 10."""
-    near = value / 10
-    around = (near, math.nextafter(near, 0), math.nextafter(near, math.inf))
-    return [number for number in around if number * 10 == value and number % 1]
+    """Return the float64 non-integers that become `value` if multiplied by 10."""
+    nearest = value / 10
+    neighbours = (
+        nearest,
+        math.nextafter(nearest, 0),
+        math.nextafter(nearest, math.inf),
+    )
+    return [number for number in neighbours if number * 10 == value and number % 1]
 
 
 def power_of_ten(multiple: Number) -> int | None:
-    """Return k where `multiple` is 10**k, else None."""
+    """Return k if `multiple` is 10**k, else None."""
     coefficient, exponent = scaled(multiple)
     return exponent if coefficient == 1 else None
 
@@ -109,7 +120,10 @@ def multiple_pattern(exponent: int) -> str:
 
 
 def has_multiple(multiple: Number, lower: Bound | None, upper: Bound | None) -> bool:
-    """Whether a multiple of a number above 0 is between two bounds."""
+    """Whether there is a multiple of `multiple`, which is above 0, between two bounds.
+
+    A bound of None means that the range has no end.
+    """
     if lower is None or upper is None:
         return True
     step = Fraction(multiple)
@@ -123,7 +137,10 @@ def has_multiple(multiple: Number, lower: Bound | None, upper: Bound | None) -> 
 
 
 def integer_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
-    """Return a pattern for the integers between two bounds; None without any."""
+    """Return a pattern for the integers between two bounds; None if there are none.
+
+    A bound of None means that the range has no end.
+    """
     minimum = None if lower is None else _first_integer(lower)
     maximum = None if upper is None else -_first_integer(negated(upper))
     if minimum is not None and maximum is not None and minimum > maximum:
@@ -139,7 +156,10 @@ def integer_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
 
 
 def decimal_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
-    """Return a pattern for the numbers between two bounds; None without any."""
+    """Return a pattern for the numbers between two bounds; None if there are none.
+
+    A bound of None means that the range has no end.
+    """
     parts = []
     zero = Bound(0)
     above_zero = Bound(0, is_exclusive=True)
@@ -176,7 +196,11 @@ def _one_digit(first: int, last: int) -> str:
 
 
 def _natural_numbers(minimum: int, maximum: int | None) -> list[str]:
-    """Return the alternatives for the integers from `minimum` (>= 0) to `maximum`."""
+    """Return patterns for the integers from `minimum` (>= 0) to `maximum`.
+
+    Args:
+        maximum: the largest integer; None: there is no largest one.
+    """
     low = str(minimum)
     if maximum is None:
         longer = f"[1-9][0-9]{{{len(low)},}}"
@@ -195,53 +219,66 @@ def _same_length(low: str, high: str) -> Iterator[str]:
     if low == high:
         yield low
         return
-    at = next(at for at in range(len(low)) if low[at] != high[at])
-    shared = low[:at]
-    num_rest = len(low) - at - 1
-    first = int(low[at])
-    last = int(high[at])
-    if low[at + 1 :].strip("0"):
-        yield from _at_least(low[: at + 1], low[at + 1 :])
+    # `split` is the position of the first digit that differs.
+    split = next(index for index in range(len(low)) if low[index] != high[index])
+    shared = low[:split]
+    num_rest = len(low) - split - 1
+    first = int(low[split])
+    last = int(high[split])
+    if low[split + 1 :].strip("0"):
+        yield from _digits_from(low[: split + 1], low[split + 1 :])
         first += 1
-    if high[at + 1 :].strip("9"):
-        yield from _at_most(high[: at + 1], high[at + 1 :])
+    if high[split + 1 :].strip("9"):
+        yield from _digits_up_to(high[: split + 1], high[split + 1 :])
         last -= 1
     if first <= last:
         yield shared + _one_digit(first, last) + _some_digits(num_rest)
 
 
-def _at_least(prefix: str, low: str) -> Iterator[str]:
-    """Yield patterns for `prefix` and as many digits as `low` has, at least `low`."""
-    for at, digit in enumerate(low):
-        if not low[at:].strip("0"):
-            yield prefix + low[:at] + _some_digits(len(low) - at)
+def _digits_from(prefix: str, low: str) -> Iterator[str]:
+    """Yield patterns for `prefix` followed by digit strings from `low` to "99...9".
+
+    All digit strings have the length of `low`.
+    """
+    for index, digit in enumerate(low):
+        if not low[index:].strip("0"):
+            yield prefix + low[:index] + _some_digits(len(low) - index)
             return
         if digit != "9":
             larger = _one_digit(int(digit) + 1, 9)
-            yield prefix + low[:at] + larger + _some_digits(len(low) - at - 1)
+            yield prefix + low[:index] + larger + _some_digits(len(low) - index - 1)
     yield prefix + low
 
 
-def _at_most(prefix: str, high: str) -> Iterator[str]:
-    """Yield patterns for `prefix` and as many digits as `high` has, at most `high`."""
-    for at, digit in enumerate(high):
-        if not high[at:].strip("9"):
-            yield prefix + high[:at] + _some_digits(len(high) - at)
+def _digits_up_to(prefix: str, high: str) -> Iterator[str]:
+    """Yield patterns for `prefix` followed by digit strings from "00...0" to `high`.
+
+    All digit strings have the length of `high`.
+    """
+    for index, digit in enumerate(high):
+        if not high[index:].strip("9"):
+            yield prefix + high[:index] + _some_digits(len(high) - index)
             return
         if digit != "0":
             smaller = _one_digit(0, int(digit) - 1)
-            yield prefix + high[:at] + smaller + _some_digits(len(high) - at - 1)
+            yield prefix + high[:index] + smaller + _some_digits(len(high) - index - 1)
     yield prefix + high
 
 
 def _split(number: Number) -> tuple[int, str]:
-    """Return the integer part of a number >= 0, and its fraction without last zeros."""
+    """Return the integer part of a number >= 0, and the digits of its fraction.
+
+    Zeros at the end of the fraction are left out.
+    """
     whole, _, fraction = format(Decimal(number), "f").partition(".")
     return int(whole), fraction.rstrip("0")
 
 
 def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
-    """Yield the alternatives for the numbers between two bounds that are >= 0."""
+    """Yield patterns for the numbers between two bounds, which are both >= 0.
+
+    An upper bound of None means that the range has no end.
+    """
     whole, fraction = _split(lower.value)
     if upper is None:
         yield from _with_fractions(whole, _above("", fraction, lower), lower, None)
@@ -262,7 +299,10 @@ def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
 def _with_fractions(
     whole: int, fractions: Iterator[str], lower: Bound, upper: Bound | None
 ) -> Iterator[str]:
-    """Yield an integer part with these fractions, and alone if it is in the range."""
+    """Yield patterns for an integer part with `fractions`, and without a fraction.
+
+    The pattern without a fraction is left out if the integer is not in the range.
+    """
     if parts := list(fractions):
         yield rf"{whole}\.{_either(parts)}"
     is_above = whole > lower.value or (whole == lower.value and not lower.is_exclusive)
@@ -275,10 +315,14 @@ def _with_fractions(
 
 
 def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
-    """Yield the fractions of `prefix` and digits from `low` on; no zero ends `low`."""
-    for at, digit in enumerate(low):
+    """Yield patterns for the digits of fractions that begin with `prefix`.
+
+    The digits after `prefix` are those of fractions above `low`, which must not end
+    with 0. `low` itself is included if `lower` is not exclusive.
+    """
+    for index, digit in enumerate(low):
         if digit != "9":
-            yield prefix + low[:at] + _one_digit(int(digit) + 1, 9) + "[0-9]*"
+            yield prefix + low[:index] + _one_digit(int(digit) + 1, 9) + "[0-9]*"
     exact = prefix + low
     if lower.is_exclusive:
         yield exact + _NOT_ZERO
@@ -287,36 +331,44 @@ def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
 
 
 def _below(prefix: str, high: str, upper: Bound) -> Iterator[str]:
-    """Yield the fractions of `prefix` and digits up to `high`; no zero ends `high`."""
-    for at, digit in enumerate(high):
-        if prefix + high[:at]:
-            yield prefix + high[:at]
+    """Yield patterns for the digits of fractions that begin with `prefix`.
+
+    The digits after `prefix` are those of fractions below `high`, which must not end
+    with 0. `high` itself is included if `upper` is not exclusive.
+    """
+    for index, digit in enumerate(high):
+        if prefix + high[:index]:
+            yield prefix + high[:index]
         if digit != "0":
-            yield prefix + high[:at] + _one_digit(0, int(digit) - 1) + "[0-9]*"
+            yield prefix + high[:index] + _one_digit(0, int(digit) - 1) + "[0-9]*"
     if not upper.is_exclusive:
         exact = prefix + high
         yield exact + ("0*" if exact else "0+")
 
 
 def _between(lower: Bound, upper: Bound) -> Iterator[str]:
-    """Yield the fractions of numbers between two bounds with the same integer part."""
+    """Yield patterns for the fractions between two bounds.
+
+    The bounds have the same integer part.
+    """
     low = _split(lower.value)[1]
     high = _split(upper.value)[1]
     length = max(len(low), len(high))
     low = low.ljust(length, "0")
     high = high.ljust(length, "0")
-    at = next((at for at in range(length) if low[at] != high[at]), length)
-    if low > high or (at == length and (lower.is_exclusive or upper.is_exclusive)):
+    # `split` is the position of the first digit that differs.
+    split = next((i for i in range(length) if low[i] != high[i]), length)
+    if low > high or (split == length and (lower.is_exclusive or upper.is_exclusive)):
         return
-    if not low[at:].strip("0") and not lower.is_exclusive:
+    if not low[split:].strip("0") and not lower.is_exclusive:
         shortest = low.rstrip("0")
         yield shortest + ("0*" if shortest else "0+")
-    if at == length:
+    if split == length:
         return
-    shared = low[:at]
-    first = int(low[at])
-    last = int(high[at])
-    yield from _above(low[: at + 1], low[at + 1 :].rstrip("0"), lower)
+    shared = low[:split]
+    first = int(low[split])
+    last = int(high[split])
+    yield from _above(low[: split + 1], low[split + 1 :].rstrip("0"), lower)
     if last - first > 1:
         yield shared + _one_digit(first + 1, last - 1) + "[0-9]*"
-    yield from _below(high[: at + 1], high[at + 1 :].rstrip("0"), upper)
+    yield from _below(high[: split + 1], high[split + 1 :].rstrip("0"), upper)

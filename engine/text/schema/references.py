@@ -5,7 +5,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-# Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
+# Keywords that have a schema, a list of schemas, or an object of schemas by name.
 OF_SCHEMA = frozenset({"additionalItems", "additionalProperties", "items"})
 OF_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 OF_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
@@ -13,19 +13,27 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 class Resource(NamedTuple):
-    """A schema with its own identifier, within which `#/...` is resolved."""
+    """A schema with an identifier of its own. References `#/...` in it start at `root`.
+
+    Attributes:
+        base: the identifier, a URI.
+        root: the schema.
+    """
 
     base: str
     root: Any
 
 
 def children(schema: Schema) -> list[tuple[str, Any]]:
-    """Return the parts that must be schemas, with their paths below `schema`."""
+    """Return the values within `schema` that must be schemas, with relative paths.
+
+    Definitions are not included.
+    """
     parts: list[tuple[str, Any]] = []
     for keyword, value in schema.items():
         if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
             if isinstance(value, list):
-                parts += [(f"{keyword}[{at}]", each) for at, each in enumerate(value)]
+                parts += [(f"{keyword}[{i}]", each) for i, each in enumerate(value)]
         elif keyword in OF_SCHEMA:
             parts.append((keyword, value))
         elif keyword in OF_NAMED_SCHEMAS and isinstance(value, dict):
@@ -37,7 +45,8 @@ class References:
     """Resolves the references of one document.
 
     Args:
-        id_keyword: `$id`, or `id` in draft 4.
+        document: the root schema.
+        id_keyword: the keyword for identifiers: `$id`, or `id` in draft 4.
     """
 
     def __init__(self, document: Schema, id_keyword: str) -> None:
@@ -49,7 +58,7 @@ class References:
         self._collect(document)
 
     def _collect(self, document: Schema) -> None:
-        """Store every `$id` and `$anchor`."""
+        """Store the schemas that have an identifier or an anchor."""
         waiting: list[tuple[Any, Resource]] = [(document, self.root)]
         self._ids[urldefrag(self.root.base)[0]] = self.root
         while waiting:
@@ -68,7 +77,10 @@ class References:
             waiting += [(each, resource) for _, each in children(schema)]
 
     def resource_of(self, schema: Schema, parent: Resource) -> Resource:
-        """Return the resource to which a schema below `parent` belongs."""
+        """Return the resource to which a schema within `parent` belongs.
+
+        A schema with an identifier is a new resource.
+        """
         name = schema.get(self._id_keyword)
         if schema is parent.root or not isinstance(name, str) or name.startswith("#"):
             return parent
@@ -77,9 +89,9 @@ class References:
     def resolve(
         self, reference: str, resource: Resource
     ) -> tuple[Any, Resource] | None:
-        """Return the schema that a `$ref` within `resource` names, and its resource.
+        """Return the schema to which a `$ref` in `resource` refers, and its resource.
 
-        Returns None where the document has no such schema.
+        Returns None if the document has no such schema.
         """
         uri, fragment = urldefrag(reference)
         if uri:
@@ -98,7 +110,10 @@ class References:
 
 
 def _at_pointer(pointer: str, resource: Resource) -> tuple[Any, Resource] | None:
-    """Resolve a JSON pointer such as `/$defs/a` within a resource."""
+    """Return the schema at a JSON pointer such as `/$defs/a`, and its resource.
+
+    Returns None if the resource has nothing at the pointer.
+    """
     value = resource.root
     for part in pointer[1:].split("/"):
         key = part.replace("~1", "/").replace("~0", "~")

@@ -1,8 +1,8 @@
-"""Reading primitives that all tool-call formats share. Pure, no I/O.
+"""Functions for reading an answer, which all tool-call formats share. Pure, no I/O.
 
-A format reads an answer as a generator: it yields when it needs more text, and
-`AnswerReader.text` then has that text. The primitives here match tags, hold text back
-that may become a call, and collect what the client receives.
+A format reads an answer as a generator. It yields when it needs more text, and receives
+that text from `yield`. The functions of `AnswerReader` match tags, hold back text that
+may become a call, and collect what the client receives.
 """
 
 import re
@@ -13,17 +13,18 @@ from typing import TypeVar
 from protocol.openai.tools import ToolCallPiece, call_id
 
 BLANKS = " \t\r\n"
-MAX_HEAD = 512  # characters between the start of a call and its arguments
-_PLAIN_TEXT = re.compile(rf".[^<\[{BLANKS}]*", re.DOTALL)  # no tag begins in it
+MAX_HEAD = 512  # the most characters between the start of a call and its arguments
+# Matches one character, and all characters after it in which no tag can begin.
+_PLAIN_TEXT = re.compile(rf".[^<\[{BLANKS}]*", re.DOTALL)
 
-# A reader yields to ask for more text and returns a value of the last type.
+# A reader yields to get more text, and returns a value of the type _T.
 _T = TypeVar("_T")
 Reader = Generator[None, str, _T]
 
 
 @dataclass
 class Parsed:
-    """The content and the pieces of calls that one piece of text adds to an answer."""
+    """The content and the pieces of calls that a piece of text adds to an answer."""
 
     content: str = ""
     calls: list[ToolCallPiece] = field(default_factory=list)
@@ -35,19 +36,21 @@ class AnswerReader:
     Args:
         names: the names of the offered tools.
         requires_offered_name: whether text is a call only if it names an offered tool.
-        has_short_ids: whether ids of calls have 9 characters.
-        answer_id: the ids of calls follow from it.
+        has_short_ids: whether the ids of calls have 9 characters.
+        answer_id: an id of the answer, from which the ids of calls are derived.
 
     Attributes:
-        text: the text that is not read yet.
-        held: text that may become a tag or a call. It becomes content if it does not.
-        held_belongs_to_call: whether the held text belongs to the preceding call, so
-            that it never becomes content.
-        is_ended: whether the answer has no more text.
-        parsed: what the latest text added.
-        num_calls: calls that the model has begun, including calls that the client does
-            not receive.
-        open_calls: the indices of calls whose arguments are incomplete.
+        text: the text that has not been read yet.
+        held: pieces of text held back, because the text may become a tag or a call. If
+            it does not, it becomes content.
+        held_belongs_to_call: whether the text held back belongs to the preceding call,
+            so that it must not become content.
+        is_ended: whether all text of the answer has arrived.
+        parsed: the content and calls that were found since the last call of
+            `ToolParser.feed`.
+        num_calls: how many calls the model has begun, including calls that the client
+            does not receive.
+        open_calls: the indices of the calls that have incomplete arguments.
     """
 
     def __init__(
@@ -71,20 +74,20 @@ class AnswerReader:
         self._answer_id = answer_id
 
     def take_text(self) -> str:
-        """Return the unread text and mark it read."""
+        """Return the unread text, and count it as read."""
         text = self.text
         self.text = ""
         return text
 
     def release_held(self) -> None:
-        """Make the held text content."""
+        """Turn the text held back into content."""
         self.parsed.content += "".join(self.held)
         self.held = []
 
     def match_tag(self, tag: str, before: str = BLANKS) -> Reader[bool]:
-        """Return whether `tag` comes next, after any characters of `before`.
+        """Return whether `tag` comes next, after any number of characters in `before`.
 
-        The characters and the tag are held back.
+        Holds back these characters, and the tag if it comes next.
         """
         while True:
             text = self.text.lstrip(before)
@@ -99,9 +102,10 @@ class AnswerReader:
             self.text += yield
 
     def skip_tag(self, tag: str) -> Reader[bool]:
-        """Skip `tag` of the call that has begun; return whether it came next.
+        """Skip white space and `tag` after a call; return whether the tag came next.
 
-        Text that does not match stays unread, because another tag may begin in it.
+        If the tag does not come next, the white space stays unread as well, because the
+        next tag of the format may begin with white space.
         """
         self.held_belongs_to_call = True
         is_match = yield from self.match_tag(tag)
@@ -112,7 +116,10 @@ class AnswerReader:
         return is_match
 
     def peek(self) -> Reader[str]:
-        """Return the next character after blanks. The blanks are held back."""
+        """Return the next character that is not white space, without reading it.
+
+        Holds back the white space before the character.
+        """
         yield from self.match_tag("")
         while not self.text:
             self.text += yield
@@ -120,7 +127,7 @@ class AnswerReader:
         return self.text[0]
 
     def read_content_through(self, *tags: str) -> Reader[None]:
-        """Read content through `tags`, of which only the last is required."""
+        """Read content through the next tags. Of `tags`, only the last is required."""
         while True:
             is_match = False
             for tag in tags:
@@ -133,25 +140,31 @@ class AnswerReader:
                 self.text = self.text[plain.end() :]
 
     def read_rest_as_content(self) -> Reader[None]:
-        """Make the held text and all text that follows content. Never returns."""
+        """Turn the text held back and all further text into content. Never returns."""
         self.release_held()
         while True:
             self.parsed.content += self.take_text()
             self.text = yield
 
     def read_through(self, tag: str, limit: int = 1 << 62) -> Reader[str]:
-        """Return the text through `tag`, and hold it back.
+        """Read and hold back the text through `tag`.
 
-        Returns "" and leaves the text unread where `limit` characters have no such tag.
-        The function scans each character once.
+        Scans each character once.
+
+        Args:
+            limit: the most characters to read.
+
+        Returns:
+            The text including `tag`. "" if the tag is not in the next `limit`
+            characters; the text then stays unread.
         """
         parts = list[str]()
         size = 0
         num_held = len(self.held)
-        overlap = ""  # the end of the parts, where the tag may have begun
+        overlap = ""  # the last characters of `parts`, in which the tag may begin
         while True:
-            at = (overlap + self.text).find(tag)
-            end = at + len(tag) - len(overlap) if at >= 0 else len(self.text)
+            start = (overlap + self.text).find(tag)
+            end = start + len(tag) - len(overlap) if start >= 0 else len(self.text)
             if size + end > limit:
                 self.text = "".join([*parts, self.text])
                 del self.held[num_held:]
@@ -161,17 +174,28 @@ class AnswerReader:
             self.held.append(self.text[:end])
             overlap = (overlap + self.text)[-len(tag) + 1 :] if len(tag) > 1 else ""
             self.text = self.text[end:]
-            if at >= 0:
+            if start >= 0:
                 return "".join(parts)
             self.text = yield
 
     def read_name(self, head: re.Pattern[str], end: str) -> Reader[str | None]:
-        """Return the name in the text through `end`; None if `head` does not match."""
+        """Read the head of a call through `end`, and return the tool's name.
+
+        Args:
+            head: the pattern of the head, with a group `name`.
+
+        Returns:
+            None if `head` does not match the text.
+        """
         match = head.fullmatch((yield from self.read_through(end, MAX_HEAD)))
         return match and match["name"]
 
     def begin_call(self, name: str | None) -> bool:
-        """Begin a call to the tool `name`; return whether such a call is valid."""
+        """Begin a call to the tool `name`, and drop the text held back.
+
+        Returns False, and does nothing, if `name` is None. The same holds if `name` is
+        not that of an offered tool, and the format requires such a name.
+        """
         if name is None:
             return False
         if self._requires_offered_name and name not in self._names:
@@ -187,13 +211,17 @@ class AnswerReader:
     def add_arguments(self, arguments: str) -> None:
         """Append text to the arguments of the current call."""
         calls = self.parsed.calls
-        # A piece with a name carries no arguments: clients receive the name alone.
+        # The piece with the name has no arguments. Clients receive the name separately.
         if calls and calls[-1].name is None:
             calls[-1].arguments += arguments
         elif arguments:
             calls.append(ToolCallPiece(self.num_calls - 1, arguments))
 
     def end_call(self, *, is_complete: bool = True) -> None:
-        """End the current call, whose arguments may be incomplete."""
+        """End the current call.
+
+        Args:
+            is_complete: whether the arguments are complete.
+        """
         if is_complete:
             self.open_calls.discard(self.num_calls - 1)

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and V3.1: calls between tags, and all calls between two more tags.
+"""DeepSeek V3 and V3.1: tags around each call, and tags around all calls.
 
 text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
 ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
@@ -37,7 +37,7 @@ class DeepSeekV3Format(JsonCallFormat):
     stops_at_tags = True
 
     def read(self) -> Reader[None]:
-        """Read calls; the tags around all calls and at a call's end may be missing."""
+        """Read calls. Tags around all calls and at the end of a call are optional."""
         while True:
             yield from self.answer.read_content_through(_CALLS, _CALL)
             if (yield from self.read_headed_call(_HEAD)):

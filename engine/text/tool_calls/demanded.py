@@ -1,7 +1,7 @@
-"""Calls that the request demands, in the form that the grammar enforces.
+"""Calls that the request forces, in the formats that a grammar enforces.
 
-required: [{"name": "f", "parameters": {...}}, ...]
-named:    {...}, the arguments alone
+tool_choice "required":      [{"name": "f", "parameters": {...}}, ...]
+a tool named in tool_choice: {...}, only the arguments
 """
 
 from engine.text.tool_arguments import is_json
@@ -12,7 +12,7 @@ from protocol.openai.tools import Tools
 
 
 class RequiredFormat(JsonListFormat):
-    """A list of calls to any of the tools."""
+    """A list of calls to any of the offered tools."""
 
     name = "required"
 
@@ -27,7 +27,7 @@ class NamedFormat(ToolCallFormat):
         self._arguments: list[str] = []
 
     def read(self) -> Reader[None]:
-        """Begin the call with the first text; all text is its arguments."""
+        """Begin the call at the first text. The complete answer is its arguments."""
         answer = self.answer
         answer.text = yield
         answer.begin_call(self.tools.name)

@@ -10,26 +10,27 @@ NAME = r"\s*(?P<name>[\w.-]+)\s*"  # pattern of a tool's name in a call's head
 
 
 class ToolCallFormat(ABC):
-    """How some models write tool calls. An instance reads one answer.
+    """The format in which some models write tool calls. An instance reads one answer.
 
-    A new format is a subclass in a file of its own and a line in registry.py.
+    To add a format, write a subclass in a file of its own and add it to registry.py.
 
     Attributes:
-        name: the value of `--tool-call-parser` that selects the format.
-        template_pattern: a regular expression that matches chat templates of the
-            format.
-        answer_starts: texts that only an answer with a call begins with; "{}" stands
-            for the name of a tool.
-        openings: the beginning of a call through the name of its tool, "{}", with all
-            blanks removed.
+        name: the value of --tool-call-parser that selects the format.
+        template_pattern: a regular expression that is found in the chat templates of
+            the format.
+        answer_starts: texts with which an answer begins only if it is a call. "{}"
+            stands for the name of a tool.
+        openings: the beginnings of a call through the tool's name, for which "{}"
+            stands. All white space is removed.
         start_tags: the tags with which the openings begin.
-        special_tags: tags that some vocabularies have as special tokens. The
-            detokenizer keeps them while the answer can have calls.
-        requires_offered_name: whether a call looks like other text, so that only the
-            name of an offered tool makes it a call.
-        has_short_ids: whether the next turn's template accepts only ids of 9
+        special_tags: tags that are special tokens in some vocabularies. The detokenizer
+            keeps their text if the answer can have calls.
+        requires_offered_name: whether calls look like ordinary text, so that text is a
+            call only if it has the name of an offered tool.
+        has_short_ids: whether the model's chat template accepts only call ids of 9
             characters.
-        reads_at_end: whether `read` continues once more when the answer has ended.
+        reads_at_end: whether `ToolParser.finish` resumes `read` once more, with no
+            text, when the answer has ended.
     """
 
     name: ClassVar[str]
@@ -48,14 +49,14 @@ class ToolCallFormat(ABC):
 
     @abstractmethod
     def read(self) -> Reader[None]:
-        """Read the whole answer: a generator that yields for more text, without end."""
+        """Read the answer. The generator yields to get more text, and never returns."""
 
     def finish(self) -> None:  # noqa: B027 (most formats have nothing to add)
-        """Complete the calls after the answer's last text."""
+        """Complete the calls. All text of the answer has been read."""
 
     @property
     def has_complete_calls(self) -> bool:
-        """Whether the client receives calls and all of their arguments are complete."""
+        """Whether the client receives calls, all with complete arguments."""
         num_calls = self.answer.num_calls
         if not self.tools.parallel:
             num_calls = min(num_calls, 1)

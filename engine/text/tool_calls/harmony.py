@@ -1,4 +1,4 @@
-"""gpt-oss: calls in the form to which engine/text/harmony.py reduces harmony messages.
+"""gpt-oss: calls in the form that engine/text/harmony.py writes.
 
 START name MESSAGE arguments END
 """
@@ -13,7 +13,7 @@ class HarmonyFormat(ToolCallFormat):
     answer_starts = (" to=functions.{}",)
 
     def read(self) -> Reader[None]:
-        """Read calls between tags, and the text around them as content."""
+        """Read calls between tags. The text around the calls is content."""
         answer = self.answer
         is_call = False
         while True:

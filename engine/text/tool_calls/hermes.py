@@ -20,9 +20,10 @@ class HermesFormat(JsonCallFormat):
     stops_at_tags = True
 
     def read(self) -> Reader[None]:
-        """Read objects between tags, and the text around them as content."""
+        """Read objects between tags. The text around the tags is content."""
         while True:
             yield from self.answer.read_content_through(_OPEN)
             if (yield from self.read_object_call()):
-                yield from self.answer.skip_tag("}")  # some models write one too many
+                # Some models write one closing bracket too many.
+                yield from self.answer.skip_tag("}")
                 yield from self.answer.skip_tag(_CLOSE)

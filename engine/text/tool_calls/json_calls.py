@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON objects, alone or after a name. Pure, no I/O."""
+"""Reads calls in which the arguments are JSON objects. Pure, no I/O."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import Tools
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
-# An object with the name before the arguments, through the arguments' first bracket.
+# The beginning of an object that has the tool's name first, through the first bracket
+# of the arguments.
 _OBJECT_HEAD = re.compile(
     rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]',
     re.DOTALL,
@@ -18,17 +19,17 @@ _OBJECT_HEAD = re.compile(
 
 
 class BracketScanner:
-    """Reads text up to a bracket depth, without a look into quoted strings.
+    """Reads text up to a bracket depth. Brackets within quoted strings do not count.
 
     Args:
         quotes: the characters that quote strings.
         opening: the opening brackets.
         closing: the closing brackets.
-        stops_at_tags: whether an unquoted "<" ends the object, because the brackets
-            before it are missing. It suits formats whose tags begin as no JSON does.
+        stops_at_tags: whether an unquoted "<" ends the object, although closing
+            brackets are missing. JSON has no unquoted "<", so a tag begins there.
 
     Attributes:
-        depth: the number of brackets that are open.
+        depth: the number of open brackets.
     """
 
     def __init__(
@@ -50,15 +51,15 @@ class BracketScanner:
         self._is_escaped = False
 
     def read_until(
-        self, depths: tuple[int, ...], take: Callable[[str], None]
+        self, depths: tuple[int, ...], consume: Callable[[str], None]
     ) -> Reader[None]:
-        """Pass text to `take` until a bracket makes the depth one of `depths`.
+        """Pass text to `consume` until a bracket makes the depth one of `depths`.
 
-        The read also ends before a tag, where the format has tags.
+        With `stops_at_tags`, reading also stops before a tag.
         """
         answer = self._answer
         while True:
-            for at, char in enumerate(answer.text, 1):
+            for size, char in enumerate(answer.text, 1):
                 if self._is_escaped or (self._open_quote and char == "\\"):
                     self._is_escaped = not self._is_escaped
                 elif char == self._open_quote:
@@ -68,24 +69,24 @@ class BracketScanner:
                 elif char in self._quotes:
                     self._open_quote = char
                 elif char == "<" and self._stops_at_tags:
-                    take(answer.text[: at - 1])
-                    answer.text = answer.text[at - 1 :]
+                    consume(answer.text[: size - 1])
+                    answer.text = answer.text[size - 1 :]
                     return
                 elif char in self._opening or char in self._closing:
                     self.depth += 1 if char in self._opening else -1
                     if self.depth in depths:
-                        take(answer.text[:at])
-                        answer.text = answer.text[at:]
+                        consume(answer.text[:size])
+                        answer.text = answer.text[size:]
                         return
-            take(answer.take_text())
+            consume(answer.take_text())
             answer.text = yield
 
 
 class JsonCallFormat(ToolCallFormat):
-    """A format whose calls are JSON objects.
+    """A format in which calls, or the arguments of calls, are JSON objects.
 
     Attributes:
-        stops_at_tags: whether a tag may end an object whose last brackets are missing.
+        stops_at_tags: whether a tag ends an object that lacks its last brackets.
     """
 
     stops_at_tags: ClassVar[bool] = False
@@ -95,13 +96,15 @@ class JsonCallFormat(ToolCallFormat):
         self.scanner = BracketScanner(answer, stops_at_tags=self.stops_at_tags)
 
     def read_object_call(self, before: str = BLANKS) -> Reader[bool]:
-        """Read {"name": ..., "arguments" or "parameters": ...}.
+        """Read a JSON object with "name" and either "arguments" or "parameters".
 
-        Returns whether it was a call. An object that is no call becomes content, as the
-        model wrote it.
+        Text that is not such an object becomes content, as the model wrote it.
 
         Args:
             before: characters that may precede the object.
+
+        Returns:
+            Whether the text is a call.
         """
         answer = self.answer
         is_object = yield from answer.match_tag("{", before)
@@ -131,17 +134,24 @@ class JsonCallFormat(ToolCallFormat):
         return False
 
     def _stream_arguments(self) -> Reader[None]:
-        """Pass the arguments on as they come, then skip the rest of the object."""
+        """Emit the arguments as they arrive, then skip the end of the object."""
         yield from self.scanner.read_until((1,), self.answer.add_arguments)
         self.answer.end_call(is_complete=self.scanner.depth == 1)
-        # The close tag may come without the object's last bracket.
+        # The object may lack its last bracket. The closing tag then comes first.
         if not (yield from self.answer.skip_tag("</tool_call>")):
             yield from self.scanner.read_until((0,), lambda _: None)
 
     def read_headed_call(self, head: re.Pattern[str]) -> Reader[bool]:
-        """Read a name, as `head` matches it, and the arguments that follow.
+        """Read a call that has its name before the arguments.
 
-        Returns whether it was a call; else the text that it read is content.
+        Text that is not a call becomes content.
+
+        Args:
+            head: the pattern of the text through the first "{" of the arguments, with
+                a group `name`.
+
+        Returns:
+            Whether the text is a call.
         """
         name = yield from self.answer.read_name(head, "{")
         if not self.answer.begin_call(name):

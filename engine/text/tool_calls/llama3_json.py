@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is nothing but JSON objects.
+"""Llama 3: an answer with calls has only JSON objects.
 
 {"name": "f", "parameters": {...}}; {...}
 """
@@ -13,12 +13,12 @@ _BETWEEN_CALLS = BLANKS + "[],;"
 
 
 class JsonListFormat(JsonCallFormat):
-    """Reads objects one after another, in a list or separated by semicolons."""
+    """Reads several objects, in a list or separated by semicolons."""
 
     def read(self) -> Reader[None]:
-        """Read calls until something else follows; all from there on is content."""
+        """Read calls until the text is not a call. All text after that is content."""
         while (yield from self.answer.match_tag(_PYTHON_TAG, BLANKS + "[")):
-            pass  # the tag announces calls
+            pass  # skip the tags that may precede the calls
         between = BLANKS
         while (yield from self.read_object_call(between)):
             self.answer.held_belongs_to_call = True

@@ -1,4 +1,4 @@
-"""Mistral: a tag before a list of JSON objects, or before each name and its arguments.
+"""Mistral: a tag precedes a list of JSON objects, or each name and its arguments.
 
 text [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
 text [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]f{...}
@@ -31,7 +31,7 @@ class MistralFormat(JsonCallFormat):
     has_short_ids = True
 
     def read(self) -> Reader[None]:
-        """Read a list of objects or a call with its name first, after each tag."""
+        """Read a list of objects, or a call with its name first, after each tag."""
         while True:
             yield from self.answer.read_content_through(_TAG)
             if (yield from self.answer.peek()) not in ("[", "{"):

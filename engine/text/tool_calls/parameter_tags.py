@@ -1,20 +1,22 @@
-"""Formats that write each parameter of a call between tags of its own. Pure, no I/O.
+"""Reads formats that have tags around each parameter of a call. Pure, no I/O.
 
-Models leave end tags out. A parameter's value ends at its own end tag. Where that is
-missing, it ends before the next parameter: one of the tool that the call does not have
-yet, or any parameter on a line of its own. Else it ends with the call.
+A parameter's value ends at the value's end tag, which models sometimes leave out. If
+the end tag is missing, the value ends before the next parameter: a parameter of the
+tool that the call does not have yet, or any parameter that begins a line. If there is
+no next parameter, the value ends with the call.
 """
 
 import re
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
-from engine.text.tool_arguments import parameter_to_json, quoted
+from engine.text.tool_arguments import parameter_to_json, to_json
 from engine.text.tool_calls.answer_reader import MAX_HEAD, Reader
 from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import parameters_of
 
-# Characters from a "<" on that decide whether it begins a tag, blanks included.
+# How many characters, including white space, are examined to decide whether a "<"
+# begins a tag.
 MAX_TAG = 128
 _PARAMETER = re.compile(r"[\w.-]+")
 
@@ -23,16 +25,17 @@ class Tags(NamedTuple):
     """The tags of a format.
 
     Attributes:
-        begin: the tags that begin a call, of which only the last is required.
-        name_end: what ends the tool's name; it may be the start of the next tag.
-        key: what begins a parameter's name.
-        key_end: what ends a parameter's name.
-        value: what begins a value. If it is empty, the line breaks at the two ends of a
-            value do not belong to the value.
-        value_end: what ends a value.
+        begin: the tags that begin a call. Only the last of them is required.
+        name_end: the text that ends the tool's name. It may be the beginning of the
+            next tag.
+        key: the tag that begins a parameter's name.
+        key_end: the tag that ends a parameter's name.
+        value: the tag that begins a value. If it is empty, a line break at the start
+            and at the end of a value does not belong to the value.
+        value_end: the tag that ends a value.
         ends: the tags that end a call.
-        after_call: texts, without blanks, that no value contains but that follow a
-            call.
+        after_call: texts that follow a call and that no value contains, with white
+            space removed.
     """
 
     begin: tuple[str, ...]
@@ -47,14 +50,15 @@ class Tags(NamedTuple):
     def ends_value(
         self, text: str, keys: Collection[str], names: Collection[str]
     ) -> bool | None:
-        """Return whether a value ends before `text`, perhaps without its end tag.
-
-        Returns None if that depends on more text.
+        """Return whether a value ends before `text`, even without an end tag.
 
         Args:
-            text: the next MAX_TAG characters from a "<" on, or as many as there are.
-            keys: the parameters that the call has so far; each occurs once.
-            names: the parameters that may follow; if empty, any may.
+            text: the next text, which begins with "<": at most MAX_TAG characters.
+            keys: the parameters that the call has so far. None of them can follow.
+            names: the parameters that may follow; if empty, any may follow.
+
+        Returns:
+            None if this cannot be decided without more text.
         """
         if text.startswith(self.key):
             name, end, _ = text[len(self.key) :].partition(self.key_end)
@@ -74,11 +78,12 @@ class Tags(NamedTuple):
 
 
 class ParameterTagsFormat(ToolCallFormat):
-    """A format of functions and parameters between tags.
+    """A format with tags around each function and each parameter.
 
     Attributes:
         tags: the format's tags.
-        head: the pattern of a tool's name through `tags.name_end`.
+        head: the pattern of a call from the tool's name through `tags.name_end`, with a
+            group `name`.
     """
 
     tags: ClassVar[Tags]
@@ -86,7 +91,7 @@ class ParameterTagsFormat(ToolCallFormat):
     reads_at_end = True  # the last value may lack its end tag
 
     def read(self) -> Reader[None]:
-        """Read calls; their outermost tags may be missing."""
+        """Read calls. The outermost tags of a call are optional."""
         tags = self.tags
         answer = self.answer
         while True:
@@ -103,7 +108,7 @@ class ParameterTagsFormat(ToolCallFormat):
                 yield from answer.skip_tag(tag)
 
     def _read_parameters(self, schemas: dict[str, Any]) -> Reader[None]:
-        """Read the parameters of a call, and pass each on as JSON when it is complete.
+        """Read the parameters of a call. Emit each as JSON when it is complete.
 
         Args:
             schemas: the schemas of the tool's parameters by name.
@@ -114,7 +119,7 @@ class ParameterTagsFormat(ToolCallFormat):
         while (yield from answer.skip_tag(tags.key)):
             answer.held_belongs_to_call = True
             key = yield from self._read_key()
-            margin = "\n"
+            margin = "\n"  # a line break that is not part of the value
             if tags.value and (yield from answer.match_tag(tags.value)):
                 margin = ""
             before = ", " if keys else "{"
@@ -124,23 +129,24 @@ class ParameterTagsFormat(ToolCallFormat):
             value = value.removeprefix(margin)
             value = value.removesuffix(margin if is_closed else "\n")
             json_value = parameter_to_json(value, schemas.get(key))
-            answer.add_arguments(f"{before}{quoted(key)}: {json_value}")
+            answer.add_arguments(f"{before}{to_json(key)}: {json_value}")
         answer.add_arguments("}" if keys else "{}")
 
     def _read_key(self) -> Reader[str]:
-        """Return a parameter's name, and read through its end.
+        """Return a parameter's name, and read through the tag that ends the name.
 
-        The end may be missing where a value follows.
+        Models may leave out this tag before the tag of the value, or before a line
+        break if the format has no tag before a value.
         """
         tags = self.tags
         answer = self.answer
         while len(answer.text) < MAX_HEAD:
             answer.text = answer.text.lstrip()
             ends = (answer.text.find(end) for end in (tags.key_end, tags.value or "\n"))
-            at = min((end for end in ends if end >= 0), default=-1)
-            if at >= 0:
-                key = answer.text[:at]
-                answer.text = answer.text[at:].removeprefix(tags.key_end)
+            first_end = min((end for end in ends if end >= 0), default=-1)
+            if first_end >= 0:
+                key = answer.text[:first_end]
+                answer.text = answer.text[first_end:].removeprefix(tags.key_end)
                 return key.strip()
             answer.text += yield
         text = yield from answer.read_through(tags.key_end)
@@ -149,11 +155,14 @@ class ParameterTagsFormat(ToolCallFormat):
     def _read_value(
         self, names: Collection[str], keys: Collection[str]
     ) -> Reader[tuple[str, bool]]:
-        """Return a parameter's text, and whether its end tag was there.
+        """Read a parameter's value.
 
         Args:
             names: the names of the tool's parameters.
-            keys: the parameters that the call has so far.
+            keys: the parameters that the call has so far, including the current one.
+
+        Returns:
+            The value's text, and whether the value had its end tag.
         """
         tags = self.tags
         answer = self.answer
@@ -169,7 +178,8 @@ class ParameterTagsFormat(ToolCallFormat):
                 at += 1
                 continue
             if is_end is None and answer.is_ended:
-                # The value's end tag is missing, so a tag that ends the call counts.
+                # The answer has ended without the value's end tag. So a tag that ends
+                # the call also ends the value.
                 answer.text = "".join([*parts, answer.text])
                 parts = [""]
                 ends = [answer.text.find(tag) for tag in tags.ends]
@@ -188,7 +198,7 @@ class ParameterTagsFormat(ToolCallFormat):
             answer.text += yield
 
     def _schemas_of(self, name: str | None) -> dict[str, Any]:
-        """Return the schemas of a tool's parameters by name; empty without any."""
+        """Return the schemas of a tool's parameters by name; {} if it has none."""
         for tool in self.tools.offered:
             if tool["function"]["name"] == name:
                 properties = parameters_of(tool).get("properties")

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: functions and parameters between tags.
+"""Qwen3-Coder: tags around each function and each parameter.
 
 text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
 """

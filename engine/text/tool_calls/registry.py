@@ -15,8 +15,9 @@ from engine.text.tool_calls.pythonic import PythonicFormat
 from engine.text.tool_calls.qwen3_coder import Qwen3CoderFormat
 from protocol.settings.options import ToolSyntax
 
-# Formats in which models call tools of their own accord. A chat template belongs to the
-# first format whose pattern it matches, so a pattern that others contain comes later.
+# Formats in which models write calls that the request does not force. A chat template
+# has the first of these formats with a matching pattern. So a format with a less
+# specific pattern comes later.
 _MODEL_FORMATS: tuple[type[ToolCallFormat], ...] = (
     MistralFormat,
     DeepSeekV3Format,
@@ -30,8 +31,8 @@ _MODEL_FORMATS: tuple[type[ToolCallFormat], ...] = (
 MODEL_FORMATS: Final[Mapping[ToolSyntax, type[ToolCallFormat]]] = {
     cast(ToolSyntax, format_class.name): format_class for format_class in _MODEL_FORMATS
 }
-# Formats of calls that the request demands, by the mode of `Tools`.
-DEMANDED_FORMATS: Final[Mapping[str, type[ToolCallFormat]]] = {
+# Formats for tool_choice "required" or a named function, by `Tools.mode`.
+FORCED_CALL_FORMATS: Final[Mapping[str, type[ToolCallFormat]]] = {
     format_class.name: format_class for format_class in (RequiredFormat, NamedFormat)
 }
 SPECIAL_TAGS: Final = tuple(

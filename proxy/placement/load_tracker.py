@@ -212,10 +212,11 @@ class LoadTracker:
             i: self._computed_depth(profile, i, depth)
             for i, depth in self._depths(profile).items()
         }
+        now = self._clock()
         margin = MIN_HINT_TOKENS / max(profile.block_tokens, 1.0)
         min_depth = computed.get(index, 0) + margin
         ranked = sorted(
-            (-depth, self._reply_wait_s(self._lenders[i]), i)
+            (-depth, self._reply_wait_s(self._lenders[i], now), i)
             for i, depth in computed.items()
             if i in self._lenders and depth >= min_depth
         )
@@ -229,27 +230,30 @@ class LoadTracker:
         depths = self._depths(profile)
         if not self.pulls:
             return CachedPrefixes(depths)
+        now = self._clock()
         lendable = 0.0
         wait_s = 0.0
         for index, depth in depths.items():
             if depth < lendable or index not in self._lenders:
                 continue
             computed = self._computed_depth(profile, index, depth)
-            if computed < lendable:
+            if computed < lendable or (computed == lendable and wait_s == 0.0):
                 continue
-            lender_wait_s = self._reply_wait_s(self._lenders[index])
+            lender_wait_s = self._reply_wait_s(self._lenders[index], now)
             if computed > lendable or lender_wait_s < wait_s:
                 wait_s = lender_wait_s
             lendable = computed
         return CachedPrefixes(depths, lendable, wait_s)
 
-    def _reply_wait_s(self, lender: object) -> float:
+    def _reply_wait_s(self, lender: object, now: float) -> float:
         """Return how long a lender takes to reply: it does so between two steps."""
         load = self.loads[lender]
+        if not load.free_at > now:
+            return 0.0
         step_s = self.loads.target_step_s
         if not load.streams:
             step_s = STEP_TOKENS * load.token_s
-        return min(self.wait_s(lender), step_s)
+        return min(load.free_at - now, step_s)
 
     def _computed_depth(
         self, profile: RequestProfile, index: int, depth: float

@@ -8,7 +8,8 @@ is in seconds and has four terms:
    also delays the prompts that are queued behind it. What another server has cached
    counts once more.
 2. The hand-off to a decode server, or the pull of a prefix from another server.
-3. The time that running streams lose while the server computes the prompt.
+3. The time that running streams lose while the server computes the prompt: at least
+   that of a step with prompts, whose kernels are launched one by one.
 4. The wait for KV, if the decode server has too little left.
 """
 
@@ -31,19 +32,20 @@ TRANSFER_S = 0.01
 PULL_TOKEN_S = 5e-6
 # Seconds. Up to here each moment of waiting for the first token costs more than the one
 # before; a wait this long counts three times. Fitted: without it, the row "open loop at
-# 24/s", 1P1D, is good for 0.36 instead of 0.70.
+# 24/s", 1P1D, is good for 0.30 instead of 0.83.
 PATIENCE_S = 0.7
 # Seconds of cost per running stream and prompt, however short the prompt: a step with
-# any prompt is launched kernel by kernel. Fitted: with 0.006, 1.2 % instead of 0.2 % of
-# the gaps between tokens exceed 10 ms in the row "32 streams with prompts of 8,192",
-# 1P1D.
-INTERRUPTION_S = 0.012
+# any prompt is launched kernel by kernel and has a minimum duration. Fitted: with
+# 0.012, the first token takes 0.055 instead of 0.043 s (p50) in the row "agents", 2P2D.
+INTERRUPTION_S = 0.0175
 # Streams. Interrupting more streams than this costs no more. Fitted: without it, the
-# first token takes 0.65 instead of 0.26 s (p50) in the row "Azure 15 x, 2P2D".
+# first token takes 1.17 instead of 0.31 s (p50) in the row "Azure 15 x, 2P2D".
 MAX_COUNTED_STREAMS = 32
-# Seconds of cost per second of prefill and running stream. Fitted: with 0, the row
-# "Mooncake 1.5 x", 3P1D, is good for 0.57 instead of 0.64.
-STREAM_DELAY_WEIGHT = 0.12
+# Seconds of cost per second of prefill and running stream. Fitted: with 0.2, a burst of
+# 256 prompts after short ones takes 1.08 instead of 1.06 times as long as with the best
+# split, 1P1D; with 0.12, the row "Mooncake 1.5 x", 1P3D `never`, has 0.70 instead of
+# 0.54 s to the first token (p50).
+STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")
 
@@ -136,53 +138,77 @@ def cheapest_server(
 ) -> _Cost:
     """Return the server that computes the prompt at the least cost, and this cost.
 
-    Args:
-        generates: the server also generates the answer.
+    The server also generates the answer if `generates` is true. Every request runs the
+    loop over all servers, so it makes hardly any calls.
     """
     cheapest = _Cost(0, float("inf"), 0.0)
+    least_cost_s = float("inf")
+    num_tokens = profile.tokens
     size_class = profile.size_class
-    num_kv_tokens = profile.tokens + profile.max_output_tokens
-    most_cached = max(cached.depths.values(), default=0.0)
+    depths = cached.depths
+    block_tokens = profile.block_tokens
+    max_cached = max(depths.values(), default=0.0) * block_tokens
+    num_lendable, num_rest, pull_start_s = _pull(profile, cached)
     for position, server in enumerate(servers):
-        prefill_s = _prefill_s(profile, server, cached)
-        first_token_s = server.wait_s(size_class, now) + prefill_s
+        num_cached = depths.get(server.index, 0.0) * block_tokens if depths else 0.0
+        num_computed = num_tokens - num_cached
+        token_s = server.token_s
+        prefill_s = (num_computed if num_computed > 1 else 1) * token_s
+        if num_lendable > num_cached:
+            pulled_s = pull_start_s + num_rest * token_s - num_cached * PULL_TOKEN_S
+            if pulled_s < prefill_s:
+                prefill_s = pulled_s
         others_s = prefill_s
-        if most_cached:
+        if max_cached > num_cached:
             # Tokens that another server has cached count once more: computing them
             # takes cache capacity of this server.
-            num_blocks = most_cached - cached.depths.get(server.index, 0.0)
-            others_s += min(
-                num_blocks * profile.block_tokens * server.token_s, prefill_s
-            )
-        if server.streams:
-            num_streams = server.streams + server.incoming_streams
+            copied_s = (max_cached - num_cached) * token_s
+            others_s += copied_s if copied_s < prefill_s else prefill_s
+        first_token_s = server.wait_s(size_class, now) + prefill_s
+        num_streams = server.streams
+        if num_streams:
+            num_streams += server.incoming_streams
+            # Streams lose the time of the prompt's tokens, or the minimum duration of a
+            # step with a prompt, whichever is longer.
+            loss_s = STREAM_DELAY_WEIGHT * num_streams * prefill_s
+            is_crowded = num_streams > MAX_COUNTED_STREAMS
+            num_counted = MAX_COUNTED_STREAMS if is_crowded else num_streams
+            min_loss_s = INTERRUPTION_S * num_counted
+            if loss_s < min_loss_s:
+                loss_s = min_loss_s
+            if first_token_s + others_s + loss_s >= least_cost_s:
+                continue
             share = server.prompt_share()
-            stream_loss_s = STREAM_DELAY_WEIGHT * num_streams * prefill_s
-            stream_loss_s += INTERRUPTION_S * min(num_streams, MAX_COUNTED_STREAMS)
-            others_s += stream_loss_s / share
+            others_s += loss_s / share
             if generates:
                 first_token_s += prefill_s / share - prefill_s
-                capacity = server.kv_capacity
-                # A call for each server would be slow.
-                if capacity is not None and server.kv_tokens + num_kv_tokens > capacity:
-                    first_token_s += server.kv_shortage_s(profile)
+                first_token_s += server.kv_shortage_s(profile)
         cost_s = first_token_s + others_s
-        if cost_s < cheapest.first_token_s + cheapest.others_s:
+        if cost_s < least_cost_s:
+            least_cost_s = cost_s
             cheapest = _Cost(position, first_token_s, others_s)
     return cheapest
 
 
-def _prefill_s(
-    profile: RequestProfile, server: ServerLoad, cached: CachedPrefixes
-) -> float:
-    """Return the time to compute a prompt, or to pull what can be pulled faster."""
-    num_tokens: float = profile.tokens
-    if server.index in cached.depths:
-        num_tokens -= cached.depths[server.index] * profile.block_tokens
-    prefill_s = (num_tokens if num_tokens > 1 else 1) * server.token_s
-    if cached.lendable_blocks:
-        prefill_s -= saved_by_pull_s(profile, server, cached)
-    return prefill_s
+class _Pull(NamedTuple):
+    """The pull of a prefix by a server that has none of it.
+
+    Attributes:
+        num_lendable: tokens that another server can lend.
+        num_rest: tokens that have to be computed after the pull.
+        start_s: seconds until these tokens have arrived.
+    """
+
+    num_lendable: float
+    num_rest: float
+    start_s: float
+
+
+def _pull(profile: RequestProfile, cached: CachedPrefixes) -> _Pull:
+    num_lendable = cached.lendable_blocks * profile.block_tokens
+    num_rest = max(profile.tokens - num_lendable, 1)
+    start_s = TRANSFER_S + cached.lender_wait_s + num_lendable * PULL_TOKEN_S
+    return _Pull(num_lendable, num_rest, start_s)
 
 
 def saved_by_pull_s(

@@ -128,12 +128,19 @@ def test_short_prompt_does_not_wait_for_long_prompts_that_have_not_started():
 
 @pytest.mark.parametrize(
     ("num_streams", "num_queued", "expected"),
-    [(150, 0, 0), (0, 0, None), (150, 8, None)],
+    [(200, 0, 0), (16, 0, None), (0, 0, None), (200, 8, None)],
 )
 def test_idle_prefill_server_computes_a_prefix_that_only_busy_decode_servers_have(
     num_streams, num_queued, expected
 ):
-    """The streams lose more than the prefill costs, and later prompts need the prefix."""
+    """A decode server has most of the prompt cached and would compute 700 tokens.
+
+    For few streams this is one step of 18 ms, which is within the limit of 25 ms for a
+    step. The prefill server would need 325 ms for the whole prompt, so the client would
+    wait much longer, and the streams would gain little. Many streams lose more in total
+    than this prefill costs. The prefill server then also has the prefix for later
+    prompts. A prefill server with a queue has no time for a prefix.
+    """
     prefill = ServerLoad(0, num_prompts=num_queued, free_at=0.05 * num_queued)
     decode = decoding(num_streams)
     profile = RequestProfile(12_988, range(25))

@@ -43,12 +43,13 @@ class Pages(NamedTuple):
 class AttentionBatch:
     """One step on one rank: T query tokens of S sequences.
 
-    A decode row is a sequence with a query_len of 1.
+    A sequence with a query_len of 1 is a decode row, and a step of decode rows only is
+    a decode step.
     """
 
     query_lens: Int32s  # [S] tokens, each >= 1
-    context_lens: Int32s  # [S] tokens of KV, this step's included
-    block_tables: Int32s  # [S, max_blocks], padded with 0, the null block
+    context_lens: Int32s  # [S] tokens of KV, including this step's query tokens
+    block_tables: Int32s  # [S, max_blocks] block ids, padded with 0, the null block
     slot_mapping: Int64s  # [T] block * block_size + offset of each query token
 
     def __post_init__(self) -> None:
@@ -66,17 +67,17 @@ class AttentionBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding rows included."""
+        """T, including padding rows."""
         return len(self.slot_mapping)
 
     @property
     def num_leading_decodes(self) -> int:
-        """Number of sequences at the head of the step that compute one token each."""
+        """Number of sequences of one query token before the step's first longer one."""
         prefills = np.flatnonzero(self.query_lens > 1)
         return int(prefills[0]) if len(prefills) else len(self.query_lens)
 
     def pages(self, block_size: int) -> Pages:
-        """The blocks that hold each sequence's context."""
+        """Returns the blocks that hold each sequence's context."""
         counts = -(-self.context_lens // block_size)
         indptr = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
@@ -89,11 +90,12 @@ class AttentionBatch:
         )
 
     def limit_to_window(self, window: int | None, block_size: int) -> "AttentionBatch":
-        """The same step without the leading blocks of each sequence that no query sees.
+        """Returns this step without each sequence's leading blocks that no query sees.
 
-        Positions then count from the first block that is left; a sliding window allows
-        this shift. Tokens of that block before the window are masked, but kernels still
-        read them: they must be finite.
+        In the returned step, positions count from the first block that a query sees. A
+        sliding window allows this shift, because it depends on distances only. Kernels
+        mask that block's tokens before the window, but still read their KV, which must
+        be finite.
         """
         if window is None or not self.num_seqs:
             return self
@@ -107,7 +109,7 @@ class AttentionBatch:
         return replace(self, context_lens=context_lens, block_tables=tables)
 
     def select_sequences(self, first: int, last: int) -> "AttentionBatch":
-        """The part of the step that computes sequences [first, last)."""
+        """Returns the part of this step that computes sequences [first, last)."""
         start = int(self.query_lens[:first].sum())
         stop = int(self.query_lens[:last].sum())
         return AttentionBatch(
@@ -118,9 +120,9 @@ class AttentionBatch:
         )
 
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
-        """This decode step, padded to `num_rows` rows.
+        """Returns this decode step padded to `num_rows` sequences of one query token.
 
-        The added rows read and write the null block only.
+        The added sequences read and write the null block only.
         """
         num_added = num_rows - self.num_seqs
         is_decode_step = self.num_tokens == self.num_seqs
@@ -141,9 +143,10 @@ class AttentionKind(NamedTuple):
     """The properties that layers must have in common to use one plan of a step.
 
     Attributes:
-        window: Number of tokens that a token sees, itself included; None: all tokens
-            before it.
-        soft_cap: Scores become tanh(score / cap) * cap before the softmax; 0: no cap.
+        window: Number of tokens that a token sees, including itself. None: it sees
+            itself and all tokens before it.
+        soft_cap: Scores become tanh(score / soft_cap) * soft_cap before the softmax; 0:
+            no cap.
     """
 
     window: int | None = None
@@ -154,8 +157,8 @@ class LayerAttention(NamedTuple):
     """The attention of one layer.
 
     Attributes:
-        sinks: float32 [num_q_heads], of this rank: for each query head, a logit that
-            takes part in the softmax and has no value.
+        sinks: float32 [num_q_heads] for this rank's heads: a logit of each query head
+            that is part of its softmax, but has no value. None: no sinks.
     """
 
     kind: AttentionKind = AttentionKind()
@@ -165,8 +168,8 @@ class LayerAttention(NamedTuple):
 def scale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Corrects an attention output for sinks that its softmax did not include.
 
-    Scales `out` [T, H, D] in place by the share of the softmax that `sinks` [H] leave
-    to the other scores. `lse` [T, H] are the log-sum-exps of these scores.
+    Scales `out` [T, H, D] in place by the share of the softmax that the sinks [H] leave
+    to the tokens' scores. `lse` [T, H] are the log-sum-exps of the tokens' scores.
     """
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
@@ -174,11 +177,12 @@ def scale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 class RopeNormArgs(NamedTuple):
     """Arguments of the norms and the rotary embedding of queries and keys.
 
-    A backend applies them before it stores the keys and attends.
+    A backend applies the norms and the rotation before it stores the keys and attends.
 
     Attributes:
-        cos_sin: float32 [T, head_dim]: the cosines, then the sines, of the rotation of
-            a head's first half against its second half.
+        cos_sin: float32 [T, head_dim]: the cosines of a token's angles, then the sines.
+            Each angle rotates an element of a head's first half against the element at
+            the same index of the second half.
         norms: Two tensors of [head_dim]: weights of the root-mean-square norms of query
             heads and of key heads. The norms come before the rotation.
         eps: Epsilon of these norms.
@@ -190,18 +194,20 @@ class RopeNormArgs(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """Attention of one rank over its KV pool. One step at a time; not thread-safe.
+    """Attention of one rank over its KV pool.
+
+    A backend runs one step at a time and is not thread-safe.
 
     Args:
-        pool: This rank's KV. Its `num_heads` are the KV heads of this rank.
+        pool: This rank's KV. The `num_heads` of its layout are this rank's KV heads.
         num_q_heads: Query heads of this rank, a multiple of the pool's KV heads.
         head_dim: Elements per query head (MLA: of the latent and rope parts together).
         scale: Factor of scores before the softmax.
-        layers: The attention of each of the pool's layers; empty: all layers see all
-            tokens.
+        layers: The attention of each of the pool's layers. Empty: no layer has a
+            window, a soft cap or sinks.
 
-    FP8 elements are read as stored. The keys' scale is multiplied into `scale`, and the
-    values' scale into the output, so that dequantization costs nothing.
+    FP8 elements are read as stored. The scale of the keys is multiplied into `scale`,
+    and the scale of the values into the output, so that dequantization costs nothing.
     """
 
     def __init__(
@@ -227,24 +233,27 @@ class AttentionBackend(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Number of KV groups: blocks in a table for each block_size tokens."""
+        """Number of KV groups.
+
+        A block table has this many blocks for every block_size tokens.
+        """
         return 1
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory for intermediate results of steps."""
+        """Bytes of device memory that hold intermediate results of steps."""
         return 0
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Takes the batch of the step whose `forward` calls follow; once per step."""
+        """Plans a step; called once, before the step's calls of `forward`."""
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         """Allocates buffers for decode steps that run as CUDA graphs.
 
         Args:
-            max_seqs: Sequences of the largest such step.
-            max_blocks: Blocks of the longest sequence.
+            max_seqs: Sequences of the largest step that runs as a graph.
+            max_blocks: Blocks of the longest sequence of such a step.
 
         Raises:
             NotImplementedError: The backend's `forward` cannot be captured.
@@ -254,10 +263,13 @@ class AttentionBackend(ABC):
         )
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
-        """Plans a step of single query tokens, padded to `num_rows` rows, for a graph.
+        """Plans a decode step, padded to `num_rows` sequences, for a CUDA graph.
 
-        The `forward` calls that follow may be captured. A replay of the graph after
-        another `plan_captured` of the same `num_rows` runs the batch of that plan.
+        The step's calls of `forward` may be captured. After a later call of this method
+        with the same `num_rows`, a replay of the graph runs the later call's batch.
+
+        Raises:
+            NotImplementedError: The backend's `forward` cannot be captured.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be captured in CUDA graphs"
@@ -269,7 +281,10 @@ class AttentionBackend(ABC):
         return False
 
     def require_lse(self) -> None:
-        """Announces that all forwards will pass `lse`; some plans depend on it."""
+        """Declares that every call of `forward` will pass `lse`.
+
+        Plans of some backends depend on this, so it is called before the first `plan`.
+        """
         return None
 
     def forward(
@@ -285,11 +300,11 @@ class AttentionBackend(ABC):
         """Writes the step's K and V of `layer`, then attends causally.
 
         Args:
-            q: [T, num_q_heads, head_dim], rope applied.
-            k, v: [T, num_kv_heads, head_dim], rope applied to k; may be changed in
-                place to the stored elements.
-            rope_norm: Norms and rope still to be applied to q and k, which may be
-                changed in place. Only for a backend that `applies_rope`.
+            q: [T, num_q_heads, head_dim], rope applied unless `rope_norm` is given.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k unless `rope_norm` is
+                given. The backend may change k and v in place to the stored elements.
+            rope_norm: Norms and rope that the backend must apply to q and k, in place.
+                Only for a backend that `applies_rope`.
             lse: float32 [T, num_q_heads], filled with the natural log-sum-exp of the
                 scores without sinks.
 
@@ -307,14 +322,16 @@ class AttentionBackend(ABC):
         *,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Writes the step's latents of `layer`, then attends over them.
+        """Writes the step's latents of `layer`, then attends causally over latents.
 
         This is multi-head latent attention (MLA) with absorbed weights.
 
         Args:
-            q_latent: [T, num_q_heads, R], the query times the key up-projection.
-            q_rope: [T, num_q_heads, P].
-            latent: [T, R + P], the normed KV latent and the roped shared key.
+            q_latent: [T, num_q_heads, R], the part of the queries without rope, times
+                the key up-projection.
+            q_rope: [T, num_q_heads, P], the part of the queries with rope applied.
+            latent: [T, R + P], the normed KV latent, and the key part with rope applied
+                that all heads share.
             lse: As in `forward`.
 
         Returns:

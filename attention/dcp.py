@@ -6,14 +6,15 @@ and share the tokens (kvcache/stripe.py).
 A decode step has few queries, so ranks exchange the queries:
 
 1. Every rank gathers the query heads of the whole group.
-2. It attends with them over its own tokens.
+2. It attends with all these heads over its own tokens.
 3. It sends each rank the partial results of that rank's heads.
-4. Each rank merges what it received by the log-sum-exps.
+4. Each rank merges the partial results that it received, by their log-sum-exps.
 
 "Helix Parallelism" (arXiv:2507.07120) has the same exchange.
 
-A prompt has as many queries as keys, so ranks exchange the keys: each rank collects the
-cached blocks of the prompt's context in `scratch`. There it attends with its own heads,
+A prompt has about as many queries as keys, and fewer key heads than query heads, so
+ranks exchange the keys and values. Each rank collects the cached blocks of the prompt's
+context in a pool of its own, `scratch`. Over `scratch` it attends with its own heads,
 as without context parallelism.
 """
 
@@ -40,41 +41,54 @@ class ContextGroup(Protocol):
     size: int
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[...] of each rank -> [size, ...] on every rank."""
+        """Returns [size, ...] on every rank: the `tensor` [...] of each rank."""
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """[size, ...], a part for each rank -> [size, ...], a part from each rank."""
+        """Sends `tensor[i]` to rank i; returns [size, ...], a part from each rank."""
 
 
 # Makes a backend from a pool and a number of query heads.
 MakeBackend = Callable[[KVPool, int], AttentionBackend]
 
-# Bytes of scratch that one exchange fills. The bound keeps a long context from needing
-# more memory, which sizing a KV pool would have to leave free. An exchange takes some
-# four times as much temporarily.
+# Bytes of scratch that one exchange fills. An exchange takes about four times as much
+# temporary memory, which must be left free when the KV pool is sized. The bound keeps
+# this memory the same for contexts of any length.
 _EXCHANGED_BYTES: Final = 32 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
-    """Sequences of a step whose contexts fit into scratch together."""
+    """A group of a step's prompts with contexts that fit into scratch together.
 
-    rows: slice  # of the step
-    batch: AttentionBatch  # over scratch
-    cached_blocks: Tensor  # i64 [n] blocks of this rank's pool
-    targets: Tensor  # i64 [size, n] blocks of scratch, by source rank
+    Attributes:
+        rows: The group's rows of the step.
+        batch: The group's sequences, with block tables and slots of scratch.
+        cached_blocks: int64 [n], the blocks of this rank's pool that hold the group's
+            cached context. The other ranks use the same block ids.
+        targets: int64 [size, n], the blocks of scratch into which those of each source
+            rank are copied.
+    """
+
+    rows: slice
+    batch: AttentionBatch
+    cached_blocks: Tensor
+    targets: Tensor
 
 
 class ContextParallelBackend(AttentionBackend):
-    """See AttentionBackend. Batches count blocks of `stripe.tokens_per_block` tokens.
+    """Attention of a rank of a DCP group; see AttentionBackend.
+
+    In the batches that it plans, a block has `stripe.tokens_per_block` tokens, of all
+    ranks together.
 
     Args:
         stripe: Which tokens `pool` holds.
-        pool: This rank's KV, of all KV heads of the group.
-        make: Makes the backends that compute, over `pool` and over `scratch`.
+        group: The ranks that share every sequence's tokens.
+        pool: This rank's KV, with all KV heads of the group.
+        make: Makes the backends that compute, one over `pool` and one over `scratch`.
         num_q_heads: Query heads of this rank.
-        scratch_tokens: Context tokens of the prompts that are computed at once; at
-            least those of the longest sequence.
+        scratch_tokens: Capacity of scratch in context tokens; at least the longest
+            sequence.
     """
 
     def __init__(
@@ -90,8 +104,8 @@ class ContextParallelBackend(AttentionBackend):
         scratch_tokens: int,
     ) -> None:
         group_heads = num_q_heads * group.size
-        # The KV heads that a rank's query heads read: a share of the group's KV heads,
-        # or one KV head that several ranks read.
+        # The query heads of each rank read either several KV heads that no other rank
+        # reads, or one KV head that several ranks read.
         q_per_kv_head = group_heads // pool.layout.num_heads
         first_heads = np.arange(group.size) * num_q_heads // q_per_kv_head
         head_offsets = np.arange(max(1, num_q_heads // q_per_kv_head))
@@ -123,8 +137,8 @@ class ContextParallelBackend(AttentionBackend):
         self._num_decodes = 0
         self._prompts: list[_Prompts] = []
         self._is_absent = torch.empty(0, device=pool.device)
-        # Rows of prompts that this rank stores, their blocks, and offsets in the
-        # blocks: all i64 [n].
+        # Three tensors, each int64 [n]: the rows of prompts that this rank stores, the
+        # rows' blocks, and the rows' offsets in the blocks.
         self._stored = [torch.empty(0, dtype=torch.int64)] * 3
 
     @property
@@ -165,16 +179,16 @@ class ContextParallelBackend(AttentionBackend):
         self._prompts = []
 
     def _absent_sequences(self, context_lens: Int32s) -> Tensor:
-        """bool [S], on the host: whether this rank has none of a sequence's tokens."""
+        """Returns bool [S] on the host: whether this rank has none of the tokens."""
         return _to_host_tensor(
             self._stripe.num_local(context_lens) == 0, self.pool.device
         )
 
     def _local_batch(self, batch: AttentionBatch) -> AttentionBatch:
-        """The decode rows of `batch` over the tokens that this rank stores.
+        """Returns the decode step `batch` over the tokens that this rank stores.
 
-        Kernels need at least one token. A sequence without tokens on this rank reads
-        one, and `_merge` ignores the result.
+        Kernels need contexts of at least one token. A sequence without tokens on this
+        rank gets a context of one token, and `_merge` ignores the result.
         """
         local_lens = self._stripe.num_local(batch.context_lens)
         return AttentionBatch(
@@ -185,6 +199,7 @@ class ContextParallelBackend(AttentionBackend):
         )
 
     def _plan_stores(self, batch: AttentionBatch) -> None:
+        """Sets the rows of prompts that `_store` writes to this rank's pool."""
         slots = self._stripe.local_slots(batch.slot_mapping)
         blocks, offsets = np.divmod(slots, self._stripe.block_size)
         rows = np.arange(len(slots))
@@ -195,7 +210,7 @@ class ContextParallelBackend(AttentionBackend):
         ]
 
     def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
-        """Groups the sequences after the decodes, in order, by what scratch holds."""
+        """Divides the step's prompts, in order, into groups that fit into scratch."""
         cached = batch.context_lens - batch.query_lens
         cached_blocks = -(-cached // self._stripe.tokens_per_block)
         context_blocks = -(-batch.context_lens // self._stripe.block_size)
@@ -227,7 +242,12 @@ class ContextParallelBackend(AttentionBackend):
         cached_blocks: Int32s,
         needed_blocks: Int32s,
     ) -> _Prompts:
-        """Sequences [first, last), laid out in scratch one after the other."""
+        """Makes a group of sequences [first, last), consecutive in scratch.
+
+        Args:
+            cached_blocks: [S], blocks of cached context on each rank.
+            needed_blocks: [S], blocks of scratch that each sequence needs.
+        """
         size = self._stripe.size
         needed_blocks = needed_blocks[first:last]
         first_blocks = 1 + np.cumsum(needed_blocks) - needed_blocks
@@ -243,7 +263,8 @@ class ContextParallelBackend(AttentionBackend):
             first_block + np.arange(count) * size
             for first_block, count in zip(first_blocks, counts, strict=True)
         ]
-        # The block that rank r has of a token range goes r blocks after that of rank 0.
+        # For each block of a table, the ranks' parts are consecutive in scratch, in the
+        # order of the ranks.
         targets_by_rank = np.concatenate(targets) + np.arange(size)[:, None]
         source_blocks = np.concatenate(sources).astype(np.int64)
         start = int(batch.query_lens[:first].sum())
@@ -262,9 +283,12 @@ class ContextParallelBackend(AttentionBackend):
     def _scratch_slots(
         self, prompts: AttentionBatch, first_blocks: IntArray
     ) -> IntArray:
-        """The slots in scratch of the prompts' query tokens.
+        """Returns the slots in scratch of the prompts' query tokens.
 
-        A sequence's blocks are contiguous in scratch, and so are its tokens.
+        A sequence's blocks are consecutive in scratch, and so are its slots.
+
+        Args:
+            first_blocks: The first block of each prompt in scratch.
         """
         num_preceding = prompts.context_lens - np.cumsum(prompts.query_lens)
         first_slots = first_blocks * self._stripe.block_size + num_preceding
@@ -334,18 +358,19 @@ class ContextParallelBackend(AttentionBackend):
         return out
 
     def _gather_heads(self, q: Tensor) -> Tensor:
-        """[n, heads, D] of this rank -> [n, size * heads, D] of the group."""
+        """Gathers the heads [n, heads, D] of all ranks: [n, size * heads, D]."""
         return self._group.all_gather(q.contiguous()).transpose(0, 1).flatten(1, 2)
 
     def _merge(self, out: Tensor, lse: Tensor) -> Tensor:
         """Merges partial results of the group into the results of this rank's heads.
 
         Args:
-            out: The group's heads [n, size * heads, D] over this rank's tokens.
-            lse: Log-sum-exps [n, size * heads] of these.
+            out: [n, size * heads, D], the group's heads attending over this rank's
+                tokens.
+            lse: float32 [n, size * heads], the log-sum-exps of `out`.
 
         Returns:
-            This rank's heads [n, heads, D] over all tokens.
+            [n, heads, D], this rank's heads attending over the tokens of all ranks.
         """
         num_rows = len(out)
         size = self._group.size
@@ -356,22 +381,23 @@ class ContextParallelBackend(AttentionBackend):
             packed = dcp.pack(out.contiguous(), lse, self._is_absent, size)
             return dcp.merge(self._group.all_to_all(packed))
         lse = lse.masked_fill(self._is_absent[:, None], float("-inf"))
-        # In float32, so that the result is rounded only once.
+        # The parts are sent in float32, so that the result is rounded only once.
         parts = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
         parts = parts.view(num_rows, size, self.num_q_heads, -1).transpose(0, 1)
         parts = self._group.all_to_all(parts.contiguous())
         outs = parts[..., :-1]
         lses = parts[..., -1:]
-        # At least one rank has tokens, so that not all log-sum-exps are -inf.
+        # At least one rank has tokens, so not all log-sum-exps are -inf.
         weights = torch.softmax(lses, dim=0)
         # The output of a rank without tokens may be NaN, and 0 * NaN would not be 0.
         return torch.where(weights > 0, outs * weights, 0).sum(0).to(out.dtype)
 
     def _filled_prompts(self, layer: int) -> Iterator[slice]:
-        """Fills scratch with the cached context of each group of prompts and plans it.
+        """Plans each group of prompts and copies its cached context to scratch.
 
         Yields:
-            The rows of the step of the group that is in scratch then.
+            For each group, its rows of the step, once scratch holds the group's cached
+            context. The next group replaces that context.
         """
         for prompts in self._prompts:
             if len(self._prompts) > 1:
@@ -380,9 +406,10 @@ class ContextParallelBackend(AttentionBackend):
             yield prompts.rows
 
     def _exchange(self, layer: int, prompts: _Prompts) -> None:
-        """Collects the cached blocks of one layer from the group's ranks in scratch.
+        """Copies one layer's cached blocks from all ranks of the group to scratch.
 
-        Elements travel as stored. Each rank receives the heads that its queries read.
+        FP8 elements are sent without conversion. Each rank receives only the heads that
+        its queries read.
         """
         components = range(self._local_pool.layout.num_components)
         scales = [self._local_pool.scale(layer, component) for component in components]
@@ -400,13 +427,17 @@ class ContextParallelBackend(AttentionBackend):
             scratch[prompts.targets[:, chunk]] = received
 
     def _heads_of_rank(self, kv: Tensor) -> Tensor:
-        """[n, H, D] of the group's KV heads -> those that this rank's queries read."""
+        """Selects from the group's KV heads [n, H, D] those that this rank reads."""
         first = self._group.rank * self.num_q_heads * kv.shape[1]
         first //= self._group.size * self.num_q_heads
         return kv[:, first : first + self.num_kv_heads]
 
     def _store(self, layer: int, components: tuple[Tensor, ...]) -> None:
-        """Stores the prompt rows [T, H, D] that belong to this rank's tokens."""
+        """Stores the prompts' KV of the tokens that this rank holds.
+
+        Args:
+            components: Keys and values, or latents, of the step: each [T, H, D].
+        """
         rows, blocks, offsets = self._stored
         if not self._prompts or not len(rows):
             return
@@ -418,7 +449,11 @@ class ContextParallelBackend(AttentionBackend):
 
 
 def _to_host_tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host tensor; pinned if `device` is a GPU, so that copies are asynchronous."""
+    """Returns a host tensor over `array`.
+
+    If `device` is a GPU, it is a copy in pinned memory, so that uploads are
+    asynchronous.
+    """
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 

@@ -3,20 +3,22 @@
 The kernels take any strides, so every KVLayout is read in place through [B, H, N, D]
 views. A step is divided among three kinds of kernels:
 
-- The sequences of one query token that lead the step use Baton's own decode kernels
-  (attention/pieces.py).
-- Long prompts without stored KV, at the end of the step, read the step's own contiguous
-  keys and values (`_plan_fresh`). FlashAttention-3 reads these faster than the pool.
+- The sequences at the front of the step that have a single query token use Baton's own
+  decode kernels (attention/pieces.py).
+- Long prompts without stored KV at the end of the step (fresh prompts) read the step's
+  own contiguous keys and values (`_plan_fresh`). FlashAttention-3 reads contiguous
+  tensors faster than the pool.
 - All other sequences use the prefill kernel over the pool: FlashAttention-3 on Hopper.
 
 A pool in FP8 is an exception, because FlashAttention-3 reads FP8 KV with FP8 queries
-only. For fresh prompts it reads the step's keys and values, rounded like the stored
-ones. For the other prompts, their blocks are copied to 16 bits, exactly, and read from
-there: FlashAttention-2 reads FP8 at half the speed of FlashAttention-3.
+only. For fresh prompts it reads the step's keys and values, rounded as they are stored.
+For all other prompts, their blocks are first copied to 16 bits, exactly, and
+FlashAttention-3 reads the copies. FlashAttention-2, which reads FP8 in place, has half
+the speed of FlashAttention-3.
 
-A window and a soft cap are arguments of a plan, so the layers of each kind have their
-own kernels and plans. The share of attention sinks is taken from the output afterwards,
-by the log-sum-exps.
+A window and a soft cap are arguments of a plan, so each kind of layers has kernels and
+plans of its own. Attention sinks are not: the finished output is scaled down by the
+share of the softmax that the sinks take, which follows from the log-sum-exps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -46,7 +48,7 @@ from attention.flashinfer_base import (
     pinned,
 )
 from attention.flashinfer_workspace import (
-    MIN_INT_BYTES,
+    DEFAULT_INT_BYTES,
     Gpu,
     Workspace,
     workspace_of,
@@ -58,17 +60,16 @@ from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-# The axes of the views that kernels read. The views' strides hold the pool's real
-# layout.
+# FlashInfer's name for views [B, H, N, D], which may have any strides.
 _VIEW_ORDER: Final = "HND"
-# Prompts of at least _MIN_FRESH_TOKENS may read their own keys and values, each by a
-# launch of its own; see `_plan_fresh`. With several such prompts each needs
-# _MIN_FRESH_TOKENS_EACH: one launch over the pool fills the GPU better for shorter
-# ones.
+# A fresh prompt is computed by a launch of its own; see `_plan_fresh`. A single fresh
+# prompt needs _MIN_FRESH_TOKENS. Where a step has several, each needs
+# _MIN_FRESH_TOKENS_EACH: for shorter prompts, one launch for all of them over the pool
+# fills the GPU better.
 _MIN_FRESH_TOKENS: Final = 512
 _MIN_FRESH_TOKENS_EACH: Final = 2048
-_MAX_FRESH: Final = 8
-_MAX_COPIED_TOKENS: Final = 1 << 17
+_MAX_FRESH: Final = 8  # fresh prompts of a step
+_MAX_COPIED_TOKENS: Final = 1 << 17  # tokens of FP8 blocks that are copied to 16 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +77,9 @@ class _Part:
     """Rows [start, stop) of a step, and the planned kernel that attends for them.
 
     Attributes:
-        is_fresh: The kernel attends to the step's own keys and values.
-        copied: The blocks that the kernel reads as copies, and their number; None: it
-            reads the pool.
+        is_fresh: Whether the kernel reads the step's own keys and values.
+        copied: The FP8 blocks to copy to 16 bits for the kernel, and their number;
+            None: the kernel reads the pool or the step's own keys and values.
     """
 
     start: int
@@ -93,10 +94,10 @@ class _KindKernels:
     """The kernels of the layers of one kind.
 
     Attributes:
-        options: The kind's arguments of FlashInfer's plans.
-        prefill: The kernel over the pool, and the one over copies of its blocks; None:
-            there are no copies.
-        fresh: Kernels of fresh prompts, made when first needed.
+        options: The window and the soft cap, as arguments of FlashInfer's plans.
+        prefill: The kernel over the pool, and the kernel over 16-bit copies of its
+            blocks; the latter is None if no blocks are copied.
+        fresh: Kernels of fresh prompts, one for each; made when first needed.
         parts: The parts of the planned step.
     """
 
@@ -111,8 +112,10 @@ class FlashInferBackend(FlashInferBase):
     """See AttentionBackend.
 
     Args:
-        prefill: "auto" (fa3 if the GPU supports it), "fa2" or "fa3".
-        options: As of FlashInferBase.
+        prefill: FlashInfer's backend of prefill kernels: "fa2", "fa3", or "auto" (fa3
+            if the GPU supports it, else fa2). FP8 pools are always read in place by
+            fa2.
+        options: See FlashInferBase.
 
     Raises:
         UnsupportedPool: The kernels do not support the device, a dtype or the head_dim.
@@ -140,13 +143,14 @@ class FlashInferBackend(FlashInferBase):
             shape = (2, -(-num_copied // self.block_size), *cache.shape[1:])
             self._wide = torch.zeros(shape, dtype=self.dtype, device=self.device)
             check_widening(cache, self._wide[0], packed=True)
-        over_pool = "fa2" if is_fp8 else prefill  # fa3 reads FP8 with FP8 queries only
+        # FlashAttention-3 reads FP8 with FP8 queries only.
+        over_pool = "fa2" if is_fp8 else prefill
         self._kernels = {
             kind: self._make_kernels(kind, over_pool) for kind in self.kinds
         }
 
     def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
-        # Without a window and a soft cap, plans get FlashInfer's defaults.
+        # An option that is not set here has FlashInfer's default: no window, no cap.
         options: dict[str, Any] = {}
         if kind.window is not None:
             options["window_left"] = kind.window - 1  # the token itself is not counted
@@ -168,11 +172,11 @@ class FlashInferBackend(FlashInferBase):
         return replace(sizes, floats=max(sizes.floats, decode_bytes))
 
     def _with_int_workspace(self, kernel: Any) -> Any:
-        """Gives a kernel enough workspace for the indices of the largest step.
+        """Gives a kernel enough int workspace for the largest step; returns the kernel.
 
-        FlashInfer creates kernels with MIN_INT_BYTES.
+        FlashInfer creates kernels with DEFAULT_INT_BYTES of int workspace.
         """
-        if self.sizes.ints > MIN_INT_BYTES:
+        if self.sizes.ints > DEFAULT_INT_BYTES:
             ints = torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
             kernel.reset_workspace_buffer(self.workspace, ints)
         return kernel
@@ -220,14 +224,14 @@ class FlashInferBackend(FlashInferBase):
         return seen.pages(self.block_size)
 
     def _plan_fresh(self, kernels: _KindKernels, lens: list[int]) -> None:
-        """Plans the prompts at the end of the step that read their own keys and values.
+        """Plans the fresh prompts, which read the step's own keys and values.
 
         Each prompt has its own kernel, which sees that prompt's rows only. A kernel for
-        several prompts would read values past a prompt's end before it multiplies them
-        by zero. These values belong to another prompt and may be NaN.
+        several prompts would read values past a prompt's end and multiply them by zero.
+        Those values belong to the next prompt and may be NaN, and 0 * NaN is NaN.
 
         Args:
-            lens: Tokens of each of these prompts.
+            lens: Tokens of each fresh prompt.
         """
         while len(kernels.fresh) < len(lens):
             kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
@@ -253,6 +257,13 @@ class FlashInferBackend(FlashInferBase):
     def _plan_prefill(
         self, kernels: _KindKernels, start: int, lens: Int32s, pages: Pages
     ) -> None:
+        """Plans the prefill kernel over the pool, or over copies of FP8 blocks.
+
+        Args:
+            start: The first row of the step that the kernel computes.
+            lens: Query tokens of each sequence.
+            pages: The sequences' blocks.
+        """
         part = _Part(start, start + int(lens.sum()), kernels.prefill[0])
         kv_dtype = self.kv_dtype
         num_blocks = len(pages.indices)
@@ -277,9 +288,15 @@ class FlashInferBackend(FlashInferBase):
     def _widen_blocks(
         self, caches: tuple[Tensor, Tensor], blocks: Tensor, count: Tensor
     ) -> tuple[Tensor, ...]:
-        """Copies the listed blocks of a layer, packed, to 16 bits.
+        """Copies the listed FP8 blocks of a layer to 16 bits.
 
-        The copies are valid until the next call.
+        Args:
+            caches: The layer's keys and values.
+            blocks, count: As returned by `upload_block_list`.
+
+        Returns:
+            The copies of keys and of values, in the order of the list. The next call
+            overwrites them.
         """
         assert self._wide is not None
         for stored, wide in zip(caches, self._wide, strict=True):
@@ -352,7 +369,10 @@ class FlashInferBackend(FlashInferBase):
 
 
 def _num_fresh(query_lens: Int32s, context_lens: Int32s) -> int:
-    """Number of sequences at the end of a step that are long and have no stored KV."""
+    """Returns the number of fresh prompts, which are the last sequences of a step.
+
+    _MIN_FRESH_TOKENS and _MIN_FRESH_TOKENS_EACH define which prompts are fresh.
+    """
     fresh_lens = np.where(query_lens == context_lens, query_lens, 0)
     others = np.flatnonzero(fresh_lens < _MIN_FRESH_TOKENS_EACH)
     after_others = int(others[-1]) + 1 if len(others) else 0

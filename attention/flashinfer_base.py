@@ -1,13 +1,13 @@
-"""What the two FlashInfer backends share: workspace, slots and buffers of CUDA graphs.
+"""The base class of the two FlashInfer backends: workspace, slots, CUDA graph buffers.
 
 FlashInfer's kernels are planned on the host once a step and run once a layer. Decode
-steps can be planned for a CUDA graph (`plan_captured`). Everything that a captured
-forward reads then lies in buffers that do not move, and a plan only writes to them.
+steps can be planned for a CUDA graph (`plan_captured`). All data that a captured
+`forward` reads is then in buffers with fixed addresses, and a plan only writes to them.
 
-A step may be planned while the step before it runs. On the device, the stream orders
-the two. On the host, a plan is written to pinned memory that the device copies from,
-and `planning` waits until the device has copied the last plan. The device does so when
-the step before the last one ends, so the wait is short.
+Step n + 1 may be planned while step n runs. On the device, the stream orders the plan's
+copies after step n. On the host, FlashInfer writes each plan to the same pinned memory,
+from which the device copies it. So `planning` waits until the device has copied the
+plan of step n. The device does so when step n - 1 ends, so the wait is short.
 """
 
 import math
@@ -36,10 +36,14 @@ LN_2: Final = math.log(2)
 
 
 class CapturedBuffers:
-    """Buffers that captured graphs read, for up to S sequences of up to M blocks.
+    """The slots and pages that captured graphs read, at fixed addresses.
 
-    All buffers lie in one allocation, in the order in which `upload` fills them with a
-    single copy.
+    All buffers are parts of one allocation, so that `upload` fills them with a single
+    copy.
+
+    Args:
+        max_seqs: Sequences of the largest step.
+        max_blocks: Blocks of the longest sequence.
     """
 
     def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
@@ -69,8 +73,10 @@ class CapturedBuffers:
 def _spec_of(
     pool: KVPool, dtype: torch.dtype | None, num_q_heads: int
 ) -> AttentionSpec:
-    """The spec of a backend over `pool`; `dtype` of queries defaults to the pool's."""
+    """Returns the spec of a backend over `pool` for queries of `dtype`.
 
+    Without `dtype`, queries have the pool's dtype.
+    """
     layout = pool.layout
     return AttentionSpec(
         device=pool.device.type,
@@ -83,13 +89,16 @@ def _spec_of(
 
 
 class FlashInferBase(AttentionBackend):
-    """See AttentionBackend. Owns the workspace of all its kernels: one step at a time.
+    """See AttentionBackend.
+
+    All kernels share one workspace, so steps must not run concurrently.
 
     Args:
-        dtype: Of the queries; by default the pool's.
+        dtype: The queries' dtype; by default the pool's.
         limits: The largest steps; they determine the size of the workspace.
-        shared_with: A backend for the same heads and steps whose workspace this one
-            uses. The two must not run concurrently.
+        shared_with: A backend for the same heads and steps. This backend uses its
+            workspace, so the two must not run concurrently.
+        sizes: num_q_heads, head_dim, scale and layers, as in AttentionBackend.
 
     Raises:
         UnsupportedPool: The kernels cannot serve the pool; attention/support.py lists
@@ -112,7 +121,7 @@ class FlashInferBase(AttentionBackend):
         self.dtype = dtype or pool.tensor.dtype
         self.kv_dtype = pool.tensor.dtype
         self.block_size = pool.layout.block_size
-        # In the order in which the kernels' plans take them.
+        # The order is that of the arguments of the kernels' plans.
         self.heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         self._limits = limits
         properties = torch.cuda.get_device_properties(self.device)
@@ -131,7 +140,7 @@ class FlashInferBase(AttentionBackend):
 
     @abstractmethod
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
-        """The largest workspace that the plans of such steps take."""
+        """Returns the workspace that the largest plan of steps up to `limits` takes."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -139,7 +148,13 @@ class FlashInferBase(AttentionBackend):
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Encloses the calls that write a plan."""
+        """Encloses the calls that write a plan.
+
+        On entry it waits until the device has copied the previous plan.
+
+        Raises:
+            WorkspaceTooSmall: The plan needs more workspace than was computed.
+        """
         self._last_plan.synchronize()
         with explain_overflow(self.sizes, self._limits):
             yield
@@ -150,10 +165,10 @@ class FlashInferBase(AttentionBackend):
         self.slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
 
     def upload_block_list(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uploads the step's blocks and their number, as `widen` takes them.
+        """Uploads the step's blocks, as arguments of the kernel `widen`.
 
         Returns:
-            The blocks, int32, and a tensor whose first element is their number.
+            The blocks, int32, and a tensor that has their number as its first element.
         """
         count_and_blocks = np.concatenate((pages.indptr[-1:], pages.indices))
         host = pinned(count_and_blocks.astype(np.int32))
@@ -166,10 +181,10 @@ class FlashInferBase(AttentionBackend):
             if kind.window is not None:
                 seen_blocks = min(max_blocks, kind.window // self.block_size + 2)
             self._buffers[kind] = CapturedBuffers(max_seqs, seen_blocks, self.device)
-        self._captured.clear()  # its kernels read the previous buffers
+        self._captured.clear()  # these kernels read the buffers that were replaced
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
-        assert self._buffers, "reserve_captured comes first"
+        assert self._buffers, "reserve_captured must be called before plan_captured"
         is_decode_step = bool((batch.query_lens == 1).all())
         assert is_decode_step, "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
@@ -210,12 +225,12 @@ class FlashInferBase(AttentionBackend):
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:
-    """int32 [S + 1]: where each of S runs of `lens` begins, and the end of the last."""
+    """Returns int32 [S + 1]: 0, then the sums of the first 1, 2, .. S of `lens` [S]."""
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
     return torch.from_numpy(indptr)
 
 
 def pinned(array: Int32s) -> torch.Tensor:
-    """A copy in pinned memory, from which copies to the device are asynchronous."""
+    """Copies `array` to pinned memory, so that uploads are asynchronous."""
     return torch.from_numpy(array).pin_memory()

@@ -1,8 +1,9 @@
-"""FlashInfer's compiled modules: compiled ahead of the first step, in parallel.
+"""Compiles FlashInfer's modules ahead of the first step, in parallel.
 
 By default FlashInfer compiles modules one after the other, each when it is first
-called. It caches them in `~/.cache/flashinfer`, by version and GPU architecture. The
-variable FLASHINFER_WORKSPACE_BASE replaces the home directory in that path.
+called. It caches compiled modules in `~/.cache/flashinfer`, by version and GPU
+architecture. The environment variable FLASHINFER_WORKSPACE_BASE replaces the home
+directory in that path.
 """
 
 import logging
@@ -25,9 +26,10 @@ _COMPILER_BYTES: Final = 4 * 2**30  # memory of one compiler process, with a mar
 
 
 def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    """The modules that steps over such a pool load: JitSpecs by short names.
+    """Returns the modules that steps with such a pool load: JitSpecs by short names.
 
-    If a module is missing from this list, FlashInfer compiles it at its first call.
+    A module that this function does not return is compiled by FlashInfer at its first
+    call.
     """
     q_dtype = getattr(torch, spec.dtype)
     kv_dtype = getattr(torch, spec.kv_dtype)
@@ -40,8 +42,8 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
         return {f"{backend} for latents": module}
     modules = {}
     for has_window, has_soft_cap in spec.kinds:
-        # Position encoding mode 0 is none. The last option would enable 16-bit products
-        # of queries and keys.
+        # The 0 means no position encoding. The False means that products of queries and
+        # keys are not accumulated in 16 bits.
         options = (
             torch.int32,
             spec.head_dim,
@@ -69,12 +71,14 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
 
 
 def compile_missing(modules: Mapping[str, Any], free_bytes: int) -> None:
-    """Compiles the modules that are not compiled yet, all in parallel.
+    """Compiles all modules that are not compiled yet, in parallel.
 
-    Several processes may do so concurrently: each module is compiled by one of them.
+    Several processes may call this concurrently. A lock makes sure that only one of
+    them compiles a module.
 
     Args:
-        free_bytes: Free memory of this machine.
+        modules: JitSpecs by short names; see `modules_for`.
+        free_bytes: Free memory of this machine, which bounds the compiler processes.
     """
     missing = [name for name, spec in modules.items() if not spec.is_compiled]
     if not missing:
@@ -87,7 +91,8 @@ def compile_missing(modules: Mapping[str, Any], free_bytes: int) -> None:
     )
     jobs = max(1, free_bytes // _COMPILER_BYTES // len(missing))
     if jobs < (os.cpu_count() or 1):
-        os.environ.setdefault("MAX_JOBS", str(jobs))  # of each module
+        # MAX_JOBS limits the compiler processes of each module, not of all modules.
+        os.environ.setdefault("MAX_JOBS", str(jobs))
     with ThreadPoolExecutor(len(missing), "compile") as pool:
         list(pool.map(lambda name: _compile(name, modules[name]), missing))
 

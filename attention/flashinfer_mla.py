@@ -1,8 +1,10 @@
-"""Multi-head latent attention over FlashInfer's kernels: DeepSeek's latent of 512 + 64.
+"""Multi-head latent attention (MLA) over FlashInfer's kernels.
 
-One kernel serves prefill and decode. It reads latents in place, whatever the layout,
-but in 16 bits only. For a pool in FP8, the blocks of a layer that a step reads are
-widened to a copy first. All layers share that copy.
+The kernels serve latents as in DeepSeek's models: 512 elements and a rope part of 64.
+
+One kernel serves prefill and decode. It reads latents in place in any layout, but in 16
+bits only. For a pool in FP8, the blocks that a step reads are first copied to 16 bits,
+layer by layer, into one buffer that all layers share.
 """
 
 from typing import Any
@@ -25,14 +27,15 @@ from kvcache.pool import KVPool
 
 
 class FlashInferMLABackend(FlashInferBase):
-    """See AttentionBackend. The options are FlashInferBase's."""
+    """See AttentionBackend; `options` are the arguments of FlashInferBase."""
 
     def __init__(self, pool: KVPool, **options: Any) -> None:
         super().__init__(pool, **options)
         latents = [
             pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)
         ]
-        # The store kernel takes heads: a latent looks like 9 heads, [B, 9, N, 64].
+        # The kernel `store` needs heads of a power of two of elements, so that it gets
+        # latents [B, N, 576] as 9 heads of 64 elements: [B, 9, N, 64].
         self._as_heads = [_split_into_heads(rows).transpose(1, 2) for rows in latents]
         check_storing((self._as_heads[0],), (pool.scale(0, 0),), self.dtype)
         self._wide = None
@@ -44,7 +47,7 @@ class FlashInferMLABackend(FlashInferBase):
         self._caches = [
             (rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents
         ]
-        # The step's blocks and their number.
+        # The step's blocks and their number, as arguments of the kernel `widen`.
         self._block_list = (torch.empty(0), torch.empty(0))
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
@@ -142,5 +145,5 @@ class FlashInferMLABackend(FlashInferBase):
 
 
 def _split_into_heads(latents: Tensor) -> Tensor:
-    """[..., 576] -> [..., 9, 64]"""
+    """Views latents [..., 576] as 9 heads: [..., 9, 64]."""
     return latents.view(*latents.shape[:-1], -1, ROPE_DIM)

@@ -1,18 +1,18 @@
-"""How much workspace FlashInfer's planner takes at most.
+"""Computes the largest workspace that plans of FlashInfer need.
 
 The numbers hold for the FlashInfer version in pyproject.toml. A plan of a step cuts
-contexts into pieces. The partial results of the pieces lie in the float workspace until
-they are merged; the list of the pieces lies in the int workspace. This module sizes
-both, once, for the largest steps of an engine, because a larger plan would raise. It
-imports neither torch nor flashinfer.
+contexts into pieces. The float workspace holds the partial results of the pieces until
+they are merged. The int workspace holds the list of the pieces. FlashInfer raises an
+error if a plan does not fit. So this module computes both sizes once, for the largest
+steps of an engine. It imports neither torch nor flashinfer.
 
-- FlashAttention-2 uses tiles of `tile` packed rows. There is a packed row for each
-  query token and each query head of a KV head. It cuts contexts only while tiles times
-  pieces are at most the thread blocks that the GPU runs concurrently.
+- FlashAttention-2 divides queries into tiles of packed rows. Each query token has a
+  packed row for each query head that shares its KV head. Contexts are cut only while
+  tiles times pieces are at most the thread blocks that the GPU runs concurrently.
 - FlashAttention-3 cuts no contexts, but lists its tiles for each head.
-- Multi-head latent attention cuts into at most twice as many pieces as the GPU has
-  multiprocessors. It lists them in a buffer of fixed size; support.py checks that they
-  fit.
+- The kernel of multi-head latent attention (MLA) cuts contexts into at most twice as
+  many pieces as the GPU has multiprocessors. Its list of pieces has a fixed size, and
+  attention/support.py checks that the pieces of the largest step fit.
 """
 
 from collections.abc import Iterator
@@ -23,36 +23,39 @@ from typing import Final
 from attention.support import LATENT_DIM, StepLimits
 
 BLOCKS_PER_SM: Final = 2  # thread blocks, as FlashInfer's planner counts them
-MIN_INT_BYTES: Final = 8 * 2**20  # int workspace of a wrapper as FlashInfer creates it
+# FlashInfer's default int workspace of a wrapper; a smaller one is never needed.
+DEFAULT_INT_BYTES: Final = 8 * 2**20
 
 _ALIGNMENT: Final = 16
 _FLOAT_BYTES: Final = 4
 _INT_BYTES: Final = 4
-_LATENT_BYTES: Final = 2  # partial results of latents are in 16 bits
+_LATENT_BYTES: Final = 2  # of an element; partial results of latents are in 16 bits
+# Lists of the int workspace that have an entry for each work item.
 _FA2_LISTS: Final = 3
 _FA3_LISTS: Final = 7
-_FA3_TILE: Final = 128  # the smaller one of the planner's tiles; the other is 192
+_FA3_TILE: Final = 128  # query tokens of the planner's smaller tile; the larger has 192
 _FA3_MAX_TILES_PER_HEAD: Final = 4096  # with more tiles, all heads share one list
-_MLA_TILE: Final = 64  # rows of one thread block; two may work together
-_AMPERE: Final = 8
+# Query rows of one thread block; a cluster of two thread blocks computes 128.
+_MLA_BLOCK_ROWS: Final = 64
+_AMPERE: Final = 8  # major compute capability
 
 
 class WorkspaceTooSmall(ValueError):
     """FlashInfer needs more workspace than this module computed.
 
-    The message says what helps.
+    The message names the sizes and how to avoid the error.
     """
 
 
 @dataclass(frozen=True)
 class Gpu:
-    num_sms: int
-    capability: int  # major
+    num_sms: int  # streaming multiprocessors
+    capability: int  # the major compute capability
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes that the largest plan takes."""
+    """Bytes of the float workspace and of the int workspace of the largest plan."""
 
     floats: int
     ints: int
@@ -61,37 +64,46 @@ class Workspace:
 def workspace_of(
     num_q_heads: int, num_kv_heads: int, head_dim: int, limits: StepLimits, gpu: Gpu
 ) -> Workspace:
-    """The workspace of attention over keys and values; heads are those of one rank."""
+    """Returns the workspace of attention over keys and values.
+
+    Args:
+        num_q_heads, num_kv_heads: Heads of one rank.
+        limits: The largest steps.
+    """
     group = num_q_heads // num_kv_heads
-    max_works = BLOCKS_PER_SM * gpu.num_sms // num_kv_heads  # tiles times pieces
-    tile = _tile(limits.max_tokens * group, head_dim, gpu)
-    rows = max(1, -(-max_works * tile // group))
+    # Work items (query tiles times pieces of contexts) of each KV head.
+    max_work_items = BLOCKS_PER_SM * gpu.num_sms // num_kv_heads
+    tile = _tile_rows(limits.max_tokens * group, head_dim, gpu)
+    rows = max(1, -(-max_work_items * tile // group))
     output_bytes = _aligned(num_q_heads * rows * head_dim * _FLOAT_BYTES)
     lse_bytes = _aligned(num_q_heads * rows * _FLOAT_BYTES)
     return Workspace(
         floats=output_bytes + lse_bytes,
         ints=max(
-            MIN_INT_BYTES,
-            _fa2_int_bytes(group, max_works, limits),
+            DEFAULT_INT_BYTES,
+            _fa2_int_bytes(group, max_work_items, limits),
             _fa3_int_bytes(num_q_heads, limits, gpu),
         ),
     )
 
 
 def latent_workspace_of(gpu: Gpu) -> Workspace:
-    """The workspace of attention over latents, which is the same for all steps."""
-    rows = 2 * gpu.num_sms * _MLA_TILE
+    """Returns the workspace of attention over latents, which is equal for all steps."""
+    rows = 2 * gpu.num_sms * _MLA_BLOCK_ROWS
     output_bytes = _aligned(rows * LATENT_DIM * _LATENT_BYTES)
     lse_bytes = _aligned(rows * _FLOAT_BYTES)
-    return Workspace(output_bytes + lse_bytes, MIN_INT_BYTES)
+    return Workspace(output_bytes + lse_bytes, DEFAULT_INT_BYTES)
 
 
 @contextmanager
 def explain_overflow(workspace: Workspace, limits: StepLimits) -> Iterator[None]:
     """Encloses a plan and explains FlashInfer's error if the workspace is too small.
 
+    Args:
+        workspace: The workspace that was computed for `limits`.
+
     Raises:
-        WorkspaceTooSmall: Names the sizes and what helps.
+        WorkspaceTooSmall: FlashInfer raised an error about its workspace.
     """
     try:
         yield
@@ -101,14 +113,14 @@ def explain_overflow(workspace: Workspace, limits: StepLimits) -> Iterator[None]
         raise WorkspaceTooSmall(
             f"FlashInfer's plan of a step does not fit into the computed "
             f"{workspace.floats / 2**20:.0f} MiB (and {workspace.ints / 2**20:.0f} MiB "
-            f"of indices) for steps of {limits.max_seqs} sequences and "
+            f"for indices) for steps of {limits.max_seqs} sequences and "
             f"{limits.max_tokens} tokens ({error}): lower --max-num-seqs, use the "
             "FlashInfer version that pyproject.toml names, or --attention-backend torch"
         ) from error
 
 
-def _tile(packed_rows: int, head_dim: int, gpu: Gpu) -> int:
-    """Packed rows of a thread block's tile.
+def _tile_rows(packed_rows: int, head_dim: int, gpu: Gpu) -> int:
+    """Returns the number of packed rows of FlashAttention-2's tiles.
 
     Args:
         packed_rows: Average packed rows of a sequence.
@@ -118,15 +130,21 @@ def _tile(packed_rows: int, head_dim: int, gpu: Gpu) -> int:
     return 16 if packed_rows <= 16 and gpu.capability >= _AMPERE else 64
 
 
-def _fa2_int_bytes(group: int, pieces: int, limits: StepLimits) -> int:
+def _fa2_int_bytes(group: int, max_work_items: int, limits: StepLimits) -> int:
+    """Returns the int workspace of FlashAttention-2.
+
+    Args:
+        group: Query heads that share a KV head.
+        max_work_items: Work items of a KV head, if contexts are cut.
+    """
     max_seqs = limits.max_seqs
     max_tokens = limits.max_tokens
-    # Tiles have 64 rows or more, except for sequences of 16 packed rows or fewer. Such
-    # a sequence is in one or two tiles.
+    # Tiles have at least 64 rows, unless sequences have at most 16 packed rows on
+    # average. In that case tiles have 16 rows.
     tiles_of_tokens = -(-max_tokens * group // 64)
     tiles_of_short = max_seqs + max_seqs // 16 + 1
     tiles = max(tiles_of_tokens, tiles_of_short) + max_seqs
-    listed = max(pieces, tiles)
+    listed = max(max_work_items, tiles)
     sizes = [
         *[_INT_BYTES * listed] * _FA2_LISTS,
         _INT_BYTES * (max_seqs + 1),
@@ -140,8 +158,8 @@ def _fa2_int_bytes(group: int, pieces: int, limits: StepLimits) -> int:
 
 def _fa3_int_bytes(num_q_heads: int, limits: StepLimits, gpu: Gpu) -> int:
     tiles = -(-limits.max_tokens // _FA3_TILE) + limits.max_seqs - 1
-    works = max(tiles, min(tiles, _FA3_MAX_TILES_PER_HEAD) * num_q_heads)
-    sizes = [*[_INT_BYTES * works] * _FA3_LISTS, _INT_BYTES * (gpu.num_sms + 1)]
+    listed = max(tiles, min(tiles, _FA3_MAX_TILES_PER_HEAD) * num_q_heads)
+    sizes = [*[_INT_BYTES * listed] * _FA3_LISTS, _INT_BYTES * (gpu.num_sms + 1)]
     return sum(map(_aligned, sizes))
 
 

@@ -1,7 +1,7 @@
 """Decode steps by Baton's own kernels, which cut contexts into pieces (split KV).
 
-FlashInfer's decode kernels take longer, above all for few sequences, and read FP8 no
-faster than 16 bits: docs/performance.md has the measurements.
+FlashInfer's decode kernels are slower than these, above all for few sequences, and read
+FP8 no faster than 16 bits: docs/performance.md has the measurements.
 """
 
 from typing import Final
@@ -13,16 +13,16 @@ from torch import Tensor
 from attention.base import AttentionKind, Int32s, Pages
 from attention.flashinfer_base import CapturedBuffers, pinned
 
-SPARE_PIECES: Final = 16
-TILE: Final = 64  # tokens; a piece is a multiple of it
-_BLOCKS_PER_SM: Final = 3
+SPARE_PIECES: Final = 16  # pieces beyond one per sequence, for long contexts
+TILE: Final = 64  # tokens; the length of a piece is a multiple of TILE
+_BLOCKS_PER_SM: Final = 3  # thread blocks that fill a streaming multiprocessor
 
 
-def num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Number of pieces that a step may have.
+def max_num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """Returns the maximum number of context pieces of a step.
 
-    This is enough to fill the GPU. SPARE_PIECES allow for contexts that are longer than
-    others.
+    The pieces of all KV heads together are enough to fill the GPU. There are at least
+    SPARE_PIECES more pieces than sequences, so that long contexts can be cut.
     """
     return max(num_seqs + SPARE_PIECES, _BLOCKS_PER_SM * num_sms // num_kv_heads)
 
@@ -31,13 +31,13 @@ def plan_pieces(lens: Int32s, max_pieces: int) -> Int32s:
     """Cuts contexts into at most `max_pieces` pieces, as short as possible.
 
     Args:
-        lens: [S] tokens of the contexts, S <= max_pieces.
+        lens: int32 [S], tokens of the contexts; S <= max_pieces.
 
     Returns:
         int32 [1 + max_pieces + S + 1], in this order:
-        - the tokens of a piece,
-        - the sequence of each piece, -1 for pieces that are not used,
-        - the first piece of each sequence, and the end of the last one.
+        - 1: the number of tokens of a piece,
+        - max_pieces: the sequence of each piece, -1 for pieces that are not used,
+        - S + 1: the first piece of each sequence, then the number of used pieces.
     """
     tiles = -(-lens // TILE)
     low = 1
@@ -58,13 +58,20 @@ def plan_pieces(lens: Int32s, max_pieces: int) -> Int32s:
 
 
 class PieceDecode:
-    """Attends for single queries; `run` has the signature of FlashInfer's wrappers.
+    """Attends for one query token of each sequence.
+
+    `run` accepts the arguments that Baton passes to FlashInfer's wrappers.
 
     Args:
-        heads: Query heads, KV heads and elements of one head.
-        workspace: Memory for partial results, of `partial_bytes` or more.
-        captured: The buffers that graphs of steps of `num_seqs` sequences read, in
-            addition to the plan that is kept here.
+        heads: Number of query heads, number of KV heads, elements of one head.
+        block_size: Tokens of a block.
+        kind: The window and the soft cap.
+        scale: Factor of the scores, without the scale of FP8 keys.
+        workspace: Memory for partial results, at least `partial_bytes`.
+        num_sms: Streaming multiprocessors of the GPU.
+        captured: The buffers with the pages of steps that run as CUDA graphs; None:
+            steps do not run as graphs.
+        num_seqs: Sequences of a captured step; only used with `captured`.
     """
 
     def __init__(
@@ -88,22 +95,23 @@ class PieceDecode:
         self._scale = scale
         self._workspace = workspace.view(torch.float32)
         self._num_sms = num_sms
-        # Larger tiles do not fit into shared memory.
+        # With heads of more than 128 elements, tiles of TILE tokens do not fit into
+        # shared memory.
         self._tile = min(TILE, TILE * 128 // heads[2])
         self._captured: list[Tensor] = []
         if captured is not None:
-            size = num_pieces(num_seqs, heads[1], num_sms) + num_seqs + 2
+            size = max_num_pieces(num_seqs, heads[1], num_sms) + num_seqs + 2
             plan = torch.zeros(size, dtype=torch.int32, device=workspace.device)
             indptr = captured.indptr[: num_seqs + 1]
             self._captured = [plan, indptr, captured.indices, captured.last_page_lens]
 
     def plan(self, pages: Pages) -> None:
-        """Takes the step's contexts.
+        """Plans a step with the contexts in `pages`.
 
-        For captured steps, the caller has written the pages to the buffers already.
+        For captured steps, the caller must copy `pages` to the captured buffers.
         """
         lens = (np.diff(pages.indptr) - 1) * self._block_size + pages.last_page_lens
-        self._max_pieces = num_pieces(len(lens), self._heads[1], self._num_sms)
+        self._max_pieces = max_num_pieces(len(lens), self._heads[1], self._num_sms)
         plan = plan_pieces(lens.astype(np.int32), self._max_pieces)
         self._planned = self._captured
         if self._captured:
@@ -125,12 +133,12 @@ class PieceDecode:
         v_scale: float,
         lse: Tensor | None = None,
         return_lse: bool = False,
-        crowded: bool | None = None,
+        small_programs: bool | None = None,
     ) -> None:
         """Attends for the planned step; see attention.kernels.decode.attend.
 
-        `return_lse` is accepted because FlashInfer's wrappers need it; it has no
-        effect.
+        `return_lse` exists only for compatibility with FlashInfer's wrappers. It is
+        ignored: `lse` is filled whenever it is given.
         """
         if lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -147,17 +155,17 @@ class PieceDecode:
             scale=self._scale * k_scale,
             value_scale=v_scale,
             tile=self._tile,
-            crowded=crowded,
+            small_programs=small_programs,
         )
 
 
 def partial_bytes(heads: tuple[int, int, int], num_seqs: int, num_sms: int) -> int:
-    """Bytes of the partial results of a step of `num_seqs` sequences.
+    """Returns the bytes of the partial results of a step of `num_seqs` sequences.
 
     Args:
-        heads: Query heads, KV heads and elements of one head.
+        heads: Number of query heads, number of KV heads, elements of one head.
     """
     num_q_heads, num_kv_heads, head_dim = heads
-    return (
-        num_pieces(num_seqs, num_kv_heads, num_sms) * num_q_heads * (head_dim + 1) * 4
-    )
+    max_pieces = max_num_pieces(num_seqs, num_kv_heads, num_sms)
+    # A piece has an output of head_dim floats and a log-sum-exp for each query head.
+    return max_pieces * num_q_heads * (head_dim + 1) * 4

@@ -1,4 +1,4 @@
-"""Attention backends by name."""
+"""Creates attention backends by name, and compiles their kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,17 +33,17 @@ def create_backend(
     Args:
         name: "flashinfer", "torch" or "auto": flashinfer on a GPU and torch elsewhere.
         limits: The largest steps that will be planned.
-        shared_with: A backend for the same steps whose workspace this one uses too. The
-            two must not run concurrently.
-        options: num_q_heads, head_dim and scale, as in AttentionBackend; dtype: of the
-            queries, by default the pool's.
+        shared_with: A backend for the same steps. The new backend uses its workspace,
+            so the two must not run concurrently.
+        options: num_q_heads, head_dim, scale and layers, as in AttentionBackend; dtype:
+            of the queries, by default the pool's.
 
     Raises:
         UnsupportedPool: The backend cannot read the pool.
         BackendMissing: The backend's package cannot be imported.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
-    if make is TorchBackend:  # it allocates per step and has no workspace to share
+    if make is TorchBackend:  # TorchBackend has no workspace to size or share
         return make(pool, **options)
     return make(pool, **options, limits=limits, shared_with=shared_with)
 
@@ -51,11 +51,13 @@ def create_backend(
 def backend_class(
     name: str, device: str, num_components: int
 ) -> Callable[..., AttentionBackend]:
-    """The class of the backend `name` over pools on `device`; see create_backend.
+    """Returns the class of a backend over pools on `device`.
 
     Args:
+        name: As for create_backend.
         device: "cpu" or "cuda".
-        num_components: Components of the pool's layout.
+        num_components: Components of the pool's layout: 2 for keys and values, 1 for
+            latents (MLA).
 
     Raises:
         BackendMissing: The backend's package cannot be imported.
@@ -81,9 +83,14 @@ def backend_class(
 def compile_modules(
     name: str, spec: AttentionSpec, device: torch.device, *, free_bytes: int
 ) -> None:
-    """Compiles the kernel modules that the backend `name` needs and that are missing.
+    """Compiles those kernel modules of the backend `name` that are not compiled yet.
 
-    The first time this takes minutes. See flashinfer_jit.py for details.
+    The first time this takes minutes; flashinfer_jit.py explains how it works.
+
+    Args:
+        spec: The pool and the queries that the modules serve.
+        device: The GPU that will run the modules.
+        free_bytes: Free memory of this machine, which bounds the compiler processes.
     """
     if resolve_backend_name(name, spec.device) == "flashinfer":
         from attention import flashinfer_jit

@@ -1,7 +1,8 @@
-"""Self-tests of attention's own kernels, which run before the kernels serve requests.
+"""Self-tests of Baton's own attention kernels, run before they serve requests.
 
 Compilers, drivers and GPUs differ, and a kernel that computes wrong numbers without an
-error would produce wrong text. The tests use the pool's null block.
+error would produce wrong text. The tests read and write the pool's null block only, and
+restore its content.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,12 @@ from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
 from kvcache import fp8
 
-_TOLERANCE: Final = 0.01  # outputs have 8 bits of precision
-# Tokens of sequences: less than a tile, one tile, and several pieces of several tiles.
+_TOLERANCE: Final = 0.01  # relative; outputs have 8 bits of precision
+# Tokens of contexts: less than a tile, one tile, and several pieces of several tiles.
 _CONTEXTS: Final = (5, 64, 4500)
-_NUM_SMS: Final = 1  # of a GPU that cuts contexts into the fewest pieces
-_SCALES: Final = (2.0, 0.5)  # of keys, and of values
-_NORM_FACTORS: Final = (2.0, 0.5)  # of queries, and of keys
+_NUM_SMS: Final = 1  # plans as for the smallest GPU: the fewest pieces
+_SCALES: Final = (2.0, 0.5)  # FP8 scales of keys, and of values
+_NORM_WEIGHTS: Final = (2.0, 0.5)  # of the norms of queries, and of keys
 _SMALL_EPS: Final = 1e-20
 _MAX_ERROR_CHARS: Final = 200
 
@@ -35,12 +36,15 @@ def check_storing(
     dtype: torch.dtype,
     num_q_heads: int = 0,
 ) -> None:
-    """Checks `store` with keys and values of `dtype`.
+    """Checks the kernel `store` with random keys and values of `dtype`.
 
-    With query heads, it also checks norms and rotation.
+    Args:
+        caches: The keys' cache and the values' cache, or only one: [B, H, N, D].
+        scales: FP8 scales of the caches.
+        num_q_heads: If not 0, norms and rotation of queries and keys are checked too.
 
     Raises:
-        UnsupportedPool: The kernel stores other elements than expected.
+        UnsupportedPool: The kernel stores wrong elements.
     """
     _run_check("stores KV", lambda: _check_store(caches, scales, dtype, num_q_heads))
 
@@ -53,8 +57,12 @@ def check_decoding(
 ) -> None:
     """Checks PieceDecode against plain attention, with queries of `dtype`.
 
+    Args:
+        caches: The keys' cache and the values' cache: [B, H, N, D].
+        kinds: The kinds of attention to check.
+
     Raises:
-        UnsupportedPool: The results differ.
+        UnsupportedPool: The results differ by more than the tolerance.
     """
 
     def compare() -> str | None:
@@ -68,13 +76,15 @@ def check_decoding(
 
 
 def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> None:
-    """Checks `widen` from FP8 to 16 bits.
+    """Checks the kernel `widen`, which copies FP8 blocks to 16 bits.
 
     Args:
-        stored, wide: [B, H, N, D].
+        stored: FP8 blocks [B, H, N, D].
+        wide: 16-bit blocks [B, H, N, D] that `widen` fills.
+        packed: As for `widen`.
 
     Raises:
-        UnsupportedPool: The kernel reads other elements than expected.
+        UnsupportedPool: `widen` writes wrong elements.
     """
 
     def compare() -> str | None:
@@ -90,10 +100,14 @@ def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> Non
 
 
 def _run_check(action: str, check: Callable[[], str | None]) -> None:
-    """Runs the check of the kernel that does `action`.
+    """Runs the check of one kernel.
+
+    Args:
+        action: What the kernel does, for the error message.
+        check: Returns the problem, or None.
 
     Raises:
-        UnsupportedPool: The check failed or returned a problem.
+        UnsupportedPool: The check raised an error or returned a problem.
     """
     try:
         problem = check()
@@ -109,7 +123,7 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
 
 @contextmanager
 def _null_blocks(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The null blocks [H, N, D] of caches; restores their content at the end."""
+    """Yields the null block [H, N, D] of each cache, and restores them at exit."""
     blocks = [cache[0] for cache in caches]
     saved = [block.clone() for block in blocks]
     try:
@@ -135,17 +149,17 @@ def _check_store(
 
 
 def _exact_rope_norms(cache: Tensor, dtype: torch.dtype) -> list[RopeNormArgs]:
-    """Arguments with which rotation and norms round nothing.
+    """Returns arguments with which rotation and norms are exact in any dtype.
 
-    The rotation is by a quarter turn. The norms scale elements of -1 and 1 by powers of
-    two.
+    The rotation is by a quarter turn. The weights of the norms are powers of two, and
+    the caller norms elements of -1 and 1 only.
     """
     num_tokens, dim = cache.shape[2:]
     is_sine = torch.arange(dim, device=cache.device) >= dim // 2
     cos_sin = is_sine.float().repeat(num_tokens, 1)
     q_norm, k_norm = (
-        torch.full((dim,), factor, device=cache.device, dtype=dtype)
-        for factor in _NORM_FACTORS
+        torch.full((dim,), weight, device=cache.device, dtype=dtype)
+        for weight in _NORM_WEIGHTS
     )
     return [
         RopeNormArgs(cos_sin),
@@ -160,7 +174,7 @@ def _count_wrong(
     num_q_heads: int,
     rope_norm: RopeNormArgs | None,
 ) -> Tensor:
-    """Stores random elements; returns how many of q and of the blocks are wrong."""
+    """Stores random elements and counts wrong ones in q and in the null blocks."""
     num_heads, num_tokens, dim = caches[0].shape[1:]
     device = caches[0].device
     has_norms = rope_norm is not None and rope_norm.norms is not None
@@ -174,9 +188,9 @@ def _count_wrong(
     expected_q = q
     expected = list(components)
     if rope_norm is not None:
-        q_factor, k_factor = _NORM_FACTORS if has_norms else (1.0, 1.0)
-        expected_q = _quarter_turn(q) * q_factor
-        expected[0] = _quarter_turn(components[0]) * k_factor
+        q_weight, k_weight = _NORM_WEIGHTS if has_norms else (1.0, 1.0)
+        expected_q = _quarter_turn(q) * q_weight
+        expected[0] = _quarter_turn(components[0]) * k_weight
     slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
     values = components[1] if len(components) > 1 else None
     with _null_blocks(caches) as blocks:
@@ -189,7 +203,7 @@ def _count_wrong(
 
 
 def _quarter_turn(x: Tensor) -> Tensor:
-    """[..., D], with its first half rotated against its second half by 90 degrees."""
+    """Rotates the first half of `x` [..., D] by 90 degrees, towards its second half."""
     half = x.shape[-1] // 2
     return torch.cat([-x[..., half:], x[..., :half]], -1)
 
@@ -200,7 +214,7 @@ def _decode_errors(
     num_q_heads: int,
     kind: AttentionKind,
 ) -> list[Tensor]:
-    """Relative errors of each context's output and log-sum-exp.
+    """Returns the relative errors of each context's output and log-sum-exp.
 
     An error is the norm of the difference divided by the norm of the expected tensor.
     """
@@ -210,8 +224,8 @@ def _decode_errors(
     num_seqs = len(_CONTEXTS)
     workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    # The query's scale is divided by the keys' scale, so that scores are as without
-    # FP8.
+    # PieceDecode multiplies scores by the keys' scale. The softmax scale is divided by
+    # it here, so that the keys' scale cancels out.
     scale = dim**-0.5 / _SCALES[0]
     decode = PieceDecode(heads, block_size, kind, scale, workspace, _NUM_SMS)
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
@@ -221,7 +235,7 @@ def _decode_errors(
         for block in (key, value):
             block.copy_(torch.randn(block.shape, device=device))
         decode.plan(_null_pages(block_size))
-        for crowded in (False, True):
+        for small_programs in (False, True):
             out = torch.empty_like(q)
             lse = torch.empty(q.shape[:2], device=device)
             decode.run(
@@ -231,7 +245,7 @@ def _decode_errors(
                 k_scale=_SCALES[0],
                 v_scale=_SCALES[1],
                 lse=lse,
-                crowded=crowded,
+                small_programs=small_programs,
             )
             results.append((out, lse))
         for row, length in enumerate(_CONTEXTS):
@@ -244,7 +258,7 @@ def _decode_errors(
 
 
 def _null_pages(block_size: int) -> Pages:
-    """Contexts of _CONTEXTS tokens whose blocks are all the null block."""
+    """Returns the pages of contexts of _CONTEXTS tokens that repeat the null block."""
     counts = -(-np.array(_CONTEXTS, np.int32) // block_size)
     indptr = np.cumsum([0, *counts], dtype=np.int32)
     return Pages(
@@ -257,10 +271,11 @@ def _null_pages(block_size: int) -> Pages:
 def _attend_repeated_block(
     q: Tensor, key: Tensor, value: Tensor, length: int, kind: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Plain attention over a context that repeats one block of keys and values.
+    """Computes plain attention over a context that repeats one block.
 
     Args:
-        q: [Hq, D]; key, value: [H, N, D].
+        q: [Hq, D], one token's query.
+        key, value: [H, N, D], the block's keys and values.
         length: Tokens of the context.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The limits of each attention backend, known before a model is loaded.
+"""The limits of each attention backend, which are checked before a model is loaded.
 
 This module imports neither torch nor flashinfer.
 """
@@ -10,16 +10,17 @@ from protocol.handshake import FP8
 
 LATENT_DIM: Final = 512
 ROPE_DIM: Final = 64
-# Rows of the MLA kernel's tile. With a number of heads that does not divide it, the
-# kernel loses keys at tile borders.
+# Query rows of the MLA kernel's tile: one for each query token and head. The kernel
+# loses keys at tile borders unless the number of heads divides this number.
 QUERY_TILE: Final = 128
 
 _HEAD_DIMS: Final = (64, 128, 256)
 _DTYPES: Final = ("bfloat16", "float16")
 # FlashInfer's MLA plan has space for this many work items: query tiles times pieces of
 # contexts.
-_MLA_MAX_WORKS: Final = 16384
-# Queries times heads; half of it where sequences have 64 or fewer.
+_MLA_MAX_WORK_ITEMS: Final = 16384
+# Query rows of a planned tile. The planner uses half as many if sequences have at most
+# 64 rows on average.
 _MLA_TILE: Final = 128
 _MAX_SMS: Final = 256  # more streaming multiprocessors than any GPU has
 
@@ -34,11 +35,11 @@ class AttentionSpec:
 
     device: str  # "cpu" | "cuda"
     dtype: str  # of the queries
-    kv_dtype: str
-    head_dim: int  # elements of a head in the KV cache, or of a latent
+    kv_dtype: str  # of the KV pool
+    head_dim: int  # elements of a head in the KV pool; MLA: of latent and rope part
     num_components: int  # 2: keys and values; 1: latents
     num_q_heads: int  # of one rank
-    # (has a window, has a soft cap): the combinations that the model's layers have.
+    # The combinations of (has a window, has a soft cap) of the model's layers.
     kinds: tuple[tuple[bool, bool], ...] = ((False, False),)
 
     @property
@@ -66,10 +67,11 @@ def resolve_backend_name(name: str, device: str) -> str:
 
 
 def check_supported(name: str, spec: AttentionSpec, limits: StepLimits) -> None:
-    """Checks that the backend `name` can serve `spec` in steps up to `limits`.
+    """Checks that the backend `name` can serve `spec` in steps of up to `limits`.
 
     Raises:
-        UnsupportedPool: Names the limit, the value and the option that helps.
+        UnsupportedPool: The backend cannot; the message names the limit, the value and
+            the option to change.
     """
     if resolve_backend_name(name, spec.device) == "torch":
         return
@@ -88,10 +90,10 @@ def check_supported(name: str, spec: AttentionSpec, limits: StepLimits) -> None:
 
 
 def extra_bytes_per_block(name: str, spec: AttentionSpec, block_size: int) -> int:
-    """Bytes that the backend `name` allocates for each block, the pool excluded.
+    """Returns the bytes that a backend allocates per block, in addition to the pool.
 
-    Only latents in FP8 need any: the backend keeps one layer's latents in the queries'
-    16 bits.
+    Only FP8 latents need any: the backend `name` copies each layer's blocks, widened to
+    16 bits, into one buffer that all layers share.
     """
     if not spec.is_latent or spec.kv_dtype != FP8:
         return 0
@@ -128,12 +130,13 @@ def _check_latents(spec: AttentionSpec, limits: StepLimits) -> None:
     max_seqs = min(limits.max_seqs, limits.max_tokens)
     tiles_if_long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + max_seqs
     tiles_if_short = 2 * max_seqs + 2 * max_seqs // _MLA_TILE + 1
-    # The planner cuts at most one piece per multiprocessor beyond one for each tile.
-    works = max(tiles_if_long, tiles_if_short) + _MAX_SMS
-    if works > _MLA_MAX_WORKS:
+    # The planner makes one work item for each tile, and at most one more for each
+    # multiprocessor.
+    max_work_items = max(tiles_if_long, tiles_if_short) + _MAX_SMS
+    if max_work_items > _MLA_MAX_WORK_ITEMS:
         raise _unsupported(
-            f"splits a step over latents into {_MLA_MAX_WORKS} parts at most; "
+            f"splits a step over latents into {_MLA_MAX_WORK_ITEMS} parts at most; "
             f"{limits.max_tokens} tokens of {max_seqs} sequences with {num_q_heads} "
-            f"query heads may take {works}: lower --max-num-batched-tokens or "
+            f"query heads may take {max_work_items}: lower --max-num-batched-tokens or "
             "--max-num-seqs, use a larger --tp, or"
         )

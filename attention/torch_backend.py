@@ -1,11 +1,11 @@
 """The attention backend in plain torch, for pools of any layout, on CPU and GPU.
 
-The pool is seen as a matrix of rows of head_dim elements (attention/torch_plan.py), so
-layouts and block sizes differ in indices only. All rows of one query token take a
-decode path together (attention/torch_decode.py). Each chunk of a prompt is computed on
-its own: its new tokens causally, its cached context as a second part that is merged in.
-With a window or a soft cap, both parts are computed at once. Layers of one kind share a
-plan.
+The pool is viewed as a matrix of rows of head_dim elements (attention/torch_plan.py),
+so layouts and block sizes differ in indices only. All sequences with a single query
+token are computed together (attention/torch_decode.py). Each chunk of a prompt is
+computed separately: attention to the chunk's own tokens and attention to the prompt's
+cached context, then a merge of the two results. With a window or a soft cap, both are
+computed at once. Layers of one kind share a plan.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,15 @@ from attention.torch_plan import RowMap, decode_groups, prefill_chunks
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-# Query heads per KV head up to which reading in place is faster than a copy.
+# SparseDecode is faster than GatherDecode up to this many query heads per KV head.
 _MAX_SPARSE_GROUP = 4
 
 
 class _Cache(NamedTuple):
-    """One layer's keys and values: the pool's rows, shifted to them.
+    """One layer's keys and values, as views of the pool's rows [rows, D].
 
-    MLA has one component, so that both fields are the same tensor.
+    A row index of RowMap is valid in the views of all layers. For MLA, which has one
+    component, both fields are the same tensor.
     """
 
     k_rows: Tensor
@@ -44,13 +45,16 @@ class _Cache(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What a step's layers of one kind read.
+    """The plan of a step for all layers of one kind.
 
     Attributes:
-        chunks: For each chunk of a prompt its rows of the step, and the pool's rows of
-            the cached context that it sees.
-        decode_rows: Rows of the step with a single query token; None: there are none.
-        is_decode_in_order: The step has decode rows only, in the order of the plan.
+        chunks: For each chunk of a prompt, its rows of the step, and the pool's rows of
+            the cached context that the chunk sees. None: there is no such context.
+        decode: Attends for the decode rows.
+        decode_rows: int64, the step's decode rows in the order of `decode`'s plan;
+            None: there are none.
+        is_decode_in_order: Whether the step has decode rows only, and `decode`'s plan
+            has the order of the step.
     """
 
     kind: AttentionKind
@@ -61,7 +65,12 @@ class _Plan:
 
 
 class TorchBackend(AttentionBackend):
-    """See AttentionBackend. `dtype` is that of the queries; the pool's may differ."""
+    """See AttentionBackend.
+
+    Args:
+        dtype: The queries' dtype; by default the pool's.
+        sizes: num_q_heads, head_dim, scale and layers, as in AttentionBackend.
+    """
 
     def __init__(
         self, pool: KVPool, *, dtype: torch.dtype | None = None, **sizes: Any
@@ -163,8 +172,8 @@ class TorchBackend(AttentionBackend):
         *,
         lse: Tensor | None = None,
     ) -> Tensor:
-        # With the up-projections absorbed, the cached row is the only key and, except
-        # for its rope part, the only value of all heads.
+        # With the up-projections absorbed, all heads share the cached row as their key
+        # and, except for its rope part, as their value.
         q = torch.cat([q_latent, q_rope], -1)
         row = latent.unsqueeze(1)
         return self.forward(layer, q, row, row, lse=lse)[..., : q_latent.shape[-1]]
@@ -180,7 +189,10 @@ class TorchBackend(AttentionBackend):
         scale: float,
         lse: Tensor | None,
     ) -> Tensor:
-        """Attention of all rows, before FP8 scales are applied to the output."""
+        """Attends for all rows of the step.
+
+        The caller multiplies the returned output by the values' FP8 scale.
+        """
         decode = plan.decode
         if plan.is_decode_in_order:
             return decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, lse=lse)
@@ -206,10 +218,14 @@ class TorchBackend(AttentionBackend):
         return out
 
     def _write(self, rows: Tensor, new: Tensor, scale: float) -> Tensor:
-        """Stores [T, H, D] by slot.
+        """Stores the keys or values `new` [T, H, D] in the step's slots.
+
+        Args:
+            rows: The layer's view of the pool.
+            scale: The FP8 scale; 1.0 for all other dtypes.
 
         Returns:
-            The elements as a later step will read them, not yet scaled.
+            The elements [T, H, D] as a later step reads them, without the FP8 scale.
         """
         flat = new.reshape(-1, self.head_dim)
         stored = fp8.to_stored(flat, self.pool.tensor.dtype, scale)
@@ -226,8 +242,13 @@ class TorchBackend(AttentionBackend):
         context_rows: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one chunk."""
-        # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
+        """Attends for one chunk of a prompt.
+
+        Returns:
+            The output [H, Hq/H, chunk, D] and the log-sum-exp [H, Hq/H, chunk].
+        """
+        # Query heads are grouped by KV head: [chunk, H, Hq/H, D] becomes
+        # [H, Hq/H, chunk, D].
         grouped = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim)
         queries = grouped.permute(1, 2, 0, 3)
 
@@ -244,7 +265,7 @@ class TorchBackend(AttentionBackend):
         def attend(
             keys: Tensor, values: Tensor, *, causal: bool
         ) -> tuple[Tensor, Tensor]:
-            # [H, n, D] -> [H, Hq/H, n, D], the same memory for each query head.
+            # [H, n, D] becomes [H, Hq/H, n, D]; query heads of a KV head share memory.
             group_size = queries.shape[1]
             expanded = (
                 tensor.unsqueeze(1).expand(-1, group_size, -1, -1)
@@ -258,6 +279,6 @@ class TorchBackend(AttentionBackend):
         return merge_attention(out, lse, *attend(*parts[0], causal=False))
 
     def _read(self, rows: Tensor, indices: Tensor) -> Tensor:
-        """[H * n] rows as [H, n, D] in the queries' dtype."""
+        """Reads the rows `indices` [H * n] as [H, n, D] in the queries' dtype."""
         selected = fp8.from_stored(rows.index_select(0, indices), self._dtype)
         return selected.view(self.num_kv_heads, -1, self.head_dim)

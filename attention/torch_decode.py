@@ -1,14 +1,15 @@
 """Two implementations of attention of single query tokens over paged context, in torch.
 
-`SparseDecode` copies no KV. Scores are a sparse matrix with a row per sequence and
-query head and a column per pool row. `sampled_addmm` computes exactly the products that
-exist and reads the keys in place. `embedding_bag` sums the values weighted by the
-probabilities, again in place. Every row is computed on its own: a sequence's result
-does not depend on the batch it is in.
+`SparseDecode` copies no KV and serves float32 on the CPU only. Scores are a sparse
+matrix with a row for each query head of each sequence, and a column for each row of the
+pool. `sampled_addmm` reads the keys in place and computes only the products that the
+sparse matrix contains. `embedding_bag` reads the values in place and sums them,
+weighted by the probabilities. Each row of scores is computed separately, so a
+sequence's result does not depend on the batch.
 
 `GatherDecode` copies each group's context into a dense buffer and calls a fused kernel.
-It serves other dtypes and devices. It also serves many query heads per KV head (MLA
-above all), where the copy is worth its cost.
+It serves all dtypes and devices. With many query heads per KV head (MLA above all), the
+fused kernel saves more time than the copy takes.
 """
 
 import functools
@@ -26,7 +27,13 @@ from kvcache import fp8
 
 
 class SparseDecode:
-    """Reads the pool in place. CPU and float32 only."""
+    """Decodes over the pool in place, in float32 on the CPU.
+
+    Args:
+        num_q_heads: Query heads of this rank.
+        num_shared_rows: Rows of a layer's view of the pool; see RowMap.
+        soft_cap: See AttentionKind.
+    """
 
     grouping = Grouping(max_padding=0.2, max_tokens=1 << 62)
 
@@ -38,9 +45,13 @@ class SparseDecode:
         self._num_rows = num_shared_rows
 
     def plan(self, groups: list[DecodeGroup]) -> None:
-        """Takes the step's groups. The queries of `attend` follow in the same order."""
-        # A row of scores is a query head of a sequence. The rows of all groups follow
-        # one another.
+        """Plans a step.
+
+        `attend` takes the queries in the order of `groups`, and of the sequences in
+        each group.
+        """
+        # Each query head of each sequence has a row of scores. The rows of the first
+        # group come first.
         self._shapes = [
             (len(group.pool_rows), self._num_q_heads, group.width) for group in groups
         ]
@@ -51,9 +62,9 @@ class SparseDecode:
         num_rows = [num_seqs * num_heads for num_seqs, num_heads, _ in self._shapes]
         lengths = np.repeat(widths, num_rows)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self._bags = torch.from_numpy(starts[:-1])
-        # The scores of each layer go here. They start as zeros, because beta=0 times an
-        # old NaN would be NaN.
+        self._bag_starts = torch.from_numpy(starts[:-1])
+        # `attend` writes the scores of each layer to this tensor. Its first elements
+        # must not be NaN, because sampled_addmm multiplies them by beta=0.
         self._scores = torch.zeros(len(self._indices))
         self._pattern = torch.sparse_csr_tensor(
             torch.from_numpy(starts),
@@ -64,7 +75,7 @@ class SparseDecode:
         )
 
     def _rows_per_query_head(self, group: DecodeGroup) -> npt.NDArray[np.int64]:
-        """The pool rows [G, Hq, width] that each query head reads, flat."""
+        """Returns the pool rows that query heads read: [G, Hq, width], flattened."""
         repeats = self._num_q_heads // group.pool_rows.shape[1]
         return group.pool_rows.repeat(repeats, axis=1).reshape(-1)
 
@@ -77,16 +88,17 @@ class SparseDecode:
         scale: float,
         lse: Tensor | None,
     ) -> Tensor:
-        """Attention of a query token for each sequence.
+        """Attends for one query token of each of S sequences.
 
         Args:
-            q: [G, Hq, D]; k_rows, v_rows: [rows, D], the layer's keys and values (MLA:
-                the same).
+            q: [S, Hq, D], in the order of the plan.
+            k_rows, v_rows: [rows, D], the layer's keys and values. For MLA, both are
+                the same tensor.
             scale: Factor of the scores.
-            lse: float32 [G, Hq]; filled with the log-sum-exps.
+            lse: float32 [S, Hq]; filled with the log-sum-exps.
 
         Returns:
-            [G, Hq, D] in q's dtype.
+            [S, Hq, D] in q's dtype.
         """
         torch.sparse.sampled_addmm(
             self._pattern,
@@ -105,7 +117,7 @@ class SparseDecode:
         ]
         weights = torch.cat([torch.softmax(part, -1).flatten() for part in scores])
         out = torch.embedding_bag(
-            v_rows, self._indices, self._bags, mode=0, per_sample_weights=weights
+            v_rows, self._indices, self._bag_starts, mode=0, per_sample_weights=weights
         )[0]
         if lse is not None:
             lse.copy_(torch.cat([part.logsumexp(-1) for part in scores]))
@@ -113,17 +125,18 @@ class SparseDecode:
 
 
 class GatherDecode:
-    """Copies the context and calls a fused kernel. Any dtype and device.
+    """Decodes over dense copies of contexts, in any dtype and on any device.
 
     Args:
-        dtype: Of the queries.
+        dtype: The queries' dtype.
+        soft_cap: See AttentionKind.
     """
 
     def __init__(
         self, *, head_dim: int, dtype: torch.dtype, device: str, soft_cap: float = 0.0
     ) -> None:
-        # Fused kernels need biases of 16 elements. On a GPU, launches cost more than
-        # padding.
+        # Fused kernels need rows of a bias to be multiples of 16 elements. A GPU gets
+        # larger groups with more padding, because launches cost more than padding.
         if torch.device(device).type == "cpu":
             self.grouping = Grouping(max_padding=0.2, max_tokens=1 << 15, multiple=16)
         else:
@@ -135,7 +148,7 @@ class GatherDecode:
         self._buffers = [torch.empty(0), torch.empty(0)]  # of keys, and of values
 
     def plan(self, groups: list[DecodeGroup]) -> None:
-        """Takes the step's groups, as SparseDecode.plan."""
+        """Plans a step; see SparseDecode.plan."""
         self._shapes = [group.pool_rows.shape for group in groups]  # [G, H, width]
         self._indices = [
             torch.from_numpy(group.pool_rows.reshape(-1)).to(self._device)
@@ -153,7 +166,7 @@ class GatherDecode:
         scale: float,
         lse: Tensor | None,
     ) -> Tensor:
-        """Attention of a query token for each sequence, as SparseDecode.attend."""
+        """Attends for one query token of each sequence; see SparseDecode.attend."""
         outs = []
         start = 0
         for (num_seqs, heads, width), indices, bias in zip(
@@ -162,7 +175,8 @@ class GatherDecode:
             shape = (num_seqs, heads, width, self._head_dim)
             k = self._gather(0, k_rows, indices).view(shape)
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
-            # The query heads of one KV head become query positions: no KV is repeated.
+            # The query heads of a KV head become the kernel's query positions, so that
+            # no KV is repeated for them.
             stop = start + num_seqs
             group_q = q[start:stop].reshape(num_seqs, heads, -1, self._head_dim)
             out, group_lse = dense_attention(
@@ -175,9 +189,13 @@ class GatherDecode:
         return torch.cat(outs)
 
     def _gather(self, component: int, rows: Tensor, indices: Tensor) -> Tensor:
-        """[n, D] rows in the queries' dtype, in a buffer.
+        """Copies the rows `indices` to [n, D] in the queries' dtype.
 
-        The buffer is reused: memory pages from a new allocation cost more.
+        The copy is in a buffer that the next call overwrites. Reuse is faster than a
+        new allocation, which the operating system maps page by page.
+
+        Args:
+            component: 0 for keys, 1 for values; each has a buffer of its own.
         """
         buffer = self._buffers[component]
         num_elements = len(indices) * self._head_dim
@@ -191,11 +209,11 @@ class GatherDecode:
 
 
 def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor | None:
-    """A bias [G, 1, width]: 0 on a group's tokens and -inf on its padding.
+    """Returns a bias [G, 1, width]: 0 for contexts' tokens and -inf for padding.
 
-    None if the group has no padding.
+    Returns None if the group has no padding.
     """
-    if not group.is_padded:
+    if not group.has_padding:
         return None
     is_padding = np.arange(group.width) >= group.context_lens[:, None]
     bias = torch.zeros(is_padding.shape, dtype=dtype)
@@ -205,7 +223,10 @@ def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor
 
 @functools.cache
 def sparse_decode_works() -> bool:
-    """Whether this torch build has the sparse kernels; it may lack them without MKL."""
+    """Returns whether this torch build has the sparse kernels of SparseDecode.
+
+    Builds without MKL may lack these kernels.
+    """
     offsets = torch.tensor([0, 1])
     rows = torch.ones(2, 4)
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Attention over dense keys and values, for the torch backend.
 
-Plain scores use fused kernels. Scores with a window or a soft cap are computed piece by
-piece of the queries.
+Attention without a window and a soft cap uses fused kernels. Attention with either of
+them is computed for a limited number of queries at a time.
 """
 
 from typing import Final
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attention.base import AttentionKind
 
-_MAX_SCORES: Final = 2**24  # scores held at once, of all heads
-# Queries of a piece in a window: the more there are, the more scores are masked.
+_MAX_SCORES: Final = 2**24  # scores in memory at once, of all heads together
+# Queries that are computed at once. With a window, a larger number would compute more
+# scores that are then masked.
 _MAX_QUERIES: Final = 512
-_ALIGNMENT: Final = 16  # elements; fused kernels need it of the rows of a bias
+_ALIGNMENT: Final = 16  # elements; fused kernels need rows of a bias to be aligned
 
 
 def dense_attention(
@@ -29,13 +30,15 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax(scale * q k^T + bias) v.
 
-    Only a soft cap makes this function hold all scores at once.
+    All scores are in memory at once only if there is a soft cap.
 
     Args:
-        q: [A, B, Tq, D]; k, v: [A, B, Tk, D], where an expanded axis costs no copy.
-        causal: Query i sees keys 0..i; needs Tq == Tk, and no soft cap.
+        q: [A, B, Tq, D].
+        k, v: [A, B, Tk, D]; an expanded axis is not copied.
+        scale: Factor of the scores.
+        causal: Query i sees keys 0..i. This requires Tq == Tk and no soft cap.
         bias: Added to the scores, [A or 1, 1, Tq or 1, Tk] in q's dtype.
-        soft_cap: Of the scores before the bias; see attention.base.AttentionKind.
+        soft_cap: Applied to the scores before the bias is added; 0: no cap.
 
     Returns:
         The output [A, B, Tq, D] in q's dtype and the log-sum-exp, float32 [A, B, Tq].
@@ -61,11 +64,11 @@ def _soft_capped_attention(
 ) -> tuple[Tensor, Tensor]:
     shape = q.shape
     if k.stride(1) == 0:
-        # All of B share the keys' memory, so that their queries make one product.
+        # All entries of axis B share the keys' memory, so one product serves them all.
         q = q.flatten(1, 2)[:, None]
         k = k[:, :1]
         v = v[:, :1]
-    # In float32: products of 16 bits would be rounded before they are capped.
+    # Scores are float32, because 16-bit scores would be rounded before they are capped.
     scores = q.float() @ k.float().mT
     scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).view(*shape[:3], -1)
     scores = scores if bias is None else scores.add_(bias)
@@ -77,13 +80,14 @@ def _soft_capped_attention(
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets, from the result over each.
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
     Args:
-        out_a, out_b: [..., D]; lse_a, lse_b: float32 [...].
+        out_a, out_b: [..., D], the output over each set.
+        lse_a, lse_b: float32 [...], the log-sum-exp over each set.
 
     Returns:
-        The merged output in out_a's dtype and its log-sum-exp.
+        The merged output in out_a's dtype, and the merged log-sum-exp.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     weight_a = torch.exp(lse_a - lse).unsqueeze(-1)
@@ -94,13 +98,15 @@ def merge_attention(
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, kind: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of any kind, for the last tokens of a sequence.
+    """Computes causal attention of any kind for the last Tq tokens of a sequence.
 
     Args:
-        q: [H, B, Tq, D]; k, v: [H, Tk, D], with the queries' own tokens at their end.
+        q: [H, B, Tq, D], with B query heads for each KV head.
+        k, v: [H, Tk, D]; the last Tq keys and values are those of the queries' tokens.
+        scale: Factor of the scores.
 
     Returns:
-        The output and the log-sum-exp, as of dense_attention.
+        The output and the log-sum-exp, as dense_attention returns them.
     """
     num_heads = q.shape[0] * q.shape[1]
     num_queries = q.shape[2]

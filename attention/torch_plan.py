@@ -2,16 +2,16 @@
 
 This happens once per step and uses numpy only.
 
-The pool is one allocation whose innermost axis is D, so whatever its layout it is also
-a matrix of rows of D elements. Token t of a sequence, KV head h, layer l, component c
-is row
+The pool is one allocation, and D is the innermost axis of every layout. So the pool can
+be viewed as a matrix of rows of D elements. The elements of token t of a sequence, KV
+head h, layer l, component c are row
 
     block_table[t // N] * stride_B + (t % N) * stride_N
     + h * stride_H + l * stride_L + c * stride_C
 
-(strides in rows). The terms of layer and component are the same for all tokens, so the
-indices computed here leave them out and serve every layer: the backend shifts the
-matrix instead.
+(strides in rows). The terms of layer and component are the same for all tokens. Row
+indices in this module leave these two terms out, so that the indices are valid for
+every layer. The backend shifts its view of the matrix instead (`RowMap.shift`).
 """
 
 from collections.abc import Iterator
@@ -26,29 +26,32 @@ from kvcache.layout import KVLayout
 
 Indices = npt.NDArray[np.int64]
 
-_SMALL_PADDING_TOKENS = 32  # padding that costs less than one more group
+_SMALL_PADDING_TOKENS = 32  # so much padding of a sequence costs less than a new group
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeGroup:
-    """Sequences of one query token and of similar context lengths, padded to one width.
+    """G sequences of one query token each, with contexts padded to the same width.
 
-    Padding repeats the sequence's own last token, so that no other sequence's KV is
-    read, and is masked.
+    Padding repeats the sequence's own last token, so that no KV of another sequence is
+    read. The scores of padding are masked.
     """
 
-    query_rows: Indices  # [G] rows of the step's query tokens
-    pool_rows: Indices  # [G, H, width]
+    query_rows: Indices  # [G] the step's row of each query token
+    pool_rows: Indices  # [G, H, width] the pool's rows of each context
     context_lens: Indices  # [G] tokens that the query sees, each <= width
-    width: int  # tokens
+    width: int  # tokens of a padded context
 
     @property
-    def is_padded(self) -> bool:
+    def has_padding(self) -> bool:
         return bool((self.context_lens < self.width).any())
 
 
 class RowMap:
-    """Maps tokens to rows of the pool, for one layout."""
+    """Maps tokens to rows of the pool, for one layout.
+
+    The returned rows leave out the terms of layer and component; see the module.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         row_strides = {
@@ -60,7 +63,7 @@ class RowMap:
         self._heads = np.arange(layout.num_heads, dtype=np.int64) * row_strides["H"]
         self._layer_stride = row_strides["L"]
         self._component_stride = row_strides["C"]
-        # Rows that follow the first row of any layer and component.
+        # Length of a view that starts at any layer's and component's first row.
         self.num_shared_rows = (
             layout.nbytes // layout.itemsize // layout.head_dim
             - (layout.num_layers - 1) * self._layer_stride
@@ -68,17 +71,22 @@ class RowMap:
         )
 
     def shift(self, layer: int, component: int) -> int:
-        """The number of rows to add to a row index for this layer and component."""
+        """Returns the first row of a layer's view of the pool for one component."""
         return layer * self._layer_stride + component * self._component_stride
 
     def of_slots(self, slots: Indices) -> Indices:
-        """[T] slots -> [T, H] rows."""
+        """Returns the rows [T, H] of slots [T]."""
         blocks = slots // self.block_size * self._block_stride
         tokens = blocks + slots % self.block_size * self._token_stride
         return tokens[:, None] + self._heads
 
     def of_context(self, tables: npt.NDArray[np.int32], positions: Indices) -> Indices:
-        """[G, max_blocks] block tables and [G, W] token positions -> [G, H, W] rows."""
+        """Returns the rows of tokens of G sequences: [G, H, W].
+
+        Args:
+            tables: [G, max_blocks] block tables.
+            positions: [G, W] token positions in each sequence.
+        """
         blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
         tokens = blocks.astype(np.int64) * self._block_stride
         tokens += positions % self.block_size * self._token_stride
@@ -88,11 +96,11 @@ class RowMap:
 def prefill_chunks(
     batch: AttentionBatch, rows: RowMap, window: int | None = None
 ) -> Iterator[tuple[slice, Indices]]:
-    """The sequences of several query tokens.
+    """Plans the sequences that have several query tokens.
 
     Yields:
-        For each of them its rows of the step, and the pool's rows [H, cached tokens] of
-        its tokens from earlier steps that some query sees.
+        For each such sequence, its rows of the step, and the pool's rows
+        [H, cached tokens] of its cached tokens that at least one query sees.
     """
     stops = np.cumsum(batch.query_lens)
     for seq in np.flatnonzero(batch.query_lens > 1):
@@ -106,12 +114,17 @@ def prefill_chunks(
 
 
 class Grouping(NamedTuple):
-    """How sequences of one query token are put into groups."""
+    """How sequences of one query token are divided into groups.
 
-    # A sequence that is shorter than the longest one by this share starts a new group.
+    Attributes:
+        max_padding: Largest share of a group's width that padding of a sequence takes.
+        max_tokens: Largest number of tokens of a group: sequences times width.
+        multiple: Tokens; the width of a group is a multiple of this number.
+    """
+
     max_padding: float
-    max_tokens: int  # of a group: sequences x width
-    multiple: int = 1  # tokens; a group's width is a multiple of it
+    max_tokens: int
+    multiple: int = 1
 
 
 def decode_groups(
@@ -127,7 +140,7 @@ def decode_groups(
     groups = []
     lens = [int(n) for n in seen[seqs]]
     for first, last, width in _split(lens, grouping):
-        # Sorted, so that a step of a single group keeps its order.
+        # A step of a single group keeps its order, for _Plan.is_decode_in_order.
         members = np.sort(seqs[first:last])
         context_lens = seen[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
@@ -146,7 +159,7 @@ def _split(lens: list[int], grouping: Grouping) -> Iterator[tuple[int, int, int]
     """Splits the descending `lens` into groups that share a width.
 
     Yields:
-        The first index, the end and the width of each group.
+        The first index, the last index + 1, and the width of each group.
     """
     first = 0
     for i in range(1, len(lens) + 1):
@@ -155,8 +168,8 @@ def _split(lens: list[int], grouping: Grouping) -> Iterator[tuple[int, int, int]
             min_len = min(
                 width * (1 - grouping.max_padding), width - _SMALL_PADDING_TOKENS
             )
-            fits = (i + 1 - first) * width <= grouping.max_tokens
-            if lens[i] >= min_len and fits:
+            has_capacity = (i + 1 - first) * width <= grouping.max_tokens
+            if lens[i] >= min_len and has_capacity:
                 continue
         yield first, i, width
         first = i

@@ -3,7 +3,8 @@
 import os
 import sys
 
-# `python -m` puts the working directory first, where a model.py would hide Baton's.
+# `python -m` puts the working directory first in sys.path. A model.py there would hide
+# Baton's own package `model`.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -16,19 +17,20 @@ from protocol.process.logging import open_standard_streams
 USAGE = """usage: baton <command> [options]
 
   up       a local cluster on this machine: prefill and decode servers, and the proxy
-  warm     download and compile what `up` needs with the same options, then end
+  warm     download and compile what `up` needs with the same options, then exit
   prefill  a prefill server
   decode   a decode server
   proxy    one endpoint in front of prefill and decode servers
   plan     which transfer moves KV between two geometries, and why
   models   the supported architectures, or whether a model is supported
-  doctor   how fast KV moves between servers of this machine, and what is missing
+  doctor   how fast KV moves between servers on this machine, and what needs fixing
 
 baton <command> --help explains every option. An option may also be given as a BATON_*
 variable, or in the file named by --config. baton --version prints the version."""
 
 
-# Programs are imported when they are called, so that Ctrl-C always works before.
+# The module and the function of each program. `main` imports a program only when it is
+# called, so that `main` handles Ctrl-C during the import.
 COMMANDS = {
     "up": "deploy.local:main",
     "warm": "deploy.local:warm",
@@ -42,7 +44,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand. Returns its exit status; 2 for a wrong command line."""
+    """Runs a subcommand. Returns its exit status, or 2 for a wrong command line."""
     open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [name, *rest] if name in COMMANDS:
             try:
                 return resolve_name(COMMANDS[name])(rest) or 0
-            except KeyboardInterrupt:  # the program did not handle signals yet
+            except KeyboardInterrupt:  # Ctrl-C came before the program handled signals
                 return 130
     from protocol.near_names import suggestion
 

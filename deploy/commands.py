@@ -1,5 +1,6 @@
-"""Derives the command lines of a local cluster from the settings of `baton up`; no
-I/O.
+"""Derives the command lines of a local cluster from the settings of `baton up`.
+
+This module does no I/O.
 """
 
 import sys
@@ -23,8 +24,9 @@ PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
 }
-# With fewer cores per server, a prefill and a decode server are rarely busy at the same
-# time. Half of the cores would double the time to first token, so each may use all.
+# Each server may use at least this many cores, even if servers then share cores.
+# Prefill and decode servers are rarely busy at the same time, and half of the cores
+# would double the time to first token.
 MIN_CORES_PER_SERVER = 4
 
 
@@ -44,10 +46,11 @@ def server_commands(
     """Returns the commands of all prefill and decode servers, on free loopback ports.
 
     Args:
-        secret: The cluster secret. It is passed by environment variable, which other
-            users cannot read.
+        secret: The cluster secret. It is passed as an environment variable, which other
+            users of this machine cannot read.
         cores: CPU cores of this machine.
-        key: The proxy's API key, if the cluster has API keys.
+        key: The API key with which the proxy calls the servers; None if the cluster has
+            no API keys.
     """
     commands = []
     admin_keys = [key] if key else []
@@ -57,7 +60,8 @@ def server_commands(
         group = getattr(settings, kind)
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         for index in range(group.count):
-            # Either each server uses all of these GPUs, or each has its share of them.
+            # With `tp` devices, all servers of the group share these devices. With
+            # more, each server has `tp` devices of its own.
             devices = group.devices
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
@@ -68,7 +72,7 @@ def server_commands(
 
 
 def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
-    """Returns the options of one server of `kind`, without its devices."""
+    """Returns the arguments of a server of `kind`, except its devices."""
     group = getattr(settings, kind)
     group_options = _configured_by_group(group)
     server_class = SETTINGS[f"baton {kind}"]
@@ -87,14 +91,18 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        # A slow client makes the proxy slow, so servers have the same timeout of
-        # clients. The proxy sends the timeout of a request with the request.
+        # A slow client also delays the proxy's reads, so servers use the same client
+        # timeout as the proxy. The proxy sends a request's own timeout with the
+        # request.
         *to_argv(settings, only=[*limits, *QueueOptions.model_fields]),
     ]
 
 
 def _configured_by_group(group: BaseModel) -> set[str]:
-    """Returns the options of a group, except those that the whole cluster shares."""
+    """Returns the names of a group's options, without those that it inherits.
+
+    A group inherits `device` and `dtype` from the cluster if it does not set them.
+    """
     inherited = {name for name in ("device", "dtype") if getattr(group, name) is None}
     return type(group).model_fields.keys() - inherited
 
@@ -112,7 +120,13 @@ def proxy_command(
     secret: str,
     key: str | None = None,
 ) -> Command:
-    """Returns the command of the proxy, for servers that are ready."""
+    """Returns the command of the proxy.
+
+    Args:
+        urls: The addresses of the servers of each kind.
+        secret: The cluster secret.
+        key: The API key with which the proxy calls the servers, if any.
+    """
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
@@ -129,15 +143,23 @@ def _revealed(keys: Iterable[SecretStr]) -> list[str]:
     return [key.get_secret_value() for key in keys]
 
 
-def _environment(**keys: Sequence[str]) -> dict[str, str]:
-    """Returns options as environment variables, which other users cannot read."""
+def _environment(**options: Sequence[str]) -> dict[str, str]:
+    """Returns environment variables that set secret options of a program.
+
+    Unlike arguments, other users of this machine cannot read environment variables.
+
+    Args:
+        options: The values of each option; an option without values is left out.
+    """
     return {
-        variable_name((name,)): ",".join(given) for name, given in keys.items() if given
+        variable_name((name,)): ",".join(values)
+        for name, values in options.items()
+        if values
     }
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
-    """Returns the CPU threads of each rank of a server without --threads."""
+    """Returns the CPU threads of each rank of a server that has no --threads."""
     servers = settings.prefill.count + settings.decode.count
     share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
     return max(1, share // tp)

@@ -1,8 +1,8 @@
-"""`baton doctor`: how fast KV moves between servers of this machine, and what is
-missing.
+"""`baton doctor` measures how fast KV moves between servers on this machine.
 
-It creates KV and pulls it between two devices, by every path that servers have. It
-needs no model and no running server.
+It also reports missing packages and unsuitable host settings. It creates KV and pulls
+it from one device to another, over each path that servers have. It needs no model and
+no running server.
 """
 
 import json
@@ -19,15 +19,16 @@ from protocol.settings.settings import BatonSettings, parse
 
 _BLOCK_TOKENS = 64
 _SIZES = (8, 8, 64)  # layers, KV heads, elements of a head
-# NVLink, and GPUs at one PCIe switch, are faster. A copy through host memory is slower.
+# Transfers over NVLink or within one PCIe switch exceed this rate. Copies through host
+# memory stay below it.
 _SLOW_GPU_BYTES_PER_S = 15e9
 _GPU_BYTES = 1 << 30  # large enough to make the time of the fence negligible
-_MIN_SHM_BYTES = 64 << 20
+_MIN_SHM_BYTES = 64 << 20  # shared memory that NCCL and UCX need
 _MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
 
 
 class DoctorSettings(BatonSettings):
-    """How fast KV moves between servers of this machine, and what is missing."""
+    """Measures how fast KV moves between servers here; reports what needs fixing."""
 
     measure: bool = Field(
         True, description="measure transfers, not only inspect the host"
@@ -40,19 +41,29 @@ class DoctorSettings(BatonSettings):
 
 @dataclass(frozen=True)
 class Link:
-    """A path from one device to another; `bytes_per_s` is None if it does not work."""
+    """The measured transfer from one device to another over one path.
 
-    path: str  # "mapped" | "nixl"
+    Attributes:
+        path: "mapped" or "nixl".
+        source: torch device that owns the KV.
+        target: torch device that pulls the KV.
+        bytes_per_s: None if the transfer failed.
+        reason: Why the transfer failed.
+        way: How UCX performed the reads, if it reported this.
+    """
+
+    path: str
     source: str
     target: str
     bytes_per_s: float | None
     reason: str = ""
-    # The method of reading that UCX reports, if it reports one.
     way: UcxRead | None = None
 
 
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
-    """Pulls about `nbytes` from another process four times. Returns the best result.
+    """Pulls at least `nbytes` from another process four times; returns the best result.
+
+    The other process is started here and ends before this function returns.
 
     Args:
         path: "mapped" or "nixl".
@@ -74,21 +85,22 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
                 decode.check()
                 gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
                 way = None if setup.mapped else ucx_log.read_between(**gpus)
-    except Exception as error:  # the user needs to see any reason
+    except Exception as error:  # any failure is a result to report to the user
         return Link(path, source, target, None, str(error) or repr(error))
     return Link(path, source, target, size.kv_bytes / seconds, way=way)
 
 
 def links(host: Host, nbytes: int) -> list[Link]:
-    """Measures all paths between the devices that servers would use.
+    """Measures both paths between two GPUs of this machine.
 
-    These are two GPUs, else one GPU twice, else the CPU.
+    With a single GPU, that GPU is both source and target. Without a GPU, the CPU is.
     """
     min_bytes = _GPU_BYTES if host.gpus else 0
     devices = [f"cuda:{index}" for index in range(len(host.gpus))]
     if not devices:
         devices = ["cpu"]
-    source, target = devices[0], devices[1 % len(devices)]
+    source = devices[0]
+    target = devices[1 % len(devices)]
     return [
         measure(path, source, target, max(nbytes, min_bytes))
         for path in ("mapped", "nixl")
@@ -96,7 +108,7 @@ def links(host: Host, nbytes: int) -> list[Link]:
 
 
 def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
-    """Returns what the user should change, each with the fix."""
+    """Returns one line for each problem found, with its fix."""
     gpus = host.gpus
     versions = host.packages
     rdma = ", ".join(host.rdma_devices)
@@ -112,52 +124,57 @@ def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
             gpus and not versions["flashinfer-python"],
         f"No GPU can read another's memory. {GPU_FIX}":
             len(gpus) > 1 and not host.peer_access,
-        f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
+        f"UCX_TLS={tls} excludes cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
             gpus and tls != "all" and "cuda" not in tls,
         "kernel.yama.ptrace_scope is above 1: servers cannot map each other's memory. "
         "Fix: sysctl kernel.yama.ptrace_scope=1, or --transfer nixl.":
             not gpus and not host.can_read_peers,
-        f"{shm}; NCCL and UCX want more. Fix: in compose, shm_size: 1gb or ipc: host.":
+        f"{shm}; NCCL and UCX need more. Fix: in compose, shm_size: 1gb or ipc: host.":
             host.shm_bytes < _MIN_SHM_BYTES,
-        f"This host has RDMA devices ({rdma}) and /dev/infiniband is not here: KV "
-        "moves "
-        "over TCP between hosts. Fix: in compose, devices: /dev/infiniband.":
+        f"This host has RDMA devices ({rdma}) but no /dev/infiniband: KV moves over "
+        "TCP between hosts. Fix: in compose, devices: /dev/infiniband.":
             rdma and not host.rdma_usable,
-        f"RDMA ({rdma}) locks the KV pool in memory, and {memlock >> 20} MiB may be "
-        "locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1.":
+        f"RDMA ({rdma}) locks the KV pool in memory, but at most {memlock >> 20} MiB "
+        "may be locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1.":
             rdma and host.rdma_usable and 0 <= memlock < _MIN_MEMLOCK_BYTES,
     }  # fmt: skip
-    of_links = (_judged(link)[1] for link in measured_links)
-    return [*(note for note, holds in notes.items() if holds), *filter(None, of_links)]
+    host_problems = [note for note, is_problem in notes.items() if is_problem]
+    link_problems = [_result_and_problem(link)[1] for link in measured_links]
+    return [*host_problems, *filter(None, link_problems)]
 
 
-def _judged(link: Link) -> tuple[str, str | None]:
-    """Returns how fast a link is, and what the user should change."""
-    way = f"{link.path}, {link.source} to {link.target}"
-    slow = None
+def _result_and_problem(link: Link) -> tuple[str, str | None]:
+    """Returns the result of a measured link, and its problem with the fix, if any."""
+    name = f"{link.path}, {link.source} to {link.target}"
     if link.bytes_per_s is None:
-        return "does not work", f"{way}: {link.reason}"
+        return "does not work", f"{name}: {link.reason}"
     rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
     if link.way is not None:
         warning = link.way.warning()
-        return f"{rate} by {link.way}", warning and f"{warning} It was {rate}."
+        return f"{rate} by {link.way}", warning and f"{warning} The rate was {rate}."
+    problem = None
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
-        slow = f"{way}: {rate} goes through host memory. {GPU_FIX}"
-    silent = "; UCX does not report its method, so judge by the rate"
+        problem = f"{name}: KV goes through host memory, at {rate}. {GPU_FIX}"
+    remark = "; UCX does not report its method, so judge by the rate"
     if link.path == "mapped":
-        silent = ""
-    return rate + silent, slow
+        remark = ""
+    return rate + remark, problem
 
 
-def used(transfer: str, measured_links: Sequence[Link]) -> str:
-    """Returns the path that `--transfer auto` or `nixl` uses on this machine."""
-    wanted = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
-    works = (
+def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
+    """Returns the path that servers use on this machine.
+
+    Args:
+        transfer: The value of --transfer: "auto" or "nixl".
+    """
+    allowed_paths = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
+    working_paths = (
         link.path
         for link in measured_links
-        if link.path in wanted and link.bytes_per_s is not None
+        if link.path in allowed_paths and link.bytes_per_s is not None
     )
-    return next(works, "nothing: every pull would fail and be computed again")
+    failure = "nothing: every pull would fail, and its tokens would be recomputed"
+    return next(working_paths, failure)
 
 
 def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> str:
@@ -179,19 +196,20 @@ def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> st
         host.rdma_devices and f"RDMA devices: {', '.join(host.rdma_devices)}",
         f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}",
         *(
-            f"{link.path:7} {link.source} -> {link.target}: {_judged(link)[0]}"
+            f"{link.path:7} {link.source} -> {link.target}: "
+            f"{_result_and_problem(link)[0]}"
             for link in measured_links
         ),
         measured_links
         and f"--transfer {default} (the default here) uses: "
-        f"{used(default, measured_links)}",
+        f"{used_path(default, measured_links)}",
         *([f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]),
     ]
     return "\n".join(str(line) for line in lines if line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns the exit status: 1 if no KV could move at all."""
+    """Prints the report. Returns 1 if all measured transfers failed, else 0."""
     settings = parse(DoctorSettings, argv, prog="baton doctor")
     host = inspect_host()
     measured_links = links(host, settings.nbytes) if settings.measure else []

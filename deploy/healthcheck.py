@@ -1,7 +1,7 @@
-"""HTTP requests to a Baton process of this machine.
+"""HTTP requests to a Baton process on this machine.
 
-As a program, it checks /health at BATON_HOST and BATON_PORT, over TLS if BATON_TLS_CERT
-is set:
+As a program, this module checks /health at BATON_HOST and BATON_PORT, over TLS if
+BATON_TLS_CERT is set:
 
 python -m deploy.healthcheck        # exit status 0 if the response is 200
 """
@@ -9,7 +9,8 @@ python -m deploy.healthcheck        # exit status 0 if the response is 200
 import os
 import sys
 
-# `python -m` puts the working directory first, where a model.py would hide Baton's.
+# `python -m` puts the working directory first in sys.path. A model.py there would hide
+# Baton's own package `model`.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -20,8 +21,9 @@ import urllib.request
 
 TIMEOUT_S = 2.0
 LOOPBACK = "127.0.0.1"
-# A proxy of the environment (http_proxy) could not reach this machine's loopback
-# address. Certificates are for the public name, so they are not verified here.
+# An HTTP proxy set in the environment (http_proxy) could not reach this machine's
+# loopback address, so it is bypassed. TLS certificates are issued for the public name
+# of this machine, so they are not verified here.
 _direct = urllib.request.build_opener(
     urllib.request.ProxyHandler({}),
     urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
@@ -29,16 +31,23 @@ _direct = urllib.request.build_opener(
 
 
 def url_host(host: str) -> str:
-    """Returns the host of a URL by which this machine reaches a listening address."""
+    """Returns the host part of URLs to a process that listens at `host`.
+
+    This machine can reach the process at the returned host, for example at 127.0.0.1 if
+    `host` is 0.0.0.0.
+    """
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 
 def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
-    """Returns the body of the response to a GET with this API key.
+    """Sends a GET and returns the body of the response.
+
+    Args:
+        key: The API key, if the server needs one.
 
     Raises:
-        OSError: No server answers, or the status is 400 or above.
+        OSError: No server responds, or the status is 400 or above.
     """
     status, body = fetch(url, timeout_s, key)
     if status >= 400:
@@ -47,10 +56,10 @@ def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
 
 
 def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, bytes]:
-    """Returns status and body of the response to a GET, for any status.
+    """Sends a GET and returns the status and the body of the response.
 
     Raises:
-        OSError: No server answers.
+        OSError: No server responds.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(url, headers=headers)
@@ -63,7 +72,7 @@ def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, byte
 
 
 def main() -> int:
-    """Checks /health. Returns the exit status."""
+    """Checks /health. Returns the exit status: 0 if the server is healthy, else 1."""
     host = url_host(os.environ.get("BATON_HOST", LOOPBACK))
     scheme = "https" if os.environ.get("BATON_TLS_CERT") else "http"
     url = f"{scheme}://{host}:{os.environ.get('BATON_PORT', '8000')}/health"

@@ -1,12 +1,14 @@
 """`baton up`: a local cluster of prefill servers, decode servers and the proxy.
 
-`baton warm` starts the same servers and ends when they are ready.
+`baton warm` starts the same servers and exits when they are ready.
 
     start: check the port -> start servers on free ports -> start the proxy -> `ready`
-    end:   Ctrl-C, SIGTERM, or any process ended -> all end; a second Ctrl-C kills
+    stop:  on Ctrl-C, on SIGTERM, or if a process exits, all processes are terminated;
+           a second Ctrl-C or SIGTERM kills them
 
-Exit status: 0: ended on request; 1: a process failed, or had to be killed at the end;
-130: killed by a second signal. The reason of a failure is the last line of the output.
+Exit status: 0 if stopped on request; 1 if a process failed or did not exit in time; 130
+if a second signal killed the processes. After a failure, the last line of output is the
+reason.
 """
 
 import json
@@ -26,12 +28,14 @@ from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import unread_variables
 
-FIRST_NOTE_S = 1.0  # time without output after which progress is printed
+FIRST_NOTE_S = 1.0  # time after which a wait first prints its progress
 NOTE_INTERVAL_S = 5.0
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
-MODEL_TIMEOUT_S = 60.0  # generous: all servers are ready, so the cluster must not fail
-KILLED_BY_USER = 130
+# Timeout of the request for the model's name. It is long, because a slow response must
+# not stop a cluster that is ready.
+MODEL_TIMEOUT_S = 60.0
+KILLED_BY_USER = 130  # exit status
 
 
 class ClusterFailed(Exception):
@@ -39,7 +43,7 @@ class ClusterFailed(Exception):
 
 
 class StopRequested(Exception):
-    """The user has requested the end."""
+    """The user has requested that the cluster stop."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,11 +55,12 @@ def warm(argv: Sequence[str]) -> int:
 
 
 def up(settings: UpSettings, *, only_warm: bool = False) -> int:
-    """Runs a local cluster until the user ends it. Returns the exit status.
+    """Runs a local cluster until the user stops it. Returns the exit status.
 
     Args:
-        only_warm: End when the servers are ready. What they have downloaded and
-            compiled stays for the next start.
+        only_warm: Stop the servers when they are ready, without starting the proxy. The
+            next start uses the models that they have downloaded and the kernels that
+            they have compiled.
     """
     queue_standard_streams(
         lambda num_lines: (
@@ -77,8 +82,8 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
             say("ending")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
-        # A server drains its requests, then ends its engine: each may take the grace
-        # time.
+        # A server first drains its requests, then stops its engine. Each of the two may
+        # take the grace time.
         clean = lifecycle.terminate(cluster.children, 2 * settings.shutdown_grace_s + 1)
     if cluster.killed_by_user:
         return KILLED_BY_USER
@@ -93,32 +98,40 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher."""
+    """Prints a line of the launcher, with the prefix that marks such lines."""
     print(f"baton | {text}", flush=True)
 
 
 class LocalCluster:
-    """The processes of `baton up`. The main thread owns it; other threads send events.
+    """The processes of `baton up`.
 
-    Its methods raise ClusterFailed when a process ends, and StopRequested on a signal.
+    Only the main thread calls the methods. All other threads only put events into
+    the queue. While a method waits, it raises ClusterFailed when a process exits, and
+    StopRequested on a signal.
     """
 
     def __init__(self, settings: UpSettings) -> None:
         self.settings = settings
         self.children: list[lifecycle.Child] = []
         self.killed_by_user = False
-        self._starting: dict[lifecycle.Child, str] = {}  # with the step of its start
-        self._ports: dict[lifecycle.Child, int] = {}  # of processes that are ready
-        # None is a stop signal. A signal handler may call `put` while `get` runs, which
-        # SimpleQueue allows.
+        # The processes that are not ready yet, with their last reported progress.
+        self._starting: dict[lifecycle.Child, str] = {}
+        # The ports of the processes that are ready.
+        self._ports: dict[lifecycle.Child, int] = {}
+        # None is a stop signal. The signal handler may call `put` while the main thread
+        # is in `get`, which SimpleQueue allows.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
-        # The API key of the proxy for requests to the servers.
+        # The API key with which the proxy calls the servers.
         self._key = secrets.token_hex(32) if settings.has_keys else None
         self._secret = secrets.token_hex(32)
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
-        """Ends the cluster on the first signal, and kills it on a further one."""
+        """Stops the cluster on the first signal, and kills it on the second.
+
+        Args:
+            count: Number of signals received so far.
+        """
         self._events.put(None)
         if count > 1:
             self.killed_by_user = True
@@ -126,12 +139,14 @@ class LocalCluster:
                 child.kill()
 
     def start_servers(self) -> dict[Kind, list[str]]:
-        """Starts all prefill and decode servers. Returns their URLs when all are
-        ready.
+        """Starts all prefill and decode servers, and waits until all are ready.
+
+        Returns:
+            The servers' URLs.
         """
         say(f"settings {describe(self.settings)}")
         for variable in unread_variables(type(self.settings)):
-            say(f"this variable is only read by other programs: {variable}")
+            say(f"variable ignored; only other Baton programs read it: {variable}")
         cores = available_cores()
         commands = server_commands(
             self.settings, secret=self._secret, cores=cores, key=self._key
@@ -142,10 +157,13 @@ class LocalCluster:
         return urls
 
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
-        """Starts the proxy in front of these servers. It returns only by an exception.
+        """Starts the proxy in front of the servers and runs until an exception.
 
-        When requests can be disaggregated, it prints `ready` with the addresses and an
-        example command.
+        When the proxy is ready to disaggregate requests, this method prints `ready`
+        with the addresses and an example command.
+
+        Args:
+            urls: The servers, as returned by `start_servers`.
         """
         (port,) = self._start(
             proxy_command(self.settings, urls, self._secret, self._key)
@@ -162,11 +180,15 @@ class LocalCluster:
             self._take_event(lifecycle.SIGNAL_CHECK_INTERVAL_S)
 
     def _start(self, *commands: Command) -> list[int]:
-        """Starts processes. Returns their ports when all are ready."""
+        """Starts processes and waits until all are ready.
+
+        Returns:
+            The ports on which they listen.
+        """
         children = []
         for command in commands:
-            # A signal before `append` misses this child, but the child ends when this
-            # process does.
+            # A second signal before `append` does not kill this child, but the child
+            # exits when this process exits.
             child = lifecycle.spawn(
                 command.argv,
                 name=command.name,
@@ -178,7 +200,8 @@ class LocalCluster:
         self._starting = dict.fromkeys(children, "starting")
         self._wait(
             lambda: ", ".join(
-                f"{c.name} ({does})" for c, does in self._starting.items()
+                f"{child.name} ({progress})"
+                for child, progress in self._starting.items()
             )
         )
         return [self._ports[child] for child in children]
@@ -186,12 +209,18 @@ class LocalCluster:
     def _wait(
         self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S
     ) -> None:
-        """Waits until nothing is missing, and prints what is, at intervals and on
-        changes.
+        """Waits until `missing` returns an empty string.
+
+        Meanwhile it processes events, and prints what is missing at intervals and when
+        this changes.
 
         Args:
-            missing: Describes what is missing.
+            missing: Returns a description of what is missing.
             look_s: Longest time between two calls of `missing`.
+
+        Raises:
+            ClusterFailed: The start timeout has passed, or a process has exited.
+            StopRequested: A signal has arrived.
         """
         started = time.monotonic()
         printed = ""
@@ -209,7 +238,12 @@ class LocalCluster:
             self._take_event(min(look_s, due - now, self._deadline - now))
 
     def _take_event(self, timeout_s: float) -> None:
-        """Processes the next event. Raises if it ends the cluster."""
+        """Waits for the next event and processes it; returns if there is none in time.
+
+        Raises:
+            ClusterFailed: A process failed or exited.
+            StopRequested: A signal has arrived.
+        """
         try:
             event = self._events.get(
                 timeout=min(timeout_s, lifecycle.SIGNAL_CHECK_INTERVAL_S)
@@ -231,8 +265,9 @@ class LocalCluster:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ClusterFailed if no process could listen there, before models are
-    loaded.
+    """Raises ClusterFailed if this address cannot be bound.
+
+    This is called before models are loaded, so that the user gets the error early.
     """
     try:
         bind(host, port).close()
@@ -242,7 +277,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _unready(endpoint: str) -> str:
-    """Returns what is missing until the proxy is ready; empty when it is ready."""
+    """Returns what the launcher still waits for; empty when the proxy is ready."""
     try:
         status, body = fetch(f"{endpoint}/ready", PROBE_TIMEOUT_S)
     except OSError:
@@ -261,7 +296,9 @@ def _unready(endpoint: str) -> str:
 def announcement(endpoint: str, *, has_page: bool) -> str:
     """Returns the lines that report that the cluster is ready.
 
-    They have the address for a browser, and the endpoint for programs.
+    Args:
+        endpoint: URL of the proxy.
+        has_page: Whether the proxy serves a page for browsers.
     """
     if not has_page:
         return f"ready {endpoint}/v1  (endpoint for OpenAI clients)"
@@ -272,11 +309,15 @@ def announcement(endpoint: str, *, has_page: bool) -> str:
 
 
 def example(endpoint: str, server: str, key: str | None) -> str:
-    """Returns a curl command for the cluster's model.
+    """Returns a curl command that completes a prompt with the cluster's model.
 
     Args:
-        server: URL of a server, which reports the name of the model.
+        endpoint: URL of the proxy.
+        server: URL of a server, which is requested for the name of the model.
         key: The API key for that server, if the cluster has API keys.
+
+    Raises:
+        OSError: The server does not respond in time.
     """
     models = json.loads(get(f"{server}/v1/models", MODEL_TIMEOUT_S, key))
     name = str(models["data"][0]["id"])

@@ -11,7 +11,7 @@ from protocol.settings.settings import BatonSettings, parse
 
 
 class ModelsSettings(BatonSettings):
-    """Prints the supported architectures and their tests, or whether one model is."""
+    """Prints the supported architectures, or whether one model is supported."""
 
     model: str | None = Field(
         None, description="directory or hub id of a model (None: list architectures)"
@@ -25,7 +25,7 @@ class ModelsSettings(BatonSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns the exit status: 1 for an unsupported model."""
+    """Prints the architectures or the model. Returns 1 for an unsupported model."""
     settings = parse(ModelsSettings, argv, prog="baton models")
     try:
         if not settings.model:

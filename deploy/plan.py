@@ -1,7 +1,8 @@
-"""`baton plan`: which transfer moves KV between two KV geometries, and why.
+"""`baton plan` prints which transfer moves KV between two KV geometries, and why.
 
 It plans the pull of a prompt with scattered blocks for every rank of the decode server.
-It moves no data, and needs neither torch nor a server.
+It moves no data, and needs neither torch nor a server. P is the prefill server, D is
+the decode server.
 """
 
 import json
@@ -33,11 +34,11 @@ from protocol.settings.settings import BatonSettings, parse
 class Model(NamedTuple):
     """The properties of a model that its KV cache depends on."""
 
-    num_layers: int  # of each group of layers with blocks of its own
+    num_layers: int  # of the largest KV group
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
     head_dim: int  # elements; for MLA kv_lora_rank + rope
-    windows: tuple[int | None, ...] = (None,)  # of each group; see KVGroups
+    windows: tuple[int | None, ...] = (None,)  # of each KV group; see KVGroups
 
 
 class Geometry(GeometryOptions):
@@ -51,16 +52,16 @@ class Geometry(GeometryOptions):
     )
 
     @property
-    def shared_by(self) -> int:
-        """Number of ranks that share the tokens of every sequence."""
+    def dcp_size(self) -> int:
+        """Number of ranks among which each sequence's tokens are divided (DCP)."""
         return int(getattr(self, "dcp", 1))
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
-        """Returns all ranks of such an engine, with capacity for `tokens` tokens.
+        """Returns the ranks of an engine with this geometry, for `tokens` tokens of KV.
 
-        `dtype` must not be auto.
+        This requires a `dtype` other than "auto".
         """
-        heads = len(heads_of(0, self.tp // self.shared_by, model.total_kv_heads))
+        heads = len(heads_of(0, self.tp // self.dcp_size, model.total_kv_heads))
         blocks = sum(map(len, self.tables(model, tokens))) + 1
         layout = KVLayout(
             self.kv_layout,
@@ -74,25 +75,26 @@ class Geometry(GeometryOptions):
         )
         groups = KVGroups(model.windows)
         return [
-            Endpoint(layout, rank, self.tp, (), self.shared_by, groups)
+            Endpoint(layout, rank, self.tp, (), self.dcp_size, groups)
             for rank in range(self.tp)
         ]
 
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
-        """Returns a block table of `tokens` tokens for each group of layers.
+        """Returns a block table of `tokens` tokens for each KV group.
 
-        No neighbours in it are adjacent in memory, as after a long time of use.
+        No block of a table follows the table's preceding block in memory, as in a
+        fragmented pool.
         """
         groups = len(model.windows)
-        count = -(-tokens // (self.block_size * self.shared_by)) * groups
-        odd_then_even = np.concatenate(
+        count = -(-tokens // (self.block_size * self.dcp_size)) * groups
+        even_then_odd = np.concatenate(
             (np.arange(2, count + 1, 2), np.arange(1, count + 1, 2))
         )
-        return [odd_then_even[group::groups] for group in range(groups)]
+        return [even_then_odd[group::groups] for group in range(groups)]
 
 
 class DecodeGeometry(Geometry):
-    """The KV geometry of the engine that reads."""
+    """The KV geometry of the decode server's engine, which reads the KV."""
 
     option_prefix: ClassVar[str] = "decode."
 
@@ -105,11 +107,11 @@ class PlanSettings(LinkOptions, ModelName, BatonSettings):
     """Which transfer moves KV from a prefill to a decode server, and why."""
 
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="device whose links and dtype are assumed"
+        "cpu", description="device of both servers: sets link costs and auto dtype"
     )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
     hit_tokens: int = Field(
-        0, ge=0, description="prefix that the decode server has cached (tokens)"
+        0, ge=0, description="length of the prefix that the decode server has (tokens)"
     )
     as_json: bool = Field(False, description="print one JSON line instead of text")
     prefill: Geometry = Field(Geometry(), description="geometry of the prefill server")
@@ -119,7 +121,12 @@ class PlanSettings(LinkOptions, ModelName, BatonSettings):
 
 
 def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, Any]:
-    """Returns the plan of every rank of D for one prompt, and its cost, as JSON types.
+    """Returns each decode rank's transfer plan for one prompt, with estimated costs.
+
+    All values are JSON-serializable.
+
+    Args:
+        auto_dtype: The dtype of a geometry with `dtype` "auto".
 
     Raises:
         PlanError: No transfer between the two geometries is possible.
@@ -133,29 +140,34 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
         for side in (settings.prefill, settings.decode)
     )
-    owners, tables = (
-        p.endpoints(model, tokens),
-        (d.tables(model, tokens), p.tables(model, tokens)),
-    )
+    prefill_ranks = p.endpoints(model, tokens)
+    tables = (d.tables(model, tokens), p.tables(model, tokens))
     configured = CostModel.configured(settings.transfer_costs, settings.device)
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
-    for end in d.endpoints(model, tokens):
-        nbytes, converts = settings.staging_bytes, settings.kv_convert
-        planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
-        parts = zip(end.groups.token_ranges(hit, tokens, tokens), *tables, strict=True)
-        transfers = (
-            planner.make_transfer((span.start, span.stop), *block_tables)
-            for span, *block_tables in parts
+    for decode_rank in d.endpoints(model, tokens):
+        planner = Planner(
+            decode_rank,
+            prefill_ranks,
+            heads,
+            staging_bytes=settings.staging_bytes,
+            convert=settings.kv_convert,
         )
-        plan = joined([planner.plan(each, costs) for each in transfers])
-        before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
-        facts = {
-            "rank": end.rank,
-            "heads": _listed(end.heads(heads)),
-            "tokens": whole - before,
+        token_ranges = decode_rank.groups.token_ranges(hit, tokens, tokens)
+        transfers = (
+            planner.make_transfer((token_range.start, token_range.stop), *block_tables)
+            for token_range, *block_tables in zip(token_ranges, *tables, strict=True)
+        )
+        plan = joined([planner.plan(transfer, costs) for transfer in transfers])
+        num_hit, num_total = decode_rank.stripe.num_local(
+            np.array([hit, tokens])
+        ).tolist()
+        rank = {
+            "rank": decode_rank.rank,
+            "heads": _listed(decode_rank.heads(heads)),
+            "tokens": num_total - num_hit,
         }
-        ranks.append(facts | _facts(plan))
+        ranks.append(rank | _plan_values(plan))
     used = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
     return {
@@ -164,14 +176,16 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         "d": d.model_dump(),
         "tokens": tokens,
         "hit_tokens": hit,
-        "idle_p_ranks": [end.rank for end in owners if end.rank not in used],
+        "idle_p_ranks": [
+            endpoint.rank for endpoint in prefill_ranks if endpoint.rank not in used
+        ],
         "ranks": ranks,
-        "estimated_s_per_1000_tokens": per_1000,  # of the slowest
+        "estimated_s_per_1000_tokens": per_1000,  # of the slowest rank
     }
 
 
-def _facts(plan: TransferPlan) -> dict[str, Any]:
-    """Returns the sizes and the cost of a plan as JSON types."""
+def _plan_values(plan: TransferPlan) -> dict[str, Any]:
+    """Returns the sizes and the cost of a plan as JSON-serializable values."""
     reads = list(plan.reads)
     lengths = (
         np.concatenate([read.lengths for read in reads])
@@ -183,7 +197,7 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        # Only the staged path has chunks.
+        # Only steps of the staged path have a slot; each is a chunk.
         "chunks": sum(step.slot is not None for step in plan.steps),
         "path": plan.path,
         "descriptors": plan.descriptors,
@@ -195,7 +209,7 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the result of `explain` as text."""
+    """Returns the report, which is the result of `explain`, as text."""
     windows = [window or "all" for window in report["model"]["windows"]]
     lines = [
         *(
@@ -204,8 +218,7 @@ def text(report: dict[str, Any]) -> str:
         ),
         f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} "
         "tokens, of {num_layers} layers, {total_kv_heads} KV heads of {head_dim} "
-        "elements, "
-        "{num_components} component(s)".format(**report["model"]),
+        "elements, {num_components} component(s)".format(**report["model"]),
         f"prompt {report['tokens']} tokens, {report['hit_tokens']} of them already on "
         "D; blocks scattered on both sides\n",
     ]
@@ -216,8 +229,8 @@ def text(report: dict[str, Any]) -> str:
             _RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"]))
         )
     idle = f"P ranks without a reader: {_listed(report['idle_p_ranks'])}"
-    took = f"{report['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
-    return "\n".join([*lines, idle, took])
+    cost = f"{report['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
+    return "\n".join([*lines, idle, cost])
 
 
 _SIDE = (
@@ -225,7 +238,7 @@ _SIDE = (
 )
 _RANK = """\
 D rank {rank}: {tokens} tokens of head(s) {heads} from P rank(s) {owners}, {path}
-  {descriptors} descriptors, {bytes_read} read for {useful_bytes} wanted; runs of \
+  {descriptors} descriptors, {bytes_read} read for {useful_bytes} needed; runs of \
 {run_bytes_min} / {run_bytes_median} / {run_bytes_max} (min / median / max)
   why: {why}"""
 
@@ -242,10 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(settings.model, settings.revision)
         for side in (settings.prefill, settings.decode):
-            check_parallelism(config, side.tp, side.shared_by)
-        groups, dealt = kv_groups(config)
+            check_parallelism(config, side.tp, side.dcp_size)
+        groups, layers_by_group = kv_groups(config)
         model = Model(
-            num_layers=max(map(len, dealt)),
+            num_layers=max(map(len, layers_by_group)),
             total_kv_heads=config.kv_heads_total,
             num_components=config.kv_components,
             head_dim=config.kv_dim,

@@ -1,11 +1,15 @@
-"""Triton kernels: single queries over a paged pool, whose contexts are cut into pieces.
+"""Triton kernels that attend for single queries over a paged pool.
 
-Elements of FP8 become float16, which represents each of them exactly. The GPU converts
-two of them in one instruction. Queries become float16 too, in units of a power of two.
-So these kernels round only what bfloat16 kernels round as well, and less of it.
+Contexts are cut into pieces (attention/pieces.py). One kernel attends over each piece,
+and another merges the pieces of a sequence.
 
-A step's plan was written before the step's first kernel. It is therefore read before
-the wait for the predecessor (attention/kernels/launch.py).
+FP8 elements are converted to float16, which represents each of them exactly. The GPU
+converts two elements in one instruction. Queries are converted to float16 in units of a
+power of two. These kernels round at the same points as bfloat16 kernels, and lose less
+precision at each.
+
+A step's plan is written before the step's first kernel runs. So the kernels read the
+plan before they wait for the preceding kernel (attention/kernels/launch.py).
 """
 
 from collections.abc import Sequence
@@ -24,17 +28,19 @@ from attention.kernels.launch import (
 )
 
 _LOG2_E: Final = 1.4426950408889634
-# With more programs than this, programs hide each other's waits: for 16 bits, for FP8.
-_CROWDED_PROGRAMS: Final = (512, 768)
-# With this many rows, merges fill the GPU although a program takes several heads.
+# Number of programs above which small programs are faster: (16-bit KV, FP8 KV). Many
+# programs hide each other's waits for memory.
+_MIN_SMALL_PROGRAMS: Final = (512, 768)
+# With at least this many rows, merges fill the GPU although each program merges several
+# heads.
 _MANY_ROWS: Final = 32
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
-    """e4m3 -> float16, exactly, in the registers that x was loaded to.
+    """Converts e4m3 to float16, exactly, in the registers that x was loaded to.
 
-    So x goes to shared memory in 16 bits. For values, whose rows are tokens, that is
-    the faster way to the matrix units.
+    So x is written to shared memory in 16 bits. For values, which have tokens as rows,
+    the matrix units are faster with 16 bits in shared memory than with 8.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
@@ -53,9 +59,9 @@ _values_to_float16: Any = triton.jit(_to_float16)
 def _block_of(  # type: ignore[no-untyped-def]
     pages, start, end, PAGE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The blocks of a tile's tokens that are before `end`.
+    """Loads the block id of each token of a tile; 0 for tokens at or past `end`.
 
-    If blocks are whole tiles, this is a single block for all tokens.
+    If the block size is a multiple of the tile, this is one block id for all tokens.
     """
     token = start if PAGE % TILE == 0 else start + tl.arange(0, TILE)
     return tl.load(pages + token // PAGE, mask=token < end, other=0)
@@ -67,11 +73,12 @@ _block_of_tile: Any = triton.jit(_block_of)
 def _extent(  # type: ignore[no-untyped-def]
     work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr
 ):
-    """The extent of a piece and of its context.
+    """Loads the extent of a piece and of its context.
 
     Returns:
-        A pointer to the context's pages, the context's tokens, the first token of the
-        piece, the end of the piece, and the number of pieces of the context.
+        A pointer to the context's block ids, the number of the context's tokens, the
+        first token of the piece, the last token + 1, and the number of pieces of the
+        context.
     """
     first = tl.load(work + 1 + num_pieces + row)
     num_parts = tl.load(work + 2 + num_pieces + row) - first
@@ -86,13 +93,18 @@ def _extent(  # type: ignore[no-untyped-def]
 _extent_of_piece: Any = triton.jit(_extent)
 
 
-def _query(at, in_group, scale, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The query heads as columns, and the factor of their products with keys.
+def _query(  # type: ignore[no-untyped-def]
+    pointers, in_group, scale, FP8: tl.constexpr
+):
+    """Loads the query heads as columns.
 
-    For FP8 the queries become float16 in units that are powers of two, which rounds
-    nothing.
+    For FP8 KV, queries are converted to float16 in units of a power of two per head, so
+    that no bit is lost.
+
+    Returns:
+        The queries, and the factor of their products with keys: `scale` times the unit.
     """
-    query = tl.load(at, mask=in_group, other=0.0)
+    query = tl.load(pointers, mask=in_group, other=0.0)
     if FP8:
         query = query.to(tl.float32)
         highest = tl.maximum(tl.max(tl.abs(query), 0), 1e-30)
@@ -110,11 +122,14 @@ def _store_result(  # type: ignore[no-untyped-def]
     out, lse, row, heads, in_group, acc, lse_of_heads,
     GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the output and log-sum-exp of some heads of a row, or of a piece."""
-    at = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
-    target = out + at[None, :] * DIM + tl.arange(0, DIM)[:, None]
+    """Stores the output and the log-sum-exp of some heads.
+
+    `row` is a row of the step, or a piece if `out` and `lse` are partial results.
+    """
+    row_heads = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
+    target = out + row_heads[None, :] * DIM + tl.arange(0, DIM)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=in_group[None, :])
-    tl.store(lse + at, lse_of_heads, mask=in_group)
+    tl.store(lse + row_heads, lse_of_heads, mask=in_group)
 
 
 _store_heads: Any = triton.jit(_store_result)
@@ -124,7 +139,10 @@ def _mask_scores(  # type: ignore[no-untyped-def]
     scores, live, token, length, soft_cap, window,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Caps the scores of a tile and masks the tokens that the query does not see."""
+    """Applies the soft cap to a tile's scores and masks tokens outside of the window.
+
+    `live` says which tokens of the tile are in the piece; the others are masked too.
+    """
     if CAPPED:  # tanh(x) == 2 * sigmoid(2 * x) - 1
         scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
     seen = live & (token >= length - window) if WINDOWED else live
@@ -134,9 +152,9 @@ def _mask_scores(  # type: ignore[no-untyped-def]
 _masked: Any = triton.jit(_mask_scores)
 
 
-# Heads are columns of the products. Tokens are enough for the rows of the GPU's matrix
-# instructions; heads are not. Block ids are loaded one iteration ahead, so that loads
-# of keys do not wait for them.
+# In the matrix products, rows are tokens and columns are heads. The GPU's matrix
+# instructions need more rows than a KV head has query heads. Block ids are loaded one
+# iteration ahead, so that loads of keys do not wait for block ids.
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, work, indptr, indices, last_page_lens,
     out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
@@ -145,15 +163,20 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Attends over one piece of one context, for the query heads of one KV head."""
-    piece, kv_head = tl.program_id(0), tl.program_id(1)
+    piece = tl.program_id(0)
+    kv_head = tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
     pages, length, begin, end, num_parts = _extent_of_piece(
         work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
     )
-    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
-    in_group, q_heads = head < GROUP, kv_head * GROUP + head
-    place = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
+    head = tl.arange(0, HEADS)
+    column = tl.arange(0, DIM)
+    tile = tl.arange(0, TILE)
+    in_group = head < GROUP
+    q_heads = kv_head * GROUP + head
+    q_row = q + row.to(tl.int64) * q_token
+    q_pointers = q_row + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
     if FP8:
         wait()
@@ -161,7 +184,7 @@ def _attend(  # type: ignore[no-untyped-def]
         let_next_begin_and_wait()
     if planned < 0:
         return
-    query, factor = _query_and_factor(place, in_group[None, :], scale, FP8)
+    query, factor = _query_and_factor(q_pointers, in_group[None, :], scale, FP8)
     acc = tl.zeros((DIM, HEADS), tl.float32)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
@@ -170,9 +193,10 @@ def _attend(  # type: ignore[no-untyped-def]
         live = token < end
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
         head_start = block.to(tl.int64) * cache_block + kv_head * cache_head
-        at = head_start + offset * cache_token
-        where = at[:, None] + column[None, :]
-        key = tl.load(keys + where, mask=live[:, None], other=0.0).to(query.dtype)
+        token_offsets = head_start + offset * cache_token
+        element_offsets = token_offsets[:, None] + column[None, :]
+        key = tl.load(keys + element_offsets, mask=live[:, None], other=0.0)
+        key = key.to(query.dtype)
         scores = tl.dot(key, query) * factor
         scores = _masked(
             scores, live, token, length, soft_cap, window, CAPPED, WINDOWED
@@ -181,14 +205,15 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - new_top[None, :])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 0)
-        value = tl.load(values + where, mask=live[:, None], other=0.0)
+        value = tl.load(values + element_offsets, mask=live[:, None], other=0.0)
         if FP8:
             value = _values_to_float16(value)
         acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
     if FP8:
-        let_next_begin()  # here, because earlier it would slow the products down
+        # An earlier start of the next kernel would slow down the products above.
+        let_next_begin()
     piece_lse = top + tl.log2(total)
     acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:
@@ -203,7 +228,10 @@ def _merge(  # type: ignore[no-untyped-def]
     work, partials, partial_lses, out, lse, num_pieces, num_heads,
     DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Merges the pieces of a sequence that has several, for some query heads."""
+    """Merges the partial results of a sequence's pieces, for some query heads.
+
+    If the sequence has a single piece, `_attend` has stored the result already.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first = tl.load(work + 1 + num_pieces + row)
@@ -218,25 +246,26 @@ def _merge(  # type: ignore[no-untyped-def]
     acc = tl.zeros((HEADS, DIM), tl.float32)
     for start in range(first, last, PIECES):
         piece = (start + tl.arange(0, PIECES))[:, None]
-        place = (piece * num_heads + head[None, :]).to(tl.int64)
-        here = (piece < last) & is_head[None, :]
-        piece_lse = tl.load(partial_lses + place, mask=here, other=-1e30)
-        at = partials + place[:, :, None] * DIM + column[None, None, :]
-        part = tl.load(at, mask=here[:, :, None], other=0.0)
+        piece_heads = (piece * num_heads + head[None, :]).to(tl.int64)
+        is_partial = (piece < last) & is_head[None, :]
+        piece_lse = tl.load(partial_lses + piece_heads, mask=is_partial, other=-1e30)
+        pointers = partials + piece_heads[:, :, None] * DIM + column[None, None, :]
+        part = tl.load(pointers, mask=is_partial[:, :, None], other=0.0)
         new_top = tl.maximum(top, tl.max(piece_lse, 0))
         decay = tl.exp2(top - new_top)
         weight = tl.exp2(piece_lse - new_top[None, :])
         acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
         total = total * decay + tl.sum(weight, 0)
         top = new_top
-    place_of_head = row.to(tl.int64) * num_heads + head
-    target = out + place_of_head[:, None] * DIM + column[None, :]
+    row_heads = row.to(tl.int64) * num_heads + head
+    target = out + row_heads[:, None] * DIM + column[None, :]
     result = acc / total[:, None]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None])
-    tl.store(lse + place_of_head, top + tl.log2(total), mask=is_head)
+    tl.store(lse + row_heads, top + tl.log2(total), mask=is_head)
 
 
-# Arguments that are not specialized, so that steps of any size use the same kernels.
+# Triton does not specialize kernels by these arguments, so that steps of any size use
+# the same compiled kernels.
 _PLANNED: Final = ["work", "indptr", "indices", "last_page_lens"]
 _attend_kernel: Any = triton.jit(
     _attend,
@@ -252,7 +281,7 @@ def attend(
     q: Tensor, caches: tuple[Tensor, Tensor],
     planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: AttentionKind,
-    *, scale: float, value_scale: float, tile: int, crowded: bool | None = None,
+    *, scale: float, value_scale: float, tile: int, small_programs: bool | None = None,
 ) -> None:  # fmt: skip
     """Attends for one query of each of S sequences.
 
@@ -260,13 +289,17 @@ def attend(
         q, out: [S, HQ, D], heads and elements contiguous; D a power of two.
         caches: [B, H, N, D] of keys and of values, with equal strides; of q's dtype, or
             float8_e4m3fn.
-        planned: int32: the result of attention.pieces.plan_pieces, then the step's
-            Pages.
+        planned: int32: the result of attention.pieces.plan_pieces, then the three
+            arrays of the step's Pages.
+        num_pieces: `max_pieces` of plan_pieces.
         lse: float32 [S, HQ]: filled with base-2 log-sum-exps.
-        partials: float32, of num_pieces * HQ * D elements and of num_pieces * HQ.
-        scale: Factor of the scores, including the scale of the keys.
-        tile: Tokens read at once; pieces are multiples of it.
-        crowded: Whether to use many small programs; None: if there are many anyway.
+        partials: Memory for partial outputs and partial log-sum-exps, float32 of at
+            least num_pieces * HQ * D and num_pieces * HQ elements.
+        scale: Factor of the scores, including the FP8 scale of the keys.
+        value_scale: FP8 scale of the values; 1.0 for all other dtypes.
+        tile: Tokens read at once; the length of pieces is a multiple of `tile`.
+        small_programs: Whether programs are small, which is faster if there are many.
+            None: decided by the number of programs.
     """
     keys, values = caches
     (num_seqs, num_q_heads, dim) = q.shape
@@ -275,10 +308,10 @@ def attend(
     group = num_q_heads // num_kv_heads
     is_fp8 = keys.element_size() == 1
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
-    if crowded is None:
-        crowded = num_pieces * num_kv_heads > _CROWDED_PROGRAMS[is_fp8]
-    warps = 2 if is_fp8 else 4 if crowded else 8
-    if crowded and is_fp8 and dim <= 128:
+    if small_programs is None:
+        small_programs = num_pieces * num_kv_heads > _MIN_SMALL_PROGRAMS[is_fp8]
+    warps = 2 if is_fp8 else 4 if small_programs else 8
+    if small_programs and is_fp8 and dim <= 128:
         warps = 1
         tile = min(tile, 4096 // dim)
     _attend_kernel[(num_pieces, num_kv_heads)](
@@ -290,7 +323,7 @@ def attend(
         WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    if crowded or num_seqs >= _MANY_ROWS:
+    if small_programs or num_seqs >= _MANY_ROWS:
         heads = 4
         pieces = 1024 // dim
         warps = 2

@@ -1,11 +1,11 @@
-"""Programmatic dependent launch: a kernel begins while its predecessor ends.
+"""Programmatic dependent launch (PDL): a kernel starts before the preceding one ends.
 
-The kernel waits for its predecessor before it reads what that one writes. GPUs before
-Hopper do not support this: there, kernels run one after the other.
+The kernel calls `wait` before it reads what preceding kernels write. GPUs older than
+Hopper do not support PDL, so their kernels run one after the other.
 
-Every program of a kernel waits, even one with nothing to do. A kernel has ended once
-its programs have ended, and its successor relies on all kernels before it having ended
-too.
+Every program of a kernel must wait, even one with nothing to do. A kernel has ended
+when all its programs have ended. The next kernel waits for this one only, and relies on
+this one having waited for all kernels before.
 """
 
 from typing import Any, Final
@@ -32,8 +32,8 @@ let_next_begin: Any = triton.jit(_let_next_begin)
 wait: Any = triton.jit(_wait)
 
 
-# One function for both calls. In a kernel that contains both calls inline, loads before
-# them wait too.
+# Both calls are in one function, because if a kernel contains both calls inline, the
+# loads before the calls wait for the preceding kernel too.
 def _let_next_begin_and_wait():  # type: ignore[no-untyped-def]
     let_next_begin()
     wait()

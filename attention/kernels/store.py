@@ -1,8 +1,8 @@
-"""A Triton kernel that stores a step's keys and values.
+"""A Triton kernel that stores a step's keys and values in the pool.
 
-On request it also norms and rotates queries and keys, and scales and clamps what it
-stores to FP8. Libraries take two kernels and two passes over the keys to rotate and
-store. Torch would take six kernels to store FP8.
+On request the kernel also norms and rotates queries and keys. It converts to FP8 with a
+scale if the pool is in FP8. Libraries need two kernels and two passes over the keys to
+rotate and store. Torch would need six kernels to store FP8.
 """
 
 from typing import Any, Final
@@ -14,8 +14,8 @@ from torch import Tensor
 from attention.base import RopeNormArgs
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
-# Heads of one program. For at most _FEW_TOKENS tokens a program takes one head, which
-# is faster then.
+# Heads of one program. With at most _FEW_TOKENS tokens, programs of one head are
+# faster.
 _HEADS: Final = 8
 _FEW_TOKENS: Final = 32
 
@@ -24,10 +24,10 @@ def _rotated(  # type: ignore[no-untyped-def]
     source, is_head, angles, norms, eps,
     HALF: tl.constexpr, PAIR: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Loads, norms and rotates some heads of one token.
+    """Loads some heads of one token, and norms and rotates them on request.
 
     Returns:
-        The first and the second element of each pair.
+        The first and the second elements of the pairs that are rotated.
     """
     low = tl.load(source, mask=is_head)
     high = tl.load(source + PAIR, mask=is_head)
@@ -50,7 +50,10 @@ def _put(  # type: ignore[no-untyped-def]
     x, source, into, is_head, scale, factor,
     SCALED: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores elements in the cache, and in their source what is read of them later."""
+    """Stores elements in the cache.
+
+    With KEEP, also overwrites the source with the elements as later steps read them.
+    """
     if STORE:
         stored = (x.to(tl.float32) * factor if SCALED else x).to(into.dtype.element_ty)
         tl.store(into, stored, mask=is_head)  # the conversion to FP8 saturates
@@ -68,7 +71,7 @@ def _put_pairs(  # type: ignore[no-untyped-def]
     low, high, source, into, is_head, scale, factor,
     PAIR: tl.constexpr, SCALED: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores both elements of each pair; see `_put`."""
+    """Stores the first and the second elements of pairs; see `_put`."""
     _put_heads(low, source, into, is_head, scale, factor, SCALED, STORE, KEEP)
     _put_heads(
         high, source + PAIR, into + PAIR, is_head, scale, factor, SCALED, STORE, KEEP
@@ -87,19 +90,25 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     PAIR: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
-    some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    first = half * (1 if PAIR == HALF else 2)  # of each pair
-    at, angles, norms = token, None, None
+    some = tl.arange(0, HEADS)[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    first = half * (1 if PAIR == HALF else 2)  # the first element of each pair
+    slot_offset = token
+    angles = None
+    norms = None
     if NORM:
-        # Before the wait: slow loads of weights that no kernel of the step writes.
+        # No kernel of the step writes these weights, and loading them is slow. So they
+        # are loaded before the wait.
         norm = (q_norm if part < q_parts else k_norm) + half
         norms = tl.load(norm), tl.load(norm + HALF)
     if STORE:
         slot = tl.load(slots + token).to(tl.int64)
-        at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+        block_offset = (slot // block_size) * block_stride
+        slot_offset = block_offset + (slot % block_size) * slot_stride
     let_next_begin_and_wait()
     if ROTATE:
         angle = cos_sin + token * 2 * HALF + half
@@ -116,11 +125,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             tl.store(source + PAIR, high, mask=is_head)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
-        source, is_head = k + token * k_token + head * k_head + first, head < NUM_KV
+        source = k + token * k_token + head * k_head + first
+        is_head = head < NUM_KV
         low, high = _rotated_heads(
             source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
         )
-        into = keys + at + head * head_stride + first if STORE else source
+        into = keys + slot_offset + head * head_stride + first if STORE else source
         _put_pairs_of_heads(
             low, high, source, into, is_head, key_scale, key_factor,
             PAIR, SCALED, STORE, KEEP,
@@ -132,11 +142,11 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             is_head = head < NUM_KV
             low = tl.load(source, mask=is_head)
             high = tl.load(source + PAIR, mask=is_head)
-            into = values + at + head * head_stride + first
-            back: tl.constexpr = KEEP and SCALED
+            into = values + slot_offset + head * head_stride + first
+            keep: tl.constexpr = KEEP and SCALED
             _put_pairs_of_heads(
                 low, high, source, into, is_head, value_scale, value_factor,
-                PAIR, SCALED, STORE, back,
+                PAIR, SCALED, STORE, keep,
             )  # fmt: skip
 
 
@@ -149,21 +159,24 @@ def store(
     *, q: Tensor | None = None, rope_norm: RopeNormArgs | None = None,
     interleaved: bool = False, read_back: bool = False,
 ) -> None:  # fmt: skip
-    """Stores k and v by slot.
+    """Stores k and v in the slots of their tokens.
 
-    With `rope_norm`, it also changes q in place and stores the normed and rotated k.
+    With `rope_norm`, also norms and rotates q in place, and stores the normed and
+    rotated k.
 
     Args:
-        k, v: [T, H, D], D a power of two; elements contiguous, v's heads as well.
-        slots: int32 [T].
-        caches: The keys' cache, and the values' if there are any: [B, H, N, D], of
-            equal strides, the last of them 1; of k's dtype, or float8_e4m3fn. Empty:
+        k, v: [T, H, D], D a power of two; elements contiguous, v's heads as well. v is
+            None for latents.
+        slots: int32 [T]; None if nothing is stored.
+        caches: The keys' cache, and the values' if v is given: [B, H, N, D] with equal
+            strides and contiguous elements; of k's dtype, or float8_e4m3fn. Empty:
             nothing is stored.
-        scales: Of the caches' elements, if they are FP8.
-        q: [T, HQ, D], as k.
-        interleaved: Rotates neighbouring elements against each other, without norms,
-            else the halves of a head.
-        read_back: Changes k and v in place to what is read of them later.
+        scales: FP8 scales of the caches.
+        q: [T, HQ, D], elements contiguous. Unchanged without `rope_norm`.
+        interleaved: Whether neighbouring elements are rotated against each other, which
+            excludes norms. Else the halves of a head are.
+        read_back: Whether to change k and v in place to the elements as later steps
+            read them.
     """
     cos_sin = norms = q_norm = k_norm = None
     eps = 0.0
@@ -202,7 +215,11 @@ def store(
 
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
-    """Rotates q and k in place; arguments as of `store`."""
+    """Rotates q and k in place; see `store` for q, k and interleaved.
+
+    Args:
+        cos_sin: See RopeNormArgs.
+    """
     rope_norm = RopeNormArgs(cos_sin)
     store(
         k,

@@ -1,4 +1,4 @@
-"""A Triton kernel that copies FP8 KV for kernels which read 16 bits only."""
+"""A Triton kernel that copies FP8 KV to 16 bits, for kernels that cannot read FP8."""
 
 from typing import Any, Final
 
@@ -33,19 +33,19 @@ def _widen(  # type: ignore[no-untyped-def]
     PACKED: tl.constexpr,
 ):
     parts: tl.constexpr = (PAGE + TOKENS - 1) // TOKENS
-    turns = tl.load(count) * (parts * HEADS)
+    num_copies = tl.load(count) * (parts * HEADS)
     let_next_begin_and_wait()
-    for turn in range(tl.program_id(0), turns, tl.num_programs(0)):
-        place = turn // (parts * HEADS)
-        block = tl.load(blocks + place).to(tl.int64)
-        head = turn % HEADS
-        token = (turn // HEADS % parts * TOKENS + tl.arange(0, TOKENS))[:, None]
+    for copy in range(tl.program_id(0), num_copies, tl.num_programs(0)):
+        position = copy // (parts * HEADS)
+        block = tl.load(blocks + position).to(tl.int64)
+        head = copy % HEADS
+        token = (copy // HEADS % parts * TOKENS + tl.arange(0, TOKENS))[:, None]
         in_block = token < PAGE
         column = tl.arange(0, DIM)[None, :]
         block_start = stored + block * block_stride
         source = block_start + head * head_stride + token * token_stride
         x = tl.load(source + column, mask=in_block, other=0.0).to(tl.float32) * scale
-        into = place.to(tl.int64) if PACKED else block
+        into = position.to(tl.int64) if PACKED else block
         wide_start = wide + into * wide_block
         target = wide_start + head * wide_head + token * wide_token + column
         tl.store(target, x.to(wide.dtype.element_ty), mask=in_block)
@@ -67,12 +67,11 @@ def widen(
 
     Args:
         stored: float8_e4m3fn [B, H, N, D], elements contiguous, D a power of two.
-        wide: As `stored`, in 16 bits.
-        blocks: int32; a block may be listed more than once.
-        count: int32 [1 or more]; its first element is the length of the list in
-            `blocks`.
-        packed: Copies to the first blocks of `wide`, in the order of the list, else to
-            the same blocks as in `stored`.
+        wide: [B, H, N, D] in 16 bits, elements contiguous; with `packed`, B may differ.
+        blocks: int32, a list of block ids; a block may be listed more than once.
+        count: int32 [1 or more]; the first element is the number of listed blocks.
+        packed: Whether to copy to the first blocks of `wide`, in the order of the list.
+            Else each block is copied to the same block of `wide`.
     """
     assert stored.stride(3) == wide.stride(3) == 1
     _, heads, page, dim = stored.shape

@@ -7,7 +7,7 @@ compiled for a CPU). On a GPU, tests/gpu/test_flashinfer.py runs the planner its
 import pytest
 
 from attention.flashinfer_workspace import (
-    MIN_INT_BYTES,
+    DEFAULT_INT_BYTES,
     Gpu,
     Workspace,
     WorkspaceTooSmall,
@@ -45,7 +45,7 @@ def test_float_workspace_equals_the_planners_maximum(
 
 def test_int_workspace_exceeds_a_wrappers_default_only_for_very_many_tiles():
     usual = StepLimits(max_seqs=1500, max_tokens=16384)
-    assert workspace_of(32, 8, 128, usual, _H200).ints == MIN_INT_BYTES
+    assert workspace_of(32, 8, 128, usual, _H200).ints == DEFAULT_INT_BYTES
     # 96 heads times 1,024 + 2,999 tiles, in seven lists, and the first tile of each
     # multiprocessor.
     large = StepLimits(max_seqs=3000, max_tokens=131_072)
@@ -53,7 +53,7 @@ def test_int_workspace_exceeds_a_wrappers_default_only_for_very_many_tiles():
 
 
 def test_latent_workspace_is_the_same_for_every_step():
-    assert latent_workspace_of(_H200) == Workspace(17_369_088, MIN_INT_BYTES)
+    assert latent_workspace_of(_H200) == Workspace(17_369_088, DEFAULT_INT_BYTES)
 
 
 def test_plan_beyond_the_workspace_raises_an_error_with_the_fix():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.pieces import TILE, num_pieces, plan_pieces
+from attention.pieces import TILE, max_num_pieces, plan_pieces
 from tests.rigs.examples import examples
 
 
@@ -15,7 +15,7 @@ from tests.rigs.examples import examples
     st.integers(1, 140),
 )
 def test_pieces_cover_each_context_once_and_are_as_short_as_possible(lens, heads, sms):
-    max_pieces = num_pieces(len(lens), heads, sms)
+    max_pieces = max_num_pieces(len(lens), heads, sms)
     plan = plan_pieces(np.array(lens, np.int32), max_pieces)
     tokens = int(plan[0])
     seqs = plan[1 : 1 + max_pieces]

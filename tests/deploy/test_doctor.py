@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deploy.doctor import Link, advice, main, measure, text, used
+from deploy.doctor import Link, advice, main, measure, text, used_path
 from kvcache.transports import Host
 
 GPU_HOST = Host(
@@ -60,9 +60,11 @@ def test_missing_package_or_device_is_named_with_the_fix(host, word):
 def test_slow_link_between_gpus_is_a_warning_with_the_fix():
     (note,) = advice(GPU_HOST, [FAST, SLOW])
     assert "6.00 GB/s" in note and "ipc: host" in note
-    assert used("auto", [FAST, SLOW]) == "mapped"
+    assert used_path("auto", [FAST, SLOW]) == "mapped"
     assert (
-        used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW])
+        used_path(
+            "auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]
+        )
         == "nixl"
     )
 
@@ -75,7 +77,7 @@ def test_reported_path_is_the_default_of_servers():
     assert "--transfer nixl (the default here) uses: nixl" in text(
         cpu_host, [FAST, SLOW], []
     )
-    assert used("nixl", [FAST]).startswith("nothing")
+    assert used_path("nixl", [FAST]).startswith("nothing")
 
 
 def test_failed_link_has_a_reason():

@@ -26,7 +26,8 @@ from kvcache.layout import KVLayout
 
 Indices = npt.NDArray[np.int64]
 
-_SMALL_PADDING_TOKENS = 32  # so much padding of a sequence costs less than a new group
+# Padding of a sequence up to this number of tokens costs less than a new group.
+_SMALL_PADDING_TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)

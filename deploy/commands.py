@@ -99,7 +99,7 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
 
 
 def _configured_by_group(group: BaseModel) -> set[str]:
-    """Returns the names of a group's options, without those that it inherits.
+    """Returns the names of the options that a group sets itself.
 
     A group inherits `device` and `dtype` from the cluster if it does not set them.
     """

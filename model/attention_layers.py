@@ -1,5 +1,4 @@
-"""The two kinds of attention layer: grouped-query attention and latent attention
-(MLA)."""
+"""The two kinds of attention layer: grouped-query and multi-head latent (MLA)."""
 
 from collections.abc import Generator
 from typing import Final, NamedTuple
@@ -21,7 +20,7 @@ from model.layers import (
     split_parts,
 )
 from model.parallel import Parallel
-from model.rope import Angles, Rope, halves_order
+from model.rope import Angles, Rope, rotate_half_order
 from model.weights import WeightLoader
 
 # DeepSeek uses this eps for the norms of latents, regardless of rms_norm_eps.
@@ -48,8 +47,8 @@ class Step(NamedTuple):
 
     Attributes:
         angles: the angles of each of the model's ropes.
-        backend_rotates: the attention backend applies norms and rotation.
-        rows: int64 [R], the only rows that the layer must compute; None: all.
+        backend_rotates: whether the attention backend applies norms and rotation.
+        rows: int64 [R], the rows that the layer must return; None: all.
     """
 
     angles: tuple[Angles, ...]
@@ -61,9 +60,10 @@ class AttentionQuery(NamedTuple):
     """One layer's call of the attention backend.
 
     Attributes:
-        inputs: the tensors [T, ...] of the call: q, k and v, or those of
-            `forward_latent`.
+        inputs: the tensors [T, ...] of the call: q, k and v of `forward`, or q_latent,
+            q_rope and latent of `forward_latent`.
         rope_norm: the norms and rotation that the backend must apply, if any.
+        is_latent: whether to call `forward_latent`.
     """
 
     layer: int
@@ -91,8 +91,8 @@ class AttentionQuery(NamedTuple):
         )
 
 
-# A generator that yields queries, receives the outputs of attention, and returns hidden
-# states.
+# A generator that yields the query of each layer, receives the output of attention, and
+# returns the hidden states.
 AttentionQueries = Generator[AttentionQuery, Tensor, Tensor]
 
 
@@ -101,8 +101,10 @@ def _rows_of_heads(heads: range, dim: int) -> range:
 
 
 class HeadAttention:
-    """Grouped-query attention over this rank's heads, with optional biases and
-    norms."""
+    """Grouped-query attention over this rank's heads.
+
+    Queries, keys and values may have biases. Queries and keys may have norms.
+    """
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class HeadAttention:
             shapes=[q_shape, kv_shape, kv_shape],
             rows=[q_rows, kv_rows, kv_rows],
         )
-        order = halves_order(config.ropes[self._angles_index], dim)
+        order = rotate_half_order(config.ropes[self._angles_index], dim)
         query_key_parts = [part._replace(order=order) for part in query_key_parts]
         self._qkv = load_columns(
             loader, [*query_key_parts, value_part], bias=config.attention_bias
@@ -161,12 +163,15 @@ class HeadAttention:
     def __call__(
         self, hidden: Tensor, norm: RMSNorm | None, step: Step
     ) -> AttentionQueries:
-        """Adds the output of attention to hidden [T, hidden] in place.
+        """Adds the output of attention to `hidden` [T, hidden].
 
-        The input of attention is the normed `hidden`.
+        This changes `hidden` in place, unless `step.rows` selects rows.
+
+        Args:
+            norm: the norm of the layer's input, if any.
 
         Returns:
-            hidden [T, hidden], or only the rows [R, hidden] that `step.rows` selects.
+            The sum [T, hidden], or only its rows [R, hidden] that `step.rows` selects.
         """
         num_tokens = hidden.shape[0]
         q, k, v = self._qkv(hidden, norm)
@@ -204,8 +209,11 @@ def _load_head_norms(
 ) -> list[RMSNorm]:
     """Returns the norms of queries and keys, or [] if the model has none.
 
-    A norm applies to each head, or to all heads. For a norm over all heads, the rank
-    loads the weights of its own heads.
+    A norm is over each head (qk_norm "head") or over all heads together ("row"). For a
+    norm over all heads, the rank loads the weights for its own heads.
+
+    Args:
+        parts: the parts of the projection that make queries and keys.
     """
     norms: list[RMSNorm] = []
     if not config.qk_norm:
@@ -224,10 +232,11 @@ def _load_head_norms(
 def _norm_rows(
     norms: list[RMSNorm], parts: tuple[Tensor, ...], parallel: Parallel
 ) -> tuple[Tensor, ...]:
-    """Norms queries and keys [T, n] over the heads of all ranks.
+    """Norms queries and keys [T, n], each over the heads of all ranks together.
 
-    All ranks hold the same number of heads, even if several ranks hold the same KV
-    heads.
+    The mean over all ranks is the mean of the ranks' means. This is right even if
+    several ranks hold the same KV heads, because each KV head is on as many ranks as
+    any other.
     """
     if parallel.size == 1:
         return tuple(norm(x) for norm, x in zip(norms, parts, strict=True))
@@ -245,8 +254,8 @@ class LatentAttention:
 
     The cache holds one latent per token, which all heads share: the normed compressed
     KV followed by the rotated key. The up-projections of keys and values are absorbed
-    into the query and the output. Attention therefore reads latents as they are stored,
-    and every rank stores the same, complete cache.
+    into the query and the output, so that attention reads latents as they are stored.
+    Every rank stores the same, complete cache.
     """
 
     layer_attention = LayerAttention()
@@ -274,7 +283,7 @@ class LatentAttention:
         query_inputs = config.hidden_size
         query_name = "q_proj"
         self._query_norm = None
-        if mla.q_lora_rank is not None:  # queries have a low rank, too
+        if mla.q_lora_rank is not None:  # queries have a down- and an up-projection
             query_inputs = mla.q_lora_rank
             query_name = "q_b_proj"
             query_shape = (query_inputs, config.hidden_size)
@@ -332,7 +341,8 @@ class LatentAttention:
         query_input = low_rank_queries[0] if low_rank_queries else x
         (q,) = self._query_up(query_input, self._query_norm)
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
+        q_nope = q[..., : mla.qk_nope_head_dim]
+        q_rope = q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
         key_rope = compressed[:, None, mla.kv_lora_rank :]
         q_rope, key_rope = self._rope.rotate_pair(q_rope, key_rope, step.angles[0])

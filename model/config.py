@@ -51,30 +51,32 @@ class MLAConfig:
 class ModelConfig:
     """The properties of a model that decide its computation.
 
-    Sizes count elements over all tensor-parallel ranks.
+    Sizes are those of the whole model, not of one tensor-parallel rank.
 
     Attributes:
         architecture: a key of ARCHITECTURES.
         intermediate_size: of a dense feed-forward layer; 0 if there is none.
-        head_dim: elements of a head. For MLA only the rotated part; `mla` has the rest.
+        head_dim: elements of a head. For MLA, elements of the rotated part of a head;
+            `mla` has the sizes of the other parts.
         max_position: longest sequence, in tokens.
         rope: the first rope. `ropes` lists all of them.
         attention_bias: q, k and v have a bias.
         output_bias: the output projection of attention has a bias.
         activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2".
         qk_norm: "head", "row" or ""; see Architecture.
+        other_ropes: the ropes after the first.
         layer_ropes: for each layer an index into `ropes`, or NOT_ROTATED. Empty: all
             layers use `rope`.
-        layer_windows: for each layer the result of `window_of`. Empty: all layers
-            attend to all earlier tokens.
+        layer_windows: for each layer the result of `window_of`. Empty: no layer has a
+            window.
         embedding_scale: factor of the embeddings.
         residual_scale: factor of the outputs of attention and feed-forward.
         score_scale: factor of attention scores. None: 1 / sqrt(elements of a query).
         score_cap: scaled attention scores become tanh(score / cap) * cap. 0: no cap.
         logit_divisor: divisor of the logits.
         logit_cap: logits become tanh(logit / cap) * cap. 0: no cap.
-        draft_layers: number of layers for speculative drafts, which follow the others
-            in the files and are not loaded.
+        draft_layers: number of layers for speculative drafts. They follow the model's
+            `num_layers` layers in the files and are not loaded.
         dtype: data type in which the weights were saved.
     """
 
@@ -139,17 +141,17 @@ class ModelConfig:
         return None if index == NOT_ROTATED else index
 
     def window_of(self, layer: int) -> int | None:
-        """Returns how many tokens a token of this layer attends to, itself included.
+        """Returns how many tokens a token of this layer attends to, including itself.
 
-        None means all earlier tokens.
+        None means the token itself and all earlier tokens.
         """
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
     def special_attention(self) -> str:
-        """The features of attention that go beyond causal attention, as text.
+        """The features of the model's attention beyond plain causal attention, as text.
 
-        The text is empty if there are none.
+        The text is empty if there are no such features.
         """
         features = {
             "sliding windows": self.layer_windows,
@@ -168,7 +170,7 @@ class ModelConfig:
 
     @property
     def kv_heads_total(self) -> int:
-        """KV heads of one token and layer in the cache, over all ranks.
+        """Number of KV heads in the cache for one token and layer, over all ranks.
 
         The latent of MLA counts as 1 head.
         """
@@ -176,7 +178,7 @@ class ModelConfig:
 
     @property
     def kv_components(self) -> int:
-        """Number of tensors in the cache: 2 for keys and values, 1 for MLA's latent."""
+        """Components of a layer's cache: 2 for keys and values, 1 for MLA's latent."""
         return 1 if self.mla else 2
 
     @property
@@ -212,16 +214,18 @@ def load_config(
 
     Args:
         path_or_id: a local directory or a hub id.
-        revision: branch, tag or commit on the hub; None is its default branch.
-        overrides: a JSON object whose values replace those of the file.
-        quantization: "fp8" quantises the weights while they are loaded.
+        revision: branch, tag or commit on the hub; None: the default branch.
+        overrides: a JSON object of values that replace those in the file.
+        quantization: "fp8" quantises the weights to FP8 while they are loaded; None:
+            weights are used as stored.
         max_model_len: tokens of the longest sequence; None: max_position_embeddings.
 
     Raises:
         UnsupportedModel: the architecture, rope type or attention variant is not
             implemented.
-        ModelLoadError: config.json is missing, is not JSON or lacks a size, or an
-            override has no effect.
+        ModelLoadError: config.json is missing, is not JSON or lacks a size; an override
+            has no effect; or `quantization` is given for weights that are stored
+            quantised.
     """
     path = resolve_model(str(path_or_id), revision) / "config.json"
     if not path.is_file():
@@ -270,8 +274,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _read_other_quantization_config(raw: dict[str, Any], path: Path) -> Any:
     """Returns a quantization_config that is not stored under that name.
 
-    Early versions of compressed-tensors name it compression_config. ModelOpt stores it
-    in hf_quant_config.json.
+    Early versions of compressed-tensors use the name compression_config. ModelOpt
+    stores the config in the file hf_quant_config.json.
     """
     if raw.get("compression_config"):
         return raw["compression_config"]
@@ -298,7 +302,7 @@ def _parse_overridden(
         if not _has_effect(key, raw, overrides, config, max_model_len):
             near = suggestion(key, sorted({*raw, *config.traits.defaults}))
             raise ModelLoadError(
-                f"--hf-overrides: {short_repr(key)} changes nothing of this model"
+                f"--hf-overrides: {short_repr(key)} changes nothing in this model"
                 f"{near}; leave it out"
             )
     return config
@@ -311,8 +315,12 @@ def _has_effect(
     config: ModelConfig,
     max_model_len: int | None,
 ) -> bool:
-    """Returns whether `config`, which has all overrides, needs the override of
-    `key`."""
+    """Returns whether the override of `key` has an effect.
+
+    Args:
+        raw: config.json without the overrides.
+        config: the config with all overrides.
+    """
     if raw.get(key) == overrides[key]:
         return True
     other_overrides = {name: value for name, value in overrides.items() if name != key}
@@ -324,7 +332,7 @@ def _has_effect(
 
 
 def _with_values(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with other values, also within its text_config if any."""
+    """Returns `raw` with `values` replaced, in text_config too if `raw` has one."""
     merged = {**raw, **values}
     text_config = merged.get("text_config")
     if isinstance(text_config, dict):
@@ -333,7 +341,7 @@ def _with_values(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
-    """Builds the config from the parsed config.json. See load_config."""
+    """Builds the config from the content of config.json; see load_config."""
     name = _architecture_name(raw)
     architecture = ARCHITECTURES[name]
     raw = text_part(raw, architecture)

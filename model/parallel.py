@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks' shares of heads, and the collectives between ranks.
 
-Process groups are explicit objects, never torch's process-wide default, so that two
-engines can live in one process.
+Process groups are explicit objects and not torch's process-wide default group, so that
+one process can contain two engines.
 """
 
 from datetime import timedelta
@@ -32,16 +32,16 @@ class Ranks:
         self.group = group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gathers the ranks' contiguous [...] into [size, ...] on every rank."""
+        """Returns [size, ...] on every rank: the contiguous `tensor` [...] of each."""
         parts = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         self.group._allgather_base(parts, tensor).wait()
         return parts.view(self.size, *tensor.shape)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends part i of contiguous [size, ...] to rank i.
+        """Sends `tensor[i]` to rank i. `tensor` must be contiguous, [size, ...].
 
         Returns:
-            [size, ...], the parts that the ranks sent to this one.
+            [size, ...], the part that each rank sent to this rank.
         """
         parts = torch.empty_like(tensor)
         self.group.alltoall_base(parts, tensor, [], []).wait()
@@ -54,10 +54,11 @@ class Parallel(Ranks):
     The collectives of a group of size 1 do nothing.
 
     Args:
-        group: None only for size 1. `connect` makes a group.
-        context: the neighbouring ranks that hold the same KV heads and share the
-            tokens; None if every rank stores all tokens.
-        ep: number of parts of the experts. `size / ep` ranks share each part.
+        group: the process group, which `connect` makes; None only for size 1.
+        context: this rank's context-parallel group: neighbouring ranks that hold the
+            same KV heads and share the tokens. None: every rank stores all tokens.
+        ep: number of parts into which the experts are divided. `size / ep` ranks share
+            each part.
     """
 
     def __init__(
@@ -96,16 +97,15 @@ class Parallel(Ranks):
         ep: int = 1,
         timeout_s: float = 60.0,
     ) -> "Parallel":
-        """Joins a group of processes on this host, and blocks until all ranks have
-        joined.
+        """Joins a group of processes on this host; blocks until all ranks have joined.
 
         Args:
             meeting: path of the file through which the ranks find each other. The file
-                must not exist before.
-            device: "cpu" uses gloo, "cuda:N" uses NCCL on that GPU.
+                must not exist before the first rank joins.
+            device: "cpu" selects gloo, "cuda:N" selects NCCL on that GPU.
             dcp: size of the context-parallel groups, a divisor of `size`.
-            ep: number of parts of the experts, a divisor of `size`.
-            timeout_s: limit for joining, and later for each collective.
+            ep: number of parts into which the experts are divided, a divisor of `size`.
+            timeout_s: limit for joining, and for each collective after that.
         """
         if size == 1:
             return cls(rank, size)
@@ -131,14 +131,14 @@ class Parallel(Ranks):
         return tensor
 
     def all_gather_last_dim(self, tensor: Tensor) -> Tensor:
-        """Concatenates the ranks' [rows, n] to [rows, size * n], in rank order."""
+        """Concatenates `tensor` [rows, n] of all ranks to [rows, size * n]."""
         if self.group is None:
             return tensor
         parts = self.all_gather(tensor.contiguous())
         return parts.transpose(0, 1).reshape(len(tensor), self.size * tensor.shape[1])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Overwrites `tensor` with that of rank `root` and returns it."""
+        """Overwrites `tensor` with the `tensor` of rank `root`, and returns it."""
         if self.group is not None:
             self.group.broadcast(tensor, root).wait()
         return tensor
@@ -159,7 +159,8 @@ def _make_group(
         torch.cuda.set_device(device)
         nccl_options = distributed.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        # Steps run on a high-priority stream, too.
+        # Collectives get the same priority as the steps, which run on a high-priority
+        # stream.
         nccl_options.is_high_priority_stream = True
         return distributed.ProcessGroupNCCL(store, rank, size, nccl_options)
     options = distributed.ProcessGroupGloo._Options()

@@ -1,6 +1,7 @@
 """Rotary position embedding.
 
-Angles are computed once for each step, and rotations once for each layer.
+Angles are computed once for each step. Each layer uses these angles to rotate its
+queries and keys.
 """
 
 import math
@@ -21,7 +22,11 @@ Angles = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
-    """Returns the radians per position of each pair, float32 [dim / 2], on the CPU."""
+    """Returns the radians by which one position rotates each pair.
+
+    Returns:
+        float32 [dim / 2], on the CPU.
+    """
     divisor = config.exponent_dim or config.dim
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / divisor
     frequencies = config.theta**exponents
@@ -37,8 +42,10 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def _llama3_frequencies(config: RopeConfig, inverse: Tensor) -> Tensor:
-    """Slows long wavelengths by `factor`, keeps short ones, and blends those
-    between."""
+    """Divides low frequencies by `factor`, and keeps high frequencies.
+
+    Frequencies between the two are blended.
+    """
     rotations = config.original_max_position * inverse / (2 * math.pi)
     blend_width = config.high_freq_factor - config.low_freq_factor
     smooth = ((rotations - config.low_freq_factor) / blend_width).clamp(0, 1)
@@ -46,10 +53,10 @@ def _llama3_frequencies(config: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Blends interpolated and original frequencies along a ramp over the dimensions."""
+    """Blends interpolated and original frequencies, along a ramp over the pairs."""
 
     def dimension_with(rotations: float) -> float:
-        """Returns the dimension that rotates this often in the original context."""
+        """Returns where on the ramp a pair rotates so often in the original context."""
         ratio = config.original_max_position / (rotations * 2 * math.pi)
         return config.dim * math.log(ratio) / (2 * math.log(config.theta))
 
@@ -80,7 +87,7 @@ def attention_scaling(config: RopeConfig) -> float:
 
 
 def score_mscale(config: RopeConfig) -> float:
-    """Returns DeepSeek's factor of the attention scale.
+    """Returns the factor by which DeepSeek's models multiply the attention scale.
 
     The factor is 1 except for yarn with mscale_all_dim.
     """
@@ -89,13 +96,13 @@ def score_mscale(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
 
 
-def halves_order(config: RopeConfig, head_dim: int) -> list[int] | None:
-    """Returns an order of a head's elements that simplifies its rotation.
+def rotate_half_order(config: RopeConfig, head_dim: int) -> list[int] | None:
+    """Returns an order of a head's elements in which its halves form the pairs.
 
-    In this order every rotation pairs the two halves of the whole head. The weights
-    that make queries and keys are reordered once. This turns the rotation of
-    neighbours, or of a part of the head, into the rotation of halves. Elements that are
-    not rotated get the angle 0.
+    The weights that make queries and keys are reordered once, when they are loaded.
+    After that, the first half of a head is rotated against the second half, even if the
+    model rotates neighbours, or only a part of the head. Elements that the model does
+    not rotate get the angle 0.
 
     Returns:
         The old index of each element, or None if the order needs no change.
@@ -115,14 +122,15 @@ def halves_order(config: RopeConfig, head_dim: int) -> list[int] | None:
 
 
 class Rope:
-    """One rotation on one device.
+    """One rotary embedding on one device.
 
-    The angles of a step are computed from its positions and not looked up. A table for
-    a context of 131,072 tokens would take more memory than some models.
+    The angles of a step are computed from its positions. A table of angles for a
+    context of 131,072 tokens would take more memory than some models.
 
     Args:
-        head_dim: elements of a head in `halves_order`. None: the elements are in the
-            order of the files, and all of them are rotated.
+        dtype: data type of queries and keys.
+        head_dim: elements of a head, in the order of `rotate_half_order`. None: the
+            elements are in the order of the files, and all of them are rotated.
     """
 
     def __init__(
@@ -146,10 +154,12 @@ class Rope:
         self._is_fused = has_kernel and (head_dim or config.dim) in _FUSED_DIMS
 
     def angles(self, positions: Tensor) -> Angles:
-        """Returns cos and sin of positions [T], in the layout that `rotate_pair` takes.
+        """Returns the cosines and sines of positions [T], as `rotate_pair` takes them.
 
-        For the fused rotation both items are the same float32 [T, dim]: cosines, then
-        sines. Otherwise they are cos and signed sin, [T, 1, dim].
+        For the fused kernel, both items are equal: float32 [T, dim], cosines, then
+        sines. Without the kernel, the items are cosines and sines: [T, 1, dim / 2] if
+        neighbours form the pairs, else [T, 1, dim] with the first half of the sines
+        negated.
         """
         radians = positions[:, None] * self._inverse
         joined = radians.new_empty(len(radians), 2, self._half)
@@ -166,16 +176,16 @@ class Rope:
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
     def cos_sin(self, angles: Angles) -> Tensor | None:
-        """Returns cosines, then sines, float32 [T, dim], for a backend that rotates.
+        """Returns `angles` for a backend that rotates: see RopeNormArgs.cos_sin.
 
-        Returns None if `rotate_pair` is not fused.
+        Returns None if the fused kernel does not support this rope.
         """
         return angles[0] if self._is_fused else None
 
     def rotate_pair(
         self, q: Tensor, k: Tensor, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        """Rotates q and k [T, heads, dim], in place where that is faster."""
+        """Rotates q and k [T, heads, dim]; the fused kernel does so in place."""
         if self._is_fused:
             fused_ops.rotation().rotate(q, k, angles[0], interleaved=self._interleaved)
             return q, k

@@ -19,10 +19,10 @@ from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
 from model.files.safetensors_files import StoredTensor, read_headers
 
-# Each tensor contributes samples of this size to the fingerprint.
+# The bytes that each tensor contributes to the fingerprint: samples of this size, and
+# for an embedding or a head also the first bytes of each token's row.
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
-# Each token's row of an embedding or a head contributes its first bytes.
 _ROW_BYTES: Final = 16
 # Weights that are never quantised: tables, routers, and MLA's absorbed projection.
 _UNQUANTISED_SUFFIXES: Final = tuple(
@@ -57,17 +57,18 @@ class Size:
         return f"{field if is_one_field else self.terms} is {self.value}"
 
 
-# By the name of a weight, the formula of each dimension: rows and columns, preceded by
-# the experts if one tensor holds all of them.
+# Maps the name of a weight to a formula for each dimension: rows and columns, preceded
+# by the number of experts if one tensor holds all experts.
 Shapes = dict[str, tuple[str, ...]]
 _GATED_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def _evaluate(formula: str, fields: Mapping[str, int]) -> Size:
-    """Returns the value of a formula, with its terms.
+    """Evaluates a formula.
 
     Args:
         formula: a product of fields, numbers and sums of fields, such as "2 x (a + b)".
+        fields: the values of the fields.
     """
     value = 1
     for factor in formula.split(" x "):
@@ -81,10 +82,10 @@ class MatrixGroup:
     """All matrices of a model that have the same role and shape.
 
     Attributes:
-        name: name of the first of them.
-        shape: rows and columns, preceded by the experts if one tensor holds all of
-            them.
-        count: number of matrices; None: only this one.
+        name: name of the group's first matrix.
+        shape: rows and columns, preceded by the number of experts if one tensor holds
+            all experts.
+        count: number of matrices in the group; None: one.
     """
 
     name: str
@@ -103,7 +104,7 @@ class MatrixGroup:
 
 
 def implied_weights(config: ModelConfig) -> list[MatrixGroup]:
-    """Returns all matrices of the model."""
+    """Returns the groups of all matrices of the model."""
     fields = _fields(config)
     table_shape = (_evaluate("vocab_size", fields), _evaluate("hidden_size", fields))
     groups = [MatrixGroup("model.embed_tokens.weight", table_shape)]
@@ -130,7 +131,12 @@ def implied_weights(config: ModelConfig) -> list[MatrixGroup]:
 def _layer_groups(
     config: ModelConfig, layers: Iterator[int], num_layers: int, shapes: Shapes
 ) -> list[MatrixGroup]:
-    """Returns the matrices that each of `num_layers` layers has."""
+    """Returns a group for each matrix that each of `num_layers` layers has.
+
+    Args:
+        layers: the indices of these layers; only the first index is used.
+        shapes: the matrices of one layer.
+    """
     if num_layers == 0:
         return []
     first_layer = next(layers)
@@ -214,8 +220,8 @@ def _gated_shapes(
     """Returns the shapes of a gated feed-forward.
 
     Args:
-        width: formula of its intermediate size.
-        projections: gate, up and down, or gate and up fused, and down.
+        width: formula of the intermediate size.
+        projections: names of gate, up and down, or of fused gate and up, and of down.
     """
     *gate_up, down = projections
     rows = width if len(gate_up) == 2 else f"2 x {width}"
@@ -261,11 +267,14 @@ def bits_per_element(
 ) -> float:
     """Returns how many bits an element of a weight takes in memory.
 
-    Weights that the config excludes from quantisation are counted as quantised.
+    This is an upper bound on the side of quantised weights: weights that only the
+    config excludes from quantisation are counted as quantised.
 
     Args:
+        name: the weight.
         itemsize: bytes of an element that is not quantised.
-        keep_quantised: quantised weights stay so, instead of being dequantised at load.
+        keep_quantised: whether quantised weights are kept quantised in memory, instead
+            of being dequantised at load.
     """
     quantization = config.quantization
     if not keep_quantised or quantization is None:
@@ -277,7 +286,10 @@ def bits_per_element(
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, *, keep_quantised: bool) -> int:
-    """Returns the bytes of all matrices of the model. See bits_per_element."""
+    """Returns the bytes of all matrices of the model.
+
+    See bits_per_element for the arguments.
+    """
     bits = 0.0
     for group in implied_weights(config):
         bits += group.elements * bits_per_element(
@@ -297,13 +309,15 @@ def check_parallelism(
     """Checks that `size` ranks can share the model.
 
     Args:
-        dcp: ranks that hold the same KV heads and share the tokens; divides `size`.
-        ep: groups of ranks that split the experts; divides `size`.
+        size: number of tensor-parallel ranks.
+        dcp: number of ranks that hold the same KV heads and share the tokens; divides
+            `size`.
+        ep: number of groups of ranks that split the experts; divides `size`.
 
     Raises:
         InvalidParallelism: the ranks cannot share the heads or the widths, the
-            `size / dcp` groups cannot share the KV heads, or `ep` groups cannot share
-            the experts.
+            `size / dcp` groups cannot share the KV heads, or the `ep` groups cannot
+            share the experts.
     """
     num_experts = config.moe.num_experts if config.moe else 1
     if num_experts % ep:
@@ -313,7 +327,8 @@ def check_parallelism(
             )
         else:
             problem = (
-                "needs a mixture of experts, and this model has none: leave it out"
+                "needs a mixture of experts, which this model does not have: leave it "
+                "out"
             )
         raise InvalidParallelism(f"--ep {ep} {problem}")
     tp_problem = _tp_problem(config, size, ep)
@@ -338,7 +353,7 @@ def check_parallelism(
 
 
 def tp_sizes(config: ModelConfig, ep: int) -> list[int]:
-    """Returns all numbers of ranks that can share the model."""
+    """Returns all values of --tp with which the ranks can share the model."""
     return [
         size
         for size in range(1, config.num_heads + 1)
@@ -354,7 +369,7 @@ def _tp_problem(config: ModelConfig, size: int, ep: int) -> str | None:
     if kv_heads % size and size % kv_heads:
         return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
     if size % ep:
-        return f"is no multiple of --ep {ep}"
+        return f"is not a multiple of --ep {ep}"
     fields = _fields(config)
     for formula, ranks in _shared_widths(config, size, ep):
         width = _evaluate(formula, fields).value
@@ -387,10 +402,7 @@ def check_files(config: ModelConfig, folder: Path) -> None:
             value, and the value in the files.
     """
     tensors = read_headers(folder)
-    fix = (
-        f"in {folder}: correct config.json, or take the one that came with these "
-        "weights"
-    )
+    fix = "correct config.json, or use the config.json that came with these weights"
     for group in implied_weights(config):
         if group.name not in tensors:
             continue
@@ -401,7 +413,7 @@ def check_files(config: ModelConfig, folder: Path) -> None:
             if size.value != actual:
                 raise ModelLoadError(
                     f"config.json: {size}, but {group.name} has {actual} {dimension} "
-                    f"{fix}"
+                    f"in the files of {folder}: {fix}"
                 )
     layers = {
         name.split(".")[2] for name in tensors if name.startswith("model.layers.")
@@ -410,8 +422,8 @@ def check_files(config: ModelConfig, folder: Path) -> None:
         layers.discard(str(config.num_layers + layer))
     if layers and len(layers) != config.num_layers:
         raise ModelLoadError(
-            f"config.json: num_hidden_layers is {config.num_layers}, but there are "
-            f"weights of {len(layers)} layers {fix}"
+            f"config.json: num_hidden_layers is {config.num_layers}, but the files in "
+            f"{folder} have weights of {len(layers)} layers: {fix}"
         )
 
 
@@ -424,14 +436,16 @@ def fingerprint(
 ) -> str:
     """Returns 32 hex digits that are equal for equal config and weights.
 
-    A fine-tuned model differs in nearly every element that was trained, so samples of
-    each tensor distinguish it. Hashing whole files would take longer than loading them.
-    But training may have changed the rows of only a few tokens. A tensor with one row
-    for each token therefore contributes the start of every row.
+    Hashing whole files would take longer than loading them, so samples of each tensor
+    are hashed. They distinguish a fine-tuned model, because training changes nearly
+    every element of the tensors that it trains. An exception are tensors with a row for
+    each token: training may have changed the rows of a few tokens only. Such a tensor
+    therefore also contributes the start of every row.
 
     Args:
         model_dir: as `hub.resolve_model` returns it; not read if load_format is
             "dummy".
+        load_format: see `decoder.load_model`.
         seed: the seed of dummy weights.
     """
     digest = hashlib.blake2b(config.semantic_json.encode(), digest_size=16)

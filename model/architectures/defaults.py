@@ -2,8 +2,8 @@
 
 The tables follow transformers' configuration classes and are indexed by model_type.
 Baton ignores a key that is not listed for a class, as transformers does. The exceptions
-are the keys that `model/config.py` reads for every model. A test compares these tables
-with transformers.
+are keys that are read for every model (_COMMON_KEYS in keys.py). A test compares these
+tables with transformers.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ def _model_class(
     Args:
         sizes: the defaults of _SIZES, in that order.
         eps: the default of rms_norm_eps.
-        others: keys that not every class reads, or that differ from the common
-            defaults.
+        others: keys that not every class reads, or with defaults that differ from the
+            common defaults.
     """
     common: dict[str, Any] = {
         "rms_norm_eps": eps,

@@ -1,4 +1,4 @@
-"""The mixture-of-experts part of a config.json."""
+"""Reads the mixture-of-experts part of a config.json."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +14,7 @@ from model.architectures.values import (
 from model.errors import UnsupportedModel
 from protocol.short_repr import short_repr
 
-# Implemented values of topk_method for each scoring function, the default one first.
+# Implemented values of topk_method for each scoring function; the first is the default.
 _TOPK_METHODS: Final = {
     "softmax": ("greedy", "group_limited_greedy"),
     "sigmoid": ("noaux_tc",),
@@ -28,13 +28,13 @@ class MoEConfig:
     Attributes:
         shared_intermediate_size: the intermediate size of one shared expert.
         scoring: "softmax" or "sigmoid", the function applied to the router's logits.
-        is_normalized: the weights of a token's experts are scaled to the sum 1 before
-            `routed_scaling_factor` is applied.
+        is_normalized: whether the weights of a token's experts are scaled to the sum 1
+            before `routed_scaling_factor` is applied.
         num_groups: number of groups of neighbouring experts. Only experts of the best
             `topk_groups` groups are chosen. With 1 group all experts are candidates.
         clamps: (alpha, limit) of the clamped SwiGLU, which computes
-            gate * sigmoid(alpha * gate) * (up + 1). The gate is clamped from above to
-            limit, and up to [-limit, limit]. None selects the model's activation.
+            gate * sigmoid(alpha * gate) * (up + 1). Here gate is limited to at most
+            `limit`, and up to [-limit, limit]. None: the model's activation is used.
     """
 
     num_experts: int
@@ -143,7 +143,7 @@ def _topk_method(raw: dict[str, Any], scoring: str) -> str:
 def _expert_groups(
     raw: dict[str, Any], count_field: str, num_experts: int, experts_per_token: int
 ) -> tuple[int, int]:
-    """Returns how many groups of experts there are, and how many of them are chosen."""
+    """Returns the number of groups of experts, and how many are chosen for a token."""
     num_groups = int(raw.get("n_group") or 1)
     topk_groups = int(raw.get("topk_group") or 1)
     if (

@@ -1,4 +1,7 @@
-"""Which keys of a config.json a model class reads, and which of them are refused."""
+"""Selects the keys of a config.json that a model class reads, and refuses some keys.
+
+defaults.py lists the keys of each class.
+"""
 
 from typing import Any, Final
 
@@ -6,8 +9,8 @@ from model.architectures.table import Architecture
 from model.architectures.values import config_error, unsupported_error
 from protocol.short_repr import short_repr
 
-# Maps transformers' names of activations to the names that the layers use. transformers
-# has several names for some functions.
+# Maps transformers' names of activations to the names that Baton's layers use.
+# transformers has several names for some functions.
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -22,8 +25,8 @@ _ACTIVATIONS: Final = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# Keys that are read for every model, even if its class does not list them in its
-# defaults.
+# Keys that are read for every model, even if the defaults of its class do not list
+# them.
 _COMMON_KEYS: Final = frozenset(
     {
         "architectures",
@@ -45,7 +48,7 @@ _COMMON_KEYS: Final = frozenset(
         "num_nextn_predict_layers",
     }
 )
-# Keys that a model with a text_config has outside of it.
+# In a model with a text_config, keys that are read from the top level of config.json.
 _TOP_LEVEL_KEYS: Final = (
     "architectures",
     "dtype",
@@ -57,7 +60,15 @@ _TOP_LEVEL_KEYS: Final = (
 
 
 def text_part(raw: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Returns the keys of the text part of a model that may also accept images."""
+    """Returns the keys that describe the text part of a model.
+
+    For a text-only model, these are all keys. For a model that also accepts images,
+    they are the keys of text_config and some top-level keys.
+
+    Raises:
+        ModelLoadError: text_config is not an object.
+        UnsupportedModel: text_config is of another model_type than the class expects.
+    """
     if not architecture.text_type:
         return raw
     text_config = raw.get("text_config")
@@ -75,7 +86,7 @@ def text_part(raw: dict[str, Any], architecture: Architecture) -> dict[str, Any]
 
 
 def with_defaults(raw: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Returns the keys that this class reads, with defaults for the missing ones."""
+    """Returns the keys that a model class reads, with defaults for missing keys."""
     mixture = architecture.mixture
     if mixture is not None and mixture.alternative_count_field in raw:
         raw = {mixture.count_field: raw[mixture.alternative_count_field], **raw}
@@ -85,7 +96,7 @@ def with_defaults(raw: dict[str, Any], architecture: Architecture) -> dict[str, 
         if name in architecture.defaults or name in _COMMON_KEYS
     }
     for name in ("rope_parameters", "rope_theta"):
-        if given.get(name) is None:  # null has the meaning of a missing key
+        if given.get(name) is None:  # null means the same as a missing key
             given.pop(name, None)
     merged = {**architecture.defaults, **given, **architecture.fixed_values}
     if merged.get("rope_scaling") and "rope_parameters" not in given:
@@ -106,16 +117,17 @@ def read_activation(raw: dict[str, Any], architecture: Architecture) -> str:
 
 
 def refuse_unsupported(raw: dict[str, Any], architecture: Architecture) -> None:
-    """Checks for fields that would change the computation and are not implemented.
+    """Refuses fields that would change the computation and are not implemented.
 
     Raises:
         UnsupportedModel: such a field is set.
+        ModelLoadError: hidden_act and hidden_activation contradict each other.
     """
     for name in ("clip_qkv", "use_bidirectional_attention"):
         if raw.get(name) and name in architecture.defaults:
             raise unsupported_error(f"{name} {short_repr(raw[name])}", f"{name} null")
-    # The config of Gemma 3 lists caps, but the class does not apply the cap of scores,
-    # and its variant with images does not apply the cap of logits.
+    # The config of Gemma 3 has fields for both soft caps. But transformers' class does
+    # not apply the cap of scores, and its class with images applies neither cap.
     caps = ["attn_logit_softcapping"]
     if architecture.text_type:
         caps.append("final_logit_softcapping")

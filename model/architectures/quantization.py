@@ -27,7 +27,7 @@ class Quantization:
         block: rows and columns of an FP8 matrix that share a scale. None: the shape of
             the scales in the files decides.
         group: number of columns that share a scale in 4-bit formats. None: all columns.
-        zero_offset: number that is added to the zero points in the files.
+        zero_offset: number to add to the zero points that are in the files.
     """
 
     stored: str
@@ -37,7 +37,10 @@ class Quantization:
 
     @property
     def bits(self) -> float:
-        """Bits of one element in memory, with its share of a scale and a zero point."""
+        """Bits of one element in memory, including its share of scales and zero points.
+
+        Scales for each row or for the tensor are negligible and not counted.
+        """
         if self.stored in ("fp8", AT_LOAD):
             return 8 + (32 / self.block[1] if self.block else 0)
         if self.stored == "mxfp4":
@@ -70,7 +73,7 @@ def parse_quantization(raw: Any) -> Quantization | None:
     is_modelopt_fp8 = method == "modelopt" and algorithm in _MODELOPT_ALGORITHMS
     if method not in ("fp8", "fbgemm_fp8") and not is_modelopt_fp8:
         raise _unsupported_format(algorithm or method or raw)
-    return Quantization("fp8", block=_parse_block(raw.get("weight_block_size")))
+    return Quantization("fp8", block=_parse_block_shape(raw.get("weight_block_size")))
 
 
 def _unsupported_format(description: Any) -> Exception:
@@ -82,15 +85,15 @@ def _unsupported_format(description: Any) -> Exception:
 def _parse_compressed_tensors(raw: dict[str, Any]) -> Quantization | None:
     """Reads the config of compressed-tensors.
 
-    The weights of all groups of layers must have one format. In FP8 some groups may
-    have a scale for each block, and others one for each row or one for the tensor.
+    The weights of all groups of layers must have the same format. In FP8, the shape of
+    the scales (for each block, row or tensor) may differ between groups of layers.
     """
     sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
     if (raw.get("transform_config") or {}).get("config_groups"):
         raise _unsupported_format("compressed-tensors with transform_config")
     if sparsity != "dense":
         raise _unsupported_format(f"compressed-tensors with {sparsity}")
-    # A group whose weights are null quantises only its inputs.
+    # A group of layers with `weights` null has quantised inputs, but plain weights.
     schemes = []
     for config_group in (raw.get("config_groups") or {}).values():
         weights = config_group.get("weights", {})
@@ -103,7 +106,8 @@ def _parse_compressed_tensors(raw: dict[str, Any]) -> Quantization | None:
     if kinds == {("float", 8)} and group_sizes <= {None, -1}:
         blocks = [scheme.get("block_structure") for scheme in schemes]
         blocks = [block for block in blocks if block]
-        return Quantization("fp8", block=_parse_block(blocks[0] if blocks else None))
+        block = _parse_block_shape(blocks[0] if blocks else None)
+        return Quantization("fp8", block=block)
     is_packed = raw.get("format") == "pack-quantized"
     if kinds != {("int", 4)} or not is_packed or len(group_sizes) > 1:
         descriptions = {_describe_scheme(scheme) for scheme in schemes}
@@ -122,7 +126,7 @@ def _describe_scheme(scheme: dict[str, Any]) -> str:
 
 def _parse_four_bits(raw: dict[str, Any], method: str) -> Quantization:
     """Reads the config of awq or gptq."""
-    # transformers 5 names this field "format".
+    # transformers 5 writes "format" instead of this field.
     version_field = "version" if method == "awq" else "checkpoint_format"
     version = str(raw.get(version_field) or raw.get("format") or "")
     supported = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")
@@ -133,7 +137,7 @@ def _parse_four_bits(raw: dict[str, Any], method: str) -> Quantization:
     if method == "awq" and not raw.get("zero_point", True):
         raise _unsupported_format("awq without zero_point")
     group = _parse_group(raw.get("group_size", raw.get("q_group_size", 128)))
-    # The first version of gptq stores each zero point minus 1.
+    # In its first version, the gptq format stores each zero point minus 1.
     zero_offset = 1 if method == "gptq" and version.lower() != "gptq_v2" else 0
     return Quantization(method, group=group, zero_offset=zero_offset)
 
@@ -144,7 +148,7 @@ def _parse_group(group_size: Any) -> int | None:
     return _parse_sizes("group_size", [group_size], count=1)[0]
 
 
-def _parse_block(block: Any) -> tuple[int, ...] | None:
+def _parse_block_shape(block: Any) -> tuple[int, ...] | None:
     return None if block is None else _parse_sizes("weight_block_size", block, count=2)
 
 

@@ -1,6 +1,7 @@
 """The rotary embeddings (ropes) of a config.json.
 
-A model has one rope for all layers, one for each kind of layer, or layers without one.
+A model has one rope for all layers, or one rope for each kind of layer. In some models
+a part of the layers has no rope.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ _REQUIRED_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-NOT_ROTATED: Final = -1  # replaces the index of the rope in layers without one
+NOT_ROTATED: Final = -1  # stands for the index of a rope in layers without a rope
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class RopeConfig:
         attention_factor: used by yarn and longrope. None: yarn derives it from the
             factor and the mscales.
         mscale, mscale_all_dim: used by yarn; 0 means absent.
-        divisors: used by longrope; the frequency of each pair is divided by these.
-        exponent_dim: divisor of the exponents of theta; 0 means dim.
+        divisors: used by longrope; the divisor of each pair's frequency.
+        exponent_dim: divisor of the exponents of theta; 0 means that it is `dim`.
         interleaved: neighbouring elements form a pair, as in DeepSeek and GLM-4. In all
             other models the two halves of the rotated part form the pairs.
     """
@@ -77,10 +78,12 @@ def parse_ropes(
 ) -> tuple[list[RopeConfig], tuple[int, ...]]:
     """Returns a model's distinct ropes, and the index of the rope of each layer.
 
-    The tuple of indices is empty if all layers use the first rope.
+    The tuple of indices is empty if all layers use the first rope. A layer without a
+    rope has the index NOT_ROTATED.
 
     Raises:
-        UnsupportedModel: a rope type, or the use of one, is not implemented.
+        UnsupportedModel: a rope type, or a combination of it with other fields, is not
+            implemented.
         ModelLoadError: parameters are missing, contradict each other, or are in a place
             where the class does not read them.
     """
@@ -105,10 +108,10 @@ def parse_ropes(
 
 
 def _shared_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of the shared rope, as transformers chooses them.
+    """Returns the parameters of the rope that all layers share.
 
-    transformers 5 stores rope_parameters. Earlier versions stored rope_theta and
-    rope_scaling.
+    transformers 5 writes rope_parameters into config.json. transformers 4 wrote
+    rope_theta and rope_scaling.
     """
     scaling = raw.get("rope_scaling") or {}
     stored = raw.get("rope_parameters") or {}
@@ -120,8 +123,8 @@ def _shared_parameters(raw: dict[str, Any]) -> dict[str, Any]:
             )
     if not scaling:
         return dict(stored)
-    # If both are present, transformers ignores rope_parameters. A difference is
-    # refused.
+    # If rope_scaling is present, transformers ignores rope_parameters. A config in
+    # which the two differ is refused.
     theta = raw["rope_theta"]
     if stored and _normalize(stored, theta) != _normalize(scaling, theta):
         raise _contradicting_ropes(scaling)
@@ -148,7 +151,11 @@ def _contradicting_ropes(scaling: dict[str, Any]) -> ModelLoadError:
 def _parameters_by_kind(
     raw: dict[str, Any], architecture: Architecture
 ) -> dict[str, dict[str, Any]]:
-    """Returns the rope parameters by kind of layer, as transformers chooses them."""
+    """Returns the rope parameters of each kind of layer.
+
+    The parameters are those that transformers uses. A config that transformers 4 and 5
+    read differently is refused.
+    """
     scaling = raw.get("rope_scaling") or {}
     stored = raw.get("rope_parameters") or {}
     if scaling.keys() & {FULL, SLIDING}:
@@ -167,8 +174,8 @@ def _parameters_by_kind(
         raise _contradicting_ropes(scaling)
     has_rope_type = bool(stored) or "rope_type" in scaling
     if not has_rope_type and scaling.get("type", "default") != "default":
-        # transformers 4 reads `type`; transformers 5 ignores it and takes the default
-        # rope.
+        # transformers 4 reads `type`. transformers 5 ignores `type` and uses the
+        # default rope.
         raise config_error(
             f"rope_scaling has the type {short_repr(scaling['type'])} and no "
             "rope_type: write it as rope_type in this architecture"
@@ -177,8 +184,8 @@ def _parameters_by_kind(
     if "rope_local_base_freq" in architecture.defaults:
         sliding_theta = raw["rope_local_base_freq"]
         return {FULL: full, SLIDING: {"rope_theta": sliding_theta, **sliding}}
-    # Olmo 3: for sliding layers transformers 5 takes the default rope_theta, and
-    # transformers 4 takes the rope_theta of all layers.
+    # Olmo 3: for sliding layers, transformers 5 uses the class's default rope_theta,
+    # and transformers 4 uses the config's rope_theta.
     default_theta = architecture.defaults["rope_theta"]
     if raw["rope_theta"] != default_theta and "rope_theta" not in sliding:
         raise config_error(
@@ -202,8 +209,9 @@ def _parse_rope(
     """Reads one rope.
 
     Args:
-        raw: the keys of the whole model.
+        raw: the keys of config.json, with defaults.
         parameters: the parameters of this rope, which take precedence over `raw`.
+        head_dim: elements of a head, or of its rotated part for MLA.
     """
     aliases = architecture.rope_aliases or {name: name for name in ROPE_TYPES}
     written_type = _type_of(parameters)
@@ -229,8 +237,8 @@ def _parse_rope(
         )
     if rope_type == "dynamic":
         _require_fields(given, rope_type, ("factor",))
-    # `dynamic` scales nothing within max_position_embeddings, and nothing beyond is
-    # served.
+    # The type `dynamic` changes nothing for sequences of up to max_position_embeddings
+    # tokens, and Baton does not serve longer sequences.
     if rope_type in ("default", "dynamic"):
         return unscaled
     scaling_fields = _scaling_fields(raw, given, rope_type, dim, architecture)
@@ -242,8 +250,8 @@ def _rotated_elements(
 ) -> tuple[int, int]:
     """Returns the number of rotated elements of a head, and the divisor of exponents.
 
-    If the rotated part is odd, the next element is rotated with it, but the exponents
-    are divided by the odd number.
+    If partial_rotary_factor gives an odd number of elements, one more element is
+    rotated, but the exponents are divided by the odd number.
     """
     partial = read_number(merged, "partial_rotary_factor", 1.0)
     if not architecture.rotates_part and rope_type == "default":
@@ -282,7 +290,13 @@ def _scaling_fields(
     dim: int,
     architecture: Architecture,
 ) -> dict[str, Any]:
-    """Returns the fields of RopeConfig that only this rope type has."""
+    """Returns the fields of RopeConfig that scale this rope.
+
+    Args:
+        raw: the keys of config.json, with defaults.
+        given: the parameters of this rope that are not null.
+        dim: rotated elements of a head, before rounding up to an even number.
+    """
     max_position = read_size(raw, "max_position_embeddings")
     original = _original_context(raw, given, rope_type, architecture)
     _require_fields(given, rope_type, _REQUIRED_FIELDS.get(rope_type, ()))
@@ -325,12 +339,13 @@ def _yarn_fields(
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
     if architecture.ropes_by_kind and not fields["truncate"]:
-        # transformers looks for the field outside of the kinds of layers, where it is
-        # missing, and so takes true here.
+        # transformers looks for this field outside of the objects for the kinds of
+        # layers. The field is missing there, so transformers always uses true.
         raise unsupported_error(
             "truncate false of rope type yarn in this architecture", "truncate true"
         )
-    # The authors of yarn and other servers read attn_factor; transformers does not.
+    # transformers ignores attn_factor. The code of yarn's authors and other servers
+    # read it, and so does Baton.
     if given.get("attn_factor"):
         attn_factor = read_number(given, "attn_factor", 1.0)
         fields["attention_factor"] = attn_factor * yarn_mscale(factor, 1.0)
@@ -343,11 +358,12 @@ def _original_context(
     rope_type: str,
     architecture: Architecture,
 ) -> int:
-    """Returns how many tokens the context had before the rope was scaled.
+    """Returns original_max_position_embeddings, the context before scaling, in tokens.
 
-    For a rope that all layers share, the field outside of the rope's parameters takes
-    precedence. For ropes by kind of layer, transformers 4 reads that field and
-    transformers 5 does not.
+    The field may be inside or outside of the rope's parameters. For a rope that all
+    layers share, the outer field takes precedence. For ropes by kind of layer,
+    transformers 4 reads the outer field and transformers 5 does not, so an outer field
+    that would matter is refused.
     """
     field = "original_max_position_embeddings"
     max_position = read_size(raw, "max_position_embeddings")
@@ -366,15 +382,15 @@ def _original_context(
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Returns yarn's correction of attention for a context extended by `factor`."""
+    """Returns yarn's factor of attention for a context that is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _divisors(given: dict[str, Any], dim: int, *, is_long: bool) -> tuple[float, ...]:
-    """Returns the long or the short factors of longrope, for sequences of any length.
+    """Returns the long or the short factors of longrope, one for each pair.
 
-    If any sequence may outgrow the original context, all sequences use the long
-    factors: keys in the cache cannot be rotated again when a sequence grows.
+    If any sequence may outgrow the original context (`is_long`), all sequences use the
+    long factors. Keys in the cache cannot be rotated again when a sequence grows.
     """
     for name in ("short_factor", "long_factor"):
         num_factors = len(given.get(name) or ())

@@ -1,8 +1,8 @@
 """The supported architectures, each declared by its differences from Llama.
 
-An entry holds what a model's class defines and its config.json does not: where the
-norms are, how the weights are named. Default values of missing keys are in
-`defaults.py`; `model/config.py` reads config.json.
+An entry contains the properties that a model's class defines and config.json does not,
+such as the places of norms and the names of weights. Default values of missing keys are
+in `defaults.py`; `model/config.py` reads config.json.
 """
 
 import difflib
@@ -16,7 +16,8 @@ from model.architectures.defaults import DEFAULTS
 class Norms(NamedTuple):
     """Names of the norms of a layer; None means that there is no such norm.
 
-    The norm of an output is applied before the residual is added.
+    The norms `attention` and `mlp` apply to inputs. The norms `attention_out` and
+    `mlp_out` apply to outputs, before the residual is added.
     """
 
     attention: str | None = "input_layernorm"
@@ -36,13 +37,14 @@ class Mixture:
         count_field: field of config.json with the number of experts.
         width_field: field of config.json with the intermediate size of one expert.
         shared_width_field: field of config.json with the intermediate size of the
-            shared expert; None: `width_field`, for each of n_shared_experts.
+            single shared expert. None: there are n_shared_experts shared experts, each
+            of the size in `width_field`.
         prefix: prefix of the mixture's weights, within the layer.
         router: name of the router, within the mixture.
         expert_weights: names of the gate, up and down projection of one expert.
-        stacked: names of two tensors that hold the gate and up projections, and the
-            down projections, of all experts. None: each expert has its
-            `expert_weights`.
+        stacked: names of two tensors. The first holds the gate and up projections of
+            all experts, the second holds all down projections. None: each expert has
+            `expert_weights` of its own.
         transposed: the stacked tensors are [experts, in, out], their gate and up
             columns alternate, and their names do not end in ".weight".
         biased: the router and all projections of the experts have biases.
@@ -51,11 +53,12 @@ class Mixture:
         shared_gate: name of a sigmoid gate on the shared experts' output.
         correction_bias: weight that is added to the scores when experts are chosen, but
             does not change the weights of the chosen experts.
-        may_normalize: the class reads norm_topk_prob. Otherwise true is refused.
-        group_score_experts: the score of a group is the sum of this many best scores of
-            its experts.
+        may_normalize: whether the class reads norm_topk_prob. If not, a config with
+            norm_topk_prob true is refused.
+        group_score_experts: the score of a group is the sum of this many of the highest
+            scores of its experts.
         alternative_count_field: second name of `count_field`, which transformers reads
-            and may write. Empty if there is none.
+            and may write. Empty if there is no second name.
     """
 
     count_field: str = "num_experts"
@@ -92,14 +95,15 @@ class Architecture:
             values.
         fixed_values: values that the class has regardless of config.json.
         norms: the names of the norms of a layer.
-        bias: field of config.json that gives q, k and v a bias, or whether they always
-            have one.
-        output_bias: the output projection has a bias if q, k and v have one.
+        bias: field of config.json that says whether q, k and v have a bias; or True or
+            False if all models of the class do or do not.
+        output_bias: whether the output projection has a bias if q, k and v have one.
         qk_norm: "head" for a norm of each query and key head, "row" for a norm over all
             heads, "" for none.
         qk_norm_field: field of config.json that turns `qk_norm` on; None: always on.
         norm_offset: number that is added to the weights of norms.
-        fused: those of "qkv_proj" and "gate_up_proj" that are one weight in the files.
+        fused: which of the projections "qkv_proj" and "gate_up_proj" are stored as one
+            weight in the files.
         interleaved: rope rotates neighbouring elements instead of halves.
         scales_embedding: embeddings are multiplied by the square root of the hidden
             size.
@@ -368,8 +372,8 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     ),
 }
 
-# Architectures that users request and Baton does not serve, each with the nearest one
-# that it serves and the features that are missing.
+# Architectures that users request and Baton does not serve, each with the nearest
+# architecture that Baton serves, and with the missing features.
 UNSUPPORTED_ARCHITECTURES: Final = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
     "Llama4ForConditionalGeneration": (
@@ -383,7 +387,7 @@ UNSUPPORTED_ARCHITECTURES: Final = {
 
 
 def explain_unsupported(name: str) -> str:
-    """Returns why an architecture is not served, and the nearest one that is."""
+    """Returns why an architecture is not served, and a similar one that is served."""
     if name in UNSUPPORTED_ARCHITECTURES:
         nearest, missing_feature = UNSUPPORTED_ARCHITECTURES[name]
         return f"it needs {missing_feature}; the nearest that is served is {nearest}"

@@ -6,12 +6,13 @@ from typing import Any, Final
 from model.errors import ModelLoadError, UnsupportedModel
 from protocol.short_repr import short_repr
 
-# Bounds the work of loops over layers, because config.json may hold any number.
+# This limit bounds the work of loops over layers, because config.json may contain any
+# number.
 _MAX_LAYERS: Final = 10_000
 
 
 def read_size(raw: dict[str, Any], name: str) -> int:
-    """Returns raw[name].
+    """Returns raw[name], which must be a positive integer.
 
     Raises:
         ModelLoadError: the value is not a positive integer.

@@ -1,4 +1,4 @@
-"""Which layers have sliding-window attention, according to config.json."""
+"""Reads from config.json which layers have sliding-window attention."""
 
 from typing import Any, Final
 
@@ -21,8 +21,8 @@ def layer_kinds(raw: dict[str, Any], architecture: Architecture) -> list[str]:
     The list is empty if the model class treats all layers alike.
 
     Raises:
-        UnsupportedModel: a layer has another kind, or it is SLIDING in a class without
-            sliding windows.
+        UnsupportedModel: layer_types has a kind other than FULL and SLIDING, or has
+            SLIDING in a class without sliding windows.
         ModelLoadError: the length of layer_types is not the number of layers.
     """
     kinds = raw.get("layer_types") or []
@@ -46,7 +46,7 @@ def layer_kinds(raw: dict[str, Any], architecture: Architecture) -> list[str]:
 
 
 def _default_kinds(raw: dict[str, Any], rule: str) -> list[str]:
-    """Returns the kind of each layer of a config without layer_types.
+    """Returns the kind of each layer for a config that has no layer_types.
 
     Args:
         rule: a value of `Architecture.window_rule` other than "" and "all".
@@ -71,12 +71,12 @@ def _default_kinds(raw: dict[str, Any], rule: str) -> list[str]:
 def rotated_layers(raw: dict[str, Any]) -> list[bool]:
     """Returns for each layer whether it applies rotary embeddings.
 
-    SmolLM3 omits them in some layers. The list is empty if all layers apply them.
+    Some layers of SmolLM3 do not. The list is empty if all layers of a model do.
 
     Raises:
         ModelLoadError: the length of no_rope_layers is not the number of layers.
     """
-    # Despite the name of the field, 1 means that the layer does apply a rope.
+    # Despite the name of the field, 1 means that the layer applies rotary embeddings.
     flags = raw.get("no_rope_layers")
     interval = raw.get("no_rope_layer_interval")
     if flags is None and interval:
@@ -97,10 +97,10 @@ def _has_window(raw: dict[str, Any]) -> bool:
 def parse_windows(
     raw: dict[str, Any], architecture: Architecture
 ) -> tuple[int | None, ...]:
-    """Returns how many tokens a token of each layer attends to, itself included.
+    """Returns for each layer how many tokens a token attends to, including itself.
 
-    None means all earlier tokens. The tuple is empty if all layers attend to all
-    earlier tokens. A window at least as wide as the context counts as no window.
+    None means the token itself and all earlier tokens. The tuple is empty if no layer
+    has a window. A window that is at least as wide as the context counts as no window.
 
     Raises:
         ModelLoadError: layers need a window, but the config gives no width.
@@ -108,8 +108,8 @@ def parse_windows(
     """
     kinds = layer_kinds(raw, architecture)
     if architecture.window_rule == "all":
-        # In these classes layer_types does not choose the layers, but a SLIDING entry
-        # still requires that there is a window.
+        # In these classes either all layers have a window or none. layer_types does not
+        # choose the layers, but a SLIDING entry still requires a window.
         num_layers = read_num_layers(raw)
         needs_window = _has_window(raw) or SLIDING in (raw.get("layer_types") or ())
         kinds = [SLIDING] * num_layers if needs_window else []

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.files.gguf_tokenizer import write_json, write_tokenizer
 
-# Part of the key of a converted directory. A new number converts all files again.
+# This number is part of the key of a converted directory. After a change of the number,
+# all files are converted again.
 CONVERTER_VERSION: Final = 5
 
 _ARCHITECTURES: Final = {
@@ -46,14 +47,19 @@ _TOP_TENSORS: Final = {
 _LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
-# Tokens at the end of Llama 3's turns. A file names only one of them.
+# Both tokens may end a turn of Llama 3. A file has a key for only one of the two.
 _END_OF_TURN_TOKENS: Final = ("<|eot_id|>", "<|eom_id|>")
 Array = npt.NDArray[Any]
 
 
 def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) -> None:
-    """Writes config, generation config, tokenizer and float32 weights of `source` into
-    `target`.
+    """Converts the GGUF file `source` to a Hugging Face directory.
+
+    Writes the config, the generation config, the tokenizer and float32 weights into the
+    directory `target`.
+
+    Args:
+        progress: called with a line of text about each part of the work.
 
     Raises:
         UnsupportedModel: the architecture, rope or tokenizer is not implemented.
@@ -65,7 +71,7 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
         _convert(source, target, progress)
     except (ModelError, OSError):
         raise
-    except Exception as error:  # values in the file are not checked before their use
+    except Exception as error:  # damaged values raise errors of any type when used
         raise ModelLoadError(
             f"{source} is not a GGUF file, or is damaged: {error!r}"
         ) from error
@@ -79,9 +85,8 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
     num_files = int(fields.get("split.count", 1))
     if num_files > 1:
         raise UnsupportedModel(
-            f"{source} is one of {num_files} files of a model, which are not "
-            "supported; supported: one file, which llama-gguf-split --merge makes from "
-            "them"
+            f"{source} is one of {num_files} files of a model; split models are not "
+            "supported; supported: a single file, which llama-gguf-split --merge makes"
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     rope_tensor = tensors.pop(_ROPE_FACTORS, None)
@@ -101,9 +106,10 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
 
 
 def _generation_config(fields: "_Fields", config: dict[str, Any]) -> dict[str, Any]:
-    """Returns generation_config.json.
+    """Returns the content of generation_config.json.
 
-    A turn or a message may end with another token than a text. Not all files name it.
+    The token that ends a turn or a message may differ from the token that ends a text.
+    Not every file has a key for it, so known tokens are also found by their text.
     """
     tokens = fields.get("tokenizer.ggml.tokens", [])
     eos_token_id = config["eos_token_id"]
@@ -138,9 +144,9 @@ class _Fields:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value, or `default` if the file has none.
+        """Returns the value of `key`, or `default` if the file has no such key.
 
-        The id of a token that the file does not have counts as missing.
+        The id of a token that is not in the vocabulary counts as missing.
         """
         field = self._fields.get(key)
         if field is None or not self._is_valid(key):
@@ -148,7 +154,7 @@ class _Fields:
         return field.contents()
 
     def unknown_tokens(self) -> dict[str, int]:
-        """Returns the keys that name a token outside of the vocabulary, with its id."""
+        """Returns the keys with the id of a token that is not in the vocabulary."""
         return {
             key: field.contents()
             for key, field in self._fields.items()
@@ -161,10 +167,10 @@ class _Fields:
         return 0 <= int(self._fields[key].contents()) < self._num_tokens
 
     def get_required(self, key: str, default: Any = None) -> Any:
-        """Returns a value of the file's architecture.
+        """Returns the value of `key` within the keys of the file's architecture.
 
         Raises:
-            ModelLoadError: the file has no such value, and there is no default.
+            ModelLoadError: the file has no such key, and there is no default.
         """
         value = self.get(f"{self.architecture}.{key}", default)
         if value is None:
@@ -210,7 +216,10 @@ def _config(
 
 
 def _shortest_decimal(value: float) -> float:
-    """Returns the short decimal of a float32: 1e-05, not 9.99999974737875e-06."""
+    """Returns the shortest decimal that rounds to the float32 nearest to `value`.
+
+    For example, this is 1e-05 instead of 9.99999974737875e-06.
+    """
     return float(str(np.float32(value)))
 
 
@@ -240,10 +249,13 @@ def _rope(fields: _Fields, head_dim: int, rope_factors: Array | None) -> dict[st
 
 
 def _llama3_rope(theta: float, head_dim: int, rope_factors: Array) -> dict[str, Any]:
-    """Returns the parameters of the llama3 rope that gives these factors.
+    """Returns the parameters of the llama3 rope that has these factors.
 
-    GGUF stores only the factors. All released models share the parameters except
-    `factor`.
+    GGUF stores the factors, but not the parameters that they are computed from. All
+    released models have the same parameters, except for `factor`.
+
+    Raises:
+        UnsupportedModel: no `factor` gives these factors.
     """
     factor = float(rope_factors.max())
     low_freq_factor = 1.0
@@ -271,8 +283,9 @@ def _llama3_rope(theta: float, head_dim: int, rope_factors: Array) -> dict[str, 
 def _write_weights(
     target: Path, tensors: dict[str, Any], architecture: str, config: dict[str, Any]
 ) -> None:
-    """Writes a file for each layer, and for each tensor outside of the layers.
+    """Writes the weights and their index as safetensors files.
 
+    Each layer has a file, and so has each tensor that is not in a layer.
     Only the tensors of one file are in memory at a time.
     """
     heads = {
@@ -314,10 +327,10 @@ def _values(tensor: Any, permuted_heads: int) -> Array:
 
 
 def _unpermute(values: Array, num_heads: int) -> Array:
-    """Restores the order of the rows of q or k that transformers uses.
+    """Restores the order in which transformers has the rows of q or k.
 
-    llama.cpp rotates neighbouring elements where transformers rotates halves, and
-    reorders the rows for that.
+    transformers rotates the halves of a head against each other, and llama.cpp rotates
+    neighbouring elements. For this, llama.cpp's converter has reordered the rows.
     """
     pairs = values.reshape(
         num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:]

@@ -1,8 +1,9 @@
-"""Scales of a KV cache in FP8: from an option, else from the checkpoint, else 1.
+"""Scales of a KV cache in FP8.
 
+The scales come from the option --kv-scales, else from the checkpoint, else they are 1.
 A checkpoint that was calibrated for FP8 KV stores the scales of a layer's keys and
-values under one of the names below. A stored element times its scale is the value. This
-file does not import torch.
+values under one of the names in _KV_SCALE_NAMES. The value of an element is the stored
+FP8 number times the scale. This file does not import torch.
 """
 
 import json
@@ -23,7 +24,7 @@ _KV_SCALE_NAMES: Final = (
     ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 )
-# Scales for attention that is computed in FP8, which Baton does not implement.
+# Scales that only attention computed in FP8 needs, which Baton does not implement.
 _UNUSED_SCALE_NAMES: Final = (
     "q_scale",
     "attn.q_scale",
@@ -34,7 +35,7 @@ _UNUSED_SCALE_NAMES: Final = (
 _KV_SCALE_SUFFIXES: Final = tuple(
     f"self_attn.{name}" for names in _KV_SCALE_NAMES for name in names
 )
-# Suffixes of names that a model does not load as weights.
+# Suffixes of the names of scales, which a model does not load as weights.
 SUFFIXES: Final = (
     *_KV_SCALE_SUFFIXES,
     *(f"self_attn.{name}" for name in _UNUSED_SCALE_NAMES),
@@ -44,8 +45,10 @@ _FORMATS: Final = {"F64": "<d", "F32": "<f", "F16": "<e"}
 
 
 class InvalidScales(ValueError):
-    """Scales are invalid or do not fit the model. The message names them and the
-    fix."""
+    """Scales are invalid or do not fit the model.
+
+    The message names the scales and the fix.
+    """
 
 
 def resolve_scales(
@@ -55,12 +58,12 @@ def resolve_scales(
     *,
     load_format: str = "auto",
 ) -> tuple[float, ...]:
-    """Returns the scale of each layer and component, layers outermost.
+    """Returns the scales of all layers: for each layer, the scale of each component.
 
     Args:
-        option: a number for all scales, or a JSON file with the keys "k_scale" and
-            "v_scale". Each value is a number, or a list with a number for each layer.
-            None: the scales of the checkpoint.
+        option: a number for all scales, or the path of a JSON file with the keys
+            "k_scale" and "v_scale". Each value is a number, or a list with a number for
+            each layer. None: the scales of the checkpoint, or 1 if it has none.
         model_dir: as `hub.resolve_model` returns it; not read if load_format is
             "dummy".
 
@@ -105,7 +108,7 @@ def _per_layer(name: str, value: object, config: ModelConfig) -> list[float]:
     if len(scales) != config.num_layers:
         raise InvalidScales(
             f"{name} has {len(scales)} numbers, but the model has {config.num_layers} "
-            "layers: give one for each, or one for all"
+            "layers: give a number for each layer, or one number for all layers"
         )
     return [_checked(name, scale) for scale in scales]
 
@@ -115,7 +118,7 @@ def _checked(name: str, scale: object) -> float:
     if not (is_number and math.isfinite(scale) and scale > 0):  # type: ignore[arg-type, operator]
         raise InvalidScales(
             f"{name} is {short_repr(scale)}: a scale must be a finite number above 0; "
-            "give others with --kv-scales"
+            "give valid scales with --kv-scales"
         )
     return float(scale)  # type: ignore[arg-type]
 
@@ -143,8 +146,8 @@ def _scale_of_layer(
         if full_name in scales:
             return _checked(f"weight {full_name}", scales[full_name])
     raise InvalidScales(
-        f"the checkpoint has scales for FP8 KV, but no {prefix}{names[0]}: give all of "
-        "them with --kv-scales"
+        f"the checkpoint has scales for FP8 KV, but no {prefix}{names[0]}: give the "
+        "scales of all layers with --kv-scales"
     )
 
 
@@ -152,12 +155,12 @@ def _read_number(name: str, tensor: StoredTensor) -> float:
     if tensor.size != 1:
         raise InvalidScales(
             f"weight {name} has shape {tuple(tensor.shape)}; supported: one scale for "
-            "all heads. Give one with --kv-scales"
+            "all heads, which --kv-scales can give"
         )
     dtype = tensor.dtype
     raw = tensor.content().tobytes()
     if dtype == "BF16":
-        # A bfloat16 is the upper half of a float32.
+        # The two bytes of a bfloat16 are the upper half of a float32.
         dtype = "F32"
         raw = b"\0\0" + raw
     if dtype not in _FORMATS or len(raw) != struct.calcsize(_FORMATS[dtype]):

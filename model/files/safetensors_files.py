@@ -1,7 +1,7 @@
 """The tensors of a model directory's safetensors files.
 
-Only the headers of the files are read; contents are mapped. This file does not import
-torch.
+Only the headers of the files are read; the contents of tensors are mapped into memory.
+This file does not import torch.
 """
 
 import math
@@ -37,7 +37,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape)
 
     def content(self) -> npt.NDArray[np.uint8]:
-        """Maps the bytes of the tensor, copy-on-write."""
+        """Maps the bytes of the tensor into memory, copy-on-write."""
         if self.start >= self.stop:
             return np.empty(0, np.uint8)
         length = self.stop - self.start
@@ -47,8 +47,8 @@ class StoredTensor(NamedTuple):
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a directory's safetensors files, by name.
 
-    The names of a text part within a model that accepts images are those of the
-    text-only model.
+    In a model that accepts images, tensors of the text part get the names that they
+    have in a text-only model.
 
     Raises:
         ModelLoadError: the directory has no safetensors files, the index names a
@@ -58,7 +58,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())) or [_SINGLE_FILE]:
         for name, tensor in _read_header(folder / file).items():
-            # Two files may have a tensor of the same name; the index decides.
+            # Several files may have a tensor of this name; the index selects the file.
             if weight_map.get(name, file) == file:
                 tensors[re.sub(_TEXT_PREFIX, r"\1", name)] = tensor
     return tensors
@@ -76,12 +76,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not index.is_file():
         raise ModelLoadError(
             f"{folder} has neither {_SINGLE_FILE} nor {index.name}; weights in other "
-            "files are not read: save_pretrained of transformers makes such"
+            "files are not read: convert them with save_pretrained of transformers"
         )
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{index} is no index of weights: {error}") from error
+        raise ModelLoadError(f"{index} is not an index of weights: {error}") from error
     files = sorted(set(weight_map.values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
@@ -116,7 +116,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except (msgspec.MsgspecError, MemoryError, OverflowError, RecursionError) as error:
         reason = str(error)
         if length_field == _LFS_POINTER_START:
-            reason = "Git LFS left a pointer to it: run `git lfs pull`"
+            reason = "it is a Git LFS pointer to the file: run `git lfs pull`"
         raise ModelLoadError(f"{path} is not a safetensors file: {reason}") from error
     data_start = 8 + header_length
     tensors = {}
@@ -135,9 +135,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def stored_elements(folder: Path) -> Counter[str]:
-    """Returns how many elements the safetensors files have of each data type.
+    """Returns the number of elements of each data type in the safetensors files.
 
-    The data types have the names of safetensors, such as "BF16".
+    Data types have the names that safetensors uses, such as "BF16".
     """
     counts: Counter[str] = Counter()
     for tensor in read_headers(folder).values():

@@ -276,7 +276,7 @@ def test_directory_without_a_readable_config_is_refused(tmp_path):
         ({"max_position_embedings": 96}, r"did you mean max_position_embeddings\?"),
         (
             {"use_cache": True},
-            '"use_cache" changes nothing of this model; leave it out',
+            '"use_cache" changes nothing in this model; leave it out',
         ),
         ({"max_position_embeddings": "much"}, 'max_position_embeddings is "much"'),
     ],

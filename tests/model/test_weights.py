@@ -208,7 +208,7 @@ def test_directory_with_missing_files_is_refused(checkpoint):
         '{"weight_map": {"a": 1}}',
     ):
         (checkpoint / "model.safetensors.index.json").write_text(invalid_index)
-        with pytest.raises(ModelLoadError, match="is no index of weights"):
+        with pytest.raises(ModelLoadError, match="is not an index of weights"):
             load(checkpoint)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-# One of three kinds: a generated text; a loglikelihood (nats) with whether the
-# continuation is the greedy one; the loglikelihood of a whole document.
+# An answer is a generated text, or the loglikelihood (nats) of a continuation with
+# whether the continuation is the greedy one, or the loglikelihood of a whole document.
 Answer = str | tuple[float, bool] | float
 _MAX_LISTED_DIFFERENCES = 20  # of each task
 
@@ -29,7 +29,7 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class TaskAnswers(msgspec.Struct, frozen=True):
-    """The documents of one task, sorted by id, and lm_eval's metrics of them."""
+    """The documents of one task, sorted by id, and the task's metrics from lm_eval."""
 
     documents: list[Document]
     metrics: dict[str, float]
@@ -83,12 +83,13 @@ def compare(
 ) -> dict[str, Any]:
     """Compare document by document and return figures.
 
-    Texts and greediness must be equal, loglikelihoods equal within `tolerance`. The
-    figure `max_difference` is the largest difference of loglikelihoods (nats).
+    Texts and greediness must be equal, and loglikelihoods must be equal within
+    `tolerance`. The figure `max_difference` is the largest difference of loglikelihoods
+    (nats).
 
-    Args: same_prompts: whether both sides must have the same prompts. They have unless
-        one
-            of them applies the chat template itself.
+    Args:
+        same_prompts: whether both sides must have the same prompts. The prompts differ
+            if only one side applies the chat template itself.
 
     Raises:
         ValueError: the answers belong to different documents, prompts or requests.
@@ -136,9 +137,10 @@ def compare_scores(
 ) -> dict[str, Any]:
     """Return the mean difference of the documents' scores, and its standard error.
 
-    An accuracy is a score that is 0 or 1 for each document. Its absolute mean
-    difference plus two standard errors must be at most `max_difference`. Other scores
-    are reported, not checked. A metric without a score per document is left out.
+    An accuracy is a score that is 0 or 1 for each document. The absolute mean
+    difference of an accuracy plus two standard errors must be at most `max_difference`.
+    Scores that are not accuracies are reported, but not checked. A metric without a
+    score per document is left out.
     """
     means: dict[str, tuple[float, float]] = {}
     differences = []
@@ -169,8 +171,8 @@ def compare_scores(
 def _gap(want: Answer, have: Answer) -> float:
     """Return the difference of two answers.
 
-    It is the absolute difference of loglikelihoods. For texts and greediness it is 0 if
-    they are equal and infinity otherwise.
+    This is the absolute difference of loglikelihoods. It is infinite if texts differ or
+    only one continuation is the greedy one, and 0 for equal texts.
     """
     match want, have:
         case float(), float():

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 _CONNECT_TIMEOUT_S = 30.0
-_KEEPALIVE_S = 1.0  # below the 5 s after which servers close an idle connection
+_KEEPALIVE_S = 1.0  # less than the 5 s after which servers close an idle connection
 
 
 @dataclass

@@ -5,19 +5,20 @@
                                 [--chunk 2048 --behind 16384 32768 98304]
                                 [--quantization fp8] [--tp 4]
 
-Weights are dummies, because speed does not depend on their values. The limits come from
-the same run: a copy between two buffers (bytes read plus bytes written) and a square
-matmul in the model's dtype, both on random data.
+Weights are random, because speed does not depend on their values. The device's limits
+are measured in the same run: a copy between two buffers (bytes read plus bytes written)
+and a square matmul in the model's dtype, both on random data.
 
-A decode step must read the weights without the input embedding, the experts that its
-tokens hit, and the KV that it attends to. Its floor is the time to read all of that
-once at the copy's rate. The floor of a prefill is the time of its model FLOPs at the
-matmul's rate; causal attention counts by half. A chunk is a part of a prompt, behind KV
-that earlier steps have computed. With several ranks, each rank has its share.
+The floor of a decode step is the time to read its data once at the copy's rate. This
+data are the weights without the input embedding, the experts that the step's tokens
+select, and the KV that the step attends to. The floor of a prefill is the time of its
+model FLOPs at the matmul's rate; causal attention counts by half. A chunk is a part of
+a prompt, behind KV that earlier steps have computed. With several ranks, a floor is
+that of one rank's share.
 
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
-same step's CUDA graph alone, replayed back to back. The last line is JSON.
+same step's CUDA graph alone, replayed back to back. The last line of output is JSON.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from benchmarks.engine_limits import (
     measure_ceilings,
     num_seen,
     prefill_flops,
-    read_weight_bytes,
+    weight_bytes_per_step,
 )
 from benchmarks.shapes import SHAPES
 from engine.config import EngineConfig
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_ranks(args: argparse.Namespace, config: ModelConfig, rendezvous: str) -> None:
-    """Run one process per rank. Exit with status 1 if one of them fails."""
+    """Run one process per rank. Exit with status 1 if any process fails."""
     spawn = multiprocessing.get_context("spawn")
     processes = []
     for rank in range(args.tp):
@@ -115,7 +116,7 @@ def _run(
     """
     if rank:
         sys.stdout = open(os.devnull, "w")
-    # A rank of a server has the same number of threads.
+    # This is the number of threads that a rank of a server has.
     torch.set_num_threads(max(1, available_cores() // args.tp))
     started_s = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
@@ -146,13 +147,13 @@ def _run(
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps(figures), flush=True)
     if args.tp > 1:
-        # Leaving a process group that CUDA graphs refer to blocks. A rank of an engine
-        # ends in the same way.
+        # Closing the process group would block, because CUDA graphs refer to it. A rank
+        # of an engine exits in the same way.
         os._exit(0)
 
 
 def _print_figures(name: str, **figures: float) -> dict[str, float]:
-    """Print the figures and return them, rounded to three digits."""
+    """Print the figures, rounded to three digits, and return the rounded figures."""
     rounded = {key: round(value, 3) for key, value in figures.items()}
     print(f"{name}: {rounded}", flush=True)
     return rounded
@@ -199,7 +200,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[16384],
         help="tokens of the prompt before each chunk",
     )
-    add("--steps", type=int, default=30, help="steps timed for each figure")
+    add("--steps", type=int, default=30, help="timed decode steps for each --batch")
     add("--kv-layout", default="BHLCND")
     add("--block-size", type=int, default=64, help="tokens per KV block")
     add("--kv-cache-tokens", type=int, default=None)
@@ -218,7 +219,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _start(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
 ) -> tuple[ModelRunner, dict[str, float]]:
-    """Start a model runner. Return it with its start time and KV capacity."""
+    """Start a model runner. Return the runner, and its start time and KV capacity."""
     started_s = time.perf_counter()
     runner = ModelRunner(_engine_config(args), config, ranks)
     is_gpu = runner.device.type == "cuda"
@@ -254,13 +255,16 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 def _tables(
     runner: ModelRunner, num_seqs: int, num_tokens: int, num_computed: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Return block tables, i32[num_seqs, blocks], of blocks scattered over the pool.
+    """Return block tables, int32 [num_seqs, blocks], of blocks scattered over the pool.
 
-    Layers with a sliding window get only the blocks that they still attend to.
+    For layers with a sliding window, tables have only the blocks that steps attend to.
 
     Args:
-        num_tokens: longest sequence that the tables have blocks for.
-        num_computed: tokens that every sequence already has at its first step.
+        num_tokens: length up to which each sequence has blocks.
+        num_computed: tokens of each sequence before its first step.
+
+    Raises:
+        SystemExit: the pool has too few blocks.
     """
     groups = runner.groups
     layout = runner.memory.pool.layout
@@ -290,8 +294,10 @@ def _step(
     """Return a step of sequences of equal length.
 
     Args:
-        uses_last_tokens: whether the step continues from the tokens that the last step
-            sampled; otherwise its tokens are random.
+        query_len: tokens that the step computes of each sequence.
+        context_len: tokens of each sequence after the step.
+        uses_last_tokens: whether the step's tokens are those that the preceding step
+            sampled; if not, they are random.
     """
     num_seqs = len(tables)
     vocab_size = runner.model_config.vocab_size
@@ -329,7 +335,7 @@ def _decode(
     layer_token_bytes = layout.token_bytes / layout.num_layers
     kv_bytes = batch * num_seen(config, args.context) * layer_token_bytes
     weight_bytes = (
-        read_weight_bytes(config, batch, itemsize, keep_quantised=is_gpu) / args.tp
+        weight_bytes_per_step(config, batch, itemsize, keep_quantised=is_gpu) / args.tp
     )
     floor_s = (weight_bytes + kv_bytes) / ceilings.copy_bytes_per_s
     return _print_figures(
@@ -346,7 +352,7 @@ def _decode(
 def _step_times_s(
     runner: ModelRunner, tables: np.ndarray[Any, Any], context_lens: list[int]
 ) -> list[float]:
-    """Return the seconds from the tokens of each decode step to those of the next."""
+    """Return the seconds between the tokens of consecutive decode steps."""
     pending = runner.launch(_step(runner, tables, 1, context_lens[0]))
     ended_s = []
     for context_len in context_lens[1:]:

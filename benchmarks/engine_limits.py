@@ -1,8 +1,8 @@
-"""The limits that benchmarks.engine compares its measurements with.
+"""The limits with which benchmarks.engine compares its measurements.
 
 Two limits are measured on the device: the rate of a plain copy and the rate of a plain
-matmul. The other functions count the work of a step: the bytes of weights that a decode
-step reads, and the model FLOPs of a prefill.
+matmul. The remaining functions count the work of a step: the bytes of weights and the
+tokens of KV that a decode step reads, and the model FLOPs of a prefill.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ _WARMUP_CALLS = 3
 
 
 class Ceilings(NamedTuple):
-    """The highest rates of the device, measured."""
+    """The measured highest rates of the device."""
 
     copy_bytes_per_s: float  # bytes read plus bytes written
     matmul_flops_per_s: float
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure a plain copy and a plain matmul that are large enough to fill the device."""
+    """Measure a plain copy and a plain matmul, both large enough to fill the device."""
     is_gpu = device.type == "cuda"
     nbytes = 4 * 2**30 if is_gpu else 64 * 2**20
     side = 8192 if is_gpu else 512
@@ -55,22 +55,21 @@ def mean_s(call: Callable[[], object], repeats: int) -> float:
     return float(timer.timeit(repeats).mean)
 
 
-def read_weight_bytes(
+def weight_bytes_per_step(
     config: ModelConfig, batch: int, itemsize: int, *, keep_quantised: bool
 ) -> int:
     """Return the bytes of weights that a decode step of `batch` sequences reads.
 
-    The step reads all weights except the input embedding, of which it reads only the
-    rows of its tokens. Of the experts, it reads those that `batch` tokens hit on
-    average when all experts are equally likely.
+    The step reads all weights except most rows of the input embedding. The experts are
+    those that `batch` tokens select on average if all experts are equally likely.
 
     Args:
         itemsize: bytes per element of weights that are not quantised.
         keep_quantised: whether quantised weights stay quantised in memory.
     """
-    hit_share = 1.0
+    expert_share = 1.0  # share of the experts that the step reads
     if moe := config.moe:
-        hit_share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+        expert_share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
     bits = 0.0
     for weights in implied_weights(config):
         if "embed_tokens" in weights.name and not config.tie_embeddings:
@@ -79,19 +78,20 @@ def read_weight_bytes(
             config, weights.name, itemsize, keep_quantised=keep_quantised
         )
         weight_bits = weights.elements * element_bits
-        bits += weight_bits * hit_share if _is_expert(weights) else weight_bits
+        is_expert = _is_of_routed_experts(weights)
+        bits += weight_bits * expert_share if is_expert else weight_bits
     return int(bits) // 8
 
 
-def _is_expert(weights: MatrixGroup) -> bool:
+def _is_of_routed_experts(weights: MatrixGroup) -> bool:
     return len(weights.shape) > 2 or ".experts." in weights.name
 
 
 def num_seen(config: ModelConfig, num_tokens: int) -> int:
-    """Return the sum over all layers of the tokens that a query attends to.
+    """Return the number of tokens that a query attends to, summed over all layers.
 
     Args:
-        num_tokens: tokens of the context, the query's token included.
+        num_tokens: tokens of the context, including the query's token.
     """
     windows = map(config.window_of, range(config.num_layers))
     return sum(min(num_tokens, window or num_tokens) for window in windows)
@@ -100,24 +100,25 @@ def num_seen(config: ModelConfig, num_tokens: int) -> int:
 def prefill_flops(config: ModelConfig, num_tokens: int, num_before: int = 0) -> float:
     """Return the model FLOPs of one prompt, or of a part of it.
 
-    They are two FLOPs per weight and token, causal attention, and one row of logits.
+    These are two FLOPs per weight and token, causal attention, and one row of logits.
 
     Args:
-        num_before: tokens of the prompt whose KV earlier steps have computed.
+        num_before: tokens of the prompt with KV that earlier steps have computed.
     """
-    hit_share = 1.0
+    expert_share = 1.0  # share of the experts that compute a token
     if moe := config.moe:
-        hit_share = moe.experts_per_token / moe.num_experts
+        expert_share = moe.experts_per_token / moe.num_experts
     weights = sum(
-        each.elements * (hit_share if _is_expert(each) else 1.0)
-        for each in implied_weights(config)
-        if each.name.startswith("model.layers.")
+        group.elements * (expert_share if _is_of_routed_experts(group) else 1.0)
+        for group in implied_weights(config)
+        if group.name.startswith("model.layers.")
     )
     first = num_before + 1
     pairs = sum(num_seen(config, first + index) for index in range(num_tokens))
     dims = 2 * config.head_dim
     if config.mla:
-        # Absorbed attention works on latents. Only the keys have the rope part.
+        # Absorbed attention reads latents as keys and as values. Only keys have a rope
+        # part.
         dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     attention_flops = 2.0 * pairs * config.num_heads * dims
     logits_flops = 2.0 * config.vocab_size * config.hidden_size

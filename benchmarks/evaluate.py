@@ -1,15 +1,15 @@
-"""lm_eval on a running endpoint, compared with lm_eval's own `hf` backend.
+"""Runs lm_eval on an endpoint, and compares the answers with lm_eval's `hf` backend.
 
     python -m benchmarks.evaluate --url http://127.0.0.1:8000 --tasks piqa --limit 40
 
 The tasks are those in the folders of --include and lm_eval's own tasks, which download
 their data. The `hf` backend loads --model in float32 on this machine. --reference none
-skips it, and --save stores its answers for a later --reference.
+skips the `hf` backend. --save stores the answers of `hf` for a later --reference.
 
-Documents are compared one by one. Texts and greediness must be equal, loglikelihoods
-equal within --tolerance. For an endpoint with a quantised model, --accuracy compares
-only the scores. The program prints a table and one JSON line. Its status is 1 if a
-document differs.
+Documents are compared one by one. Texts must be equal, and loglikelihoods must be equal
+within --tolerance and agree on whether the text is the greedy one. For an endpoint with
+a quantised model, --accuracy compares only the scores. The program prints a table and
+one JSON line. Its exit status is 1 if a document differs.
 """
 
 import argparse
@@ -86,10 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--accuracy",
         type=float,
-        help="compare scores instead of answers: the mean difference plus two standard "
-        "errors is at most this (0.05: five points)",
+        help="compare scores instead of answers: limit of the mean difference plus two "
+        "standard errors (0.05: five points)",
     )
-    add("--include", action="append", default=[], help="folder of further task files")
+    add("--include", action="append", default=[], help="folder with task files to add")
     add("--api-key", default="", help="sent as bearer token")
     return parser
 
@@ -101,7 +101,7 @@ class Runner:
     """Runs lm_eval's tasks with the hf backend or with the endpoint.
 
     Raises:
-        ValueError: --tasks names no task, or an unknown one.
+        ValueError: --tasks names no task, or an unknown task.
     """
 
     def __init__(self, options: argparse.Namespace, model: Path) -> None:
@@ -109,15 +109,16 @@ class Runner:
 
         self._options = options
         self._model = model
-        # The two backends have different defaults for the first token. A chat template
-        # writes that token itself.
+        # The backends have different defaults for adding a first token (BOS), so it is
+        # always set. A chat template writes this token itself.
         self._adds_bos = not options.chat and adds_bos(model)
         self._names = [
             name.strip() for name in options.tasks.split(",") if name.strip()
         ]
         self._tasks = TaskManager(include_path=options.include, include_defaults=False)
         if any(name not in self._tasks.all_tasks for name in self._names):
-            # lm_eval's own tasks are thousands of files, which are slow to read.
+            # lm_eval's own tasks are thousands of files that are slow to read, so they
+            # are read only if needed.
             self._tasks = TaskManager(include_path=options.include)
         unknown = [name for name in self._names if name not in self._tasks.all_tasks]
         if unknown or not self._names:
@@ -127,8 +128,9 @@ class Runner:
 
     def reference(self) -> dict[str, TaskAnswers]:
         """Return the answers of lm_eval's hf backend, in float32 on the CPU."""
-        # The backend for endpoints leaves one token of its maximum length free, and one
-        # more for rolling loglikelihoods.
+        # With this length, the hf backend truncates where the endpoint backend does.
+        # From its max_length, the endpoint backend subtracts 1 for texts and 2 for
+        # windows of rolling loglikelihoods. For texts, the hf backend adds 1.
         arguments = {
             "pretrained": str(self._model),
             "dtype": "float32",
@@ -159,7 +161,7 @@ class Runner:
         return self._run(f"local-{path.replace('/', '-')}", arguments)
 
     def _run(self, backend: str, arguments: dict[str, Any]) -> dict[str, TaskAnswers]:
-        """Run one task after the other, so that each gets its own duration."""
+        """Run one task after the other, so that the duration of each is known."""
         from lm_eval import simple_evaluate
 
         answers = {}
@@ -187,9 +189,7 @@ class Runner:
 
 
 def adds_bos(model: Path) -> bool:
-    """Whether the tokenizer in this directory adds a special token before every
-    text.
-    """
+    """Return whether the tokenizer in a directory adds a special token to texts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
@@ -207,7 +207,7 @@ async def _served_model(options: argparse.Namespace) -> str:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the tasks on the endpoint and the reference. Return the figures.
+    """Run the tasks on the endpoint and the reference; return the figures.
 
     Raises:
         ValueError, RuntimeError: an option is invalid, the endpoint lists no model, or
@@ -252,10 +252,15 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the evaluation. Return 0 if no document differs from the reference."""
+    """Run the evaluation.
+
+    Returns:
+        The exit status: 0 if no document differs from the reference, 1 if one differs,
+        2 after an error.
+    """
     options = make_parser().parse_args(argv)
     options.url = options.url.rstrip("/").removesuffix("/v1")
-    os.environ["OPENAI_API_KEY"] = options.api_key  # lm_eval reads it
+    os.environ["OPENAI_API_KEY"] = options.api_key  # lm_eval reads this variable
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         figures = evaluate(options)

@@ -1,7 +1,7 @@
 """The requests that simulated servers get: recorded traces and synthetic mixes.
 
-Every prompt is named by the hashes of its blocks. Two prompts with a common prefix have
-the hashes of that prefix in common.
+Each prompt is represented by the hashes of its blocks. Prompts with a common prefix
+begin with the same hashes.
 """
 
 import csv
@@ -23,8 +23,8 @@ class Request:
 
     Attributes:
         hashes: hashes of the prompt's blocks.
-        turn: number of earlier requests of the same session.
-        uncomputed_tokens: tokens of the prompt that a server has still to compute.
+        turn: number of preceding requests in the same session.
+        uncomputed_tokens: tokens of the prompt that a server still has to compute.
         on_decode_server: whether a decode server computes the prompt itself.
         overtaken_tokens: tokens of shorter prompts that were placed before this one.
     """
@@ -53,7 +53,7 @@ def _no_follow_up(_request: Request, _now: float) -> None:
     pass
 
 
-# -- traces: `load` times as fast as recorded, at most `max_requests`
+# -- traces: the first `max_requests` requests, `load` times as fast as recorded
 
 
 def mooncake(path: Path, load: float, max_requests: int) -> Workload:
@@ -74,14 +74,14 @@ def mooncake(path: Path, load: float, max_requests: int) -> Workload:
 def azure(path: Path, load: float, max_requests: int) -> Workload:
     """Read a trace of Azure (CSV).
 
-    The trace does not contain prompts, so no two prompts have a common prefix.
+    The trace has only the lengths of prompts, so no two prompts get a common prefix.
     """
     with path.open() as file:
         rows = list(itertools.islice(csv.DictReader(file), max_requests))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    blocks = _NewBlocks()
+    maker = _RequestMaker()
     requests = [
-        blocks.request(
+        maker.request(
             (time - times[0]).total_seconds() / load,
             max(int(row["ContextTokens"]), 1),
             max(int(row["GeneratedTokens"]), 1),
@@ -91,17 +91,17 @@ def azure(path: Path, load: float, max_requests: int) -> Workload:
     return requests, _no_follow_up
 
 
-# -- mixes: functions of the load and the maximum number of requests
+# -- mixes: `load` is a factor of each mix's rate (`open`: the rate itself)
 
 
-class _NewBlocks:
-    """Hands out block hashes that no earlier prompt has."""
+class _RequestMaker:
+    """Makes requests with block hashes that no earlier prompt has."""
 
     def __init__(self) -> None:
-        self._next = itertools.count(1 << 32)
+        self._next_hash = itertools.count(1 << 32)
 
-    def take(self, count: int) -> tuple[int, ...]:
-        return tuple(itertools.islice(self._next, count))
+    def new_hashes(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self._next_hash, count))
 
     def request(
         self,
@@ -111,11 +111,13 @@ class _NewBlocks:
         prefix: tuple[int, ...] = (),
         turn: int = 0,
     ) -> Request:
-        """Return a request whose prompt begins with `prefix` and continues with new
-        blocks.
+        """Return a request with a prompt of `prefix` and new blocks after it.
+
+        Args:
+            prefix: block hashes with which the prompt begins.
         """
         num_new_blocks = prompt_tokens // BLOCK - len(prefix)
-        hashes = prefix + self.take(num_new_blocks)
+        hashes = prefix + self.new_hashes(num_new_blocks)
         return Request(arrival_s, prompt_tokens, output_tokens, hashes, turn=turn)
 
 
@@ -139,20 +141,21 @@ def _sessions(
 
     Args:
         rate: new sessions per second.
-        num_systems: number of system prompts; each session has one of them.
+        num_systems: number of system prompts; each session uses one at random.
         system_blocks: length of a system prompt in blocks.
         turns: requests of a session.
-        question_tokens: tokens that each turn adds to the conversation before it.
+        question_tokens: tokens that each turn adds to the conversation so far.
+        output_tokens: tokens of each answer.
         pause_s: mean time from an answer to the next turn.
     """
     rng = random.Random(1)
-    blocks = _NewBlocks()
-    systems = [blocks.take(system_blocks) for _ in range(num_systems)]
+    maker = _RequestMaker()
+    systems = [maker.new_hashes(system_blocks) for _ in range(num_systems)]
 
     def next_turn(previous: Request, now: float) -> Request | None:
         if previous.turn + 1 == turns:
             return None
-        return blocks.request(
+        return maker.request(
             now + rng.expovariate(1 / pause_s),
             previous.prompt_tokens + previous.output_tokens + question_tokens,
             output_tokens,
@@ -162,14 +165,17 @@ def _sessions(
 
     prompt_tokens = system_blocks * BLOCK + question_tokens
     first_turns = [
-        blocks.request(arrival_s, prompt_tokens, output_tokens, rng.choice(systems))
+        maker.request(arrival_s, prompt_tokens, output_tokens, rng.choice(systems))
         for arrival_s in _arrivals_s(rng, rate, max_requests // turns)
     ]
     return first_turns, next_turn
 
 
 def agents(load: float, max_requests: int) -> Workload:
-    """Tool calls: long prompts with few system prompts, short answers, short pauses."""
+    """Sessions of tool calls: long prompts, short answers, short pauses.
+
+    `load` sessions begin per second.
+    """
     return _sessions(
         1.0 * load,
         max_requests,
@@ -183,7 +189,10 @@ def agents(load: float, max_requests: int) -> Workload:
 
 
 def chats(load: float, max_requests: int) -> Workload:
-    """Chats: shorter prompts, longer answers, pauses of ten seconds."""
+    """Sessions of chats: shorter prompts than `agents`, longer answers and pauses.
+
+    4 x `load` sessions begin per second.
+    """
     return _sessions(
         4.0 * load,
         max_requests,
@@ -197,24 +206,25 @@ def chats(load: float, max_requests: int) -> Workload:
 
 
 def documents(load: float, _max_requests: int) -> Workload:
-    """32 streams while two prompts of 8,192 tokens arrive per second.
+    """32 short prompts generate while long prompts arrive, for 25 s.
 
-    A stream that finishes within the first 25 s is followed by another one.
+    2 x `load` prompts of 8,192 tokens arrive per second. A short request that finishes
+    within the 25 s is followed by a new short request.
     """
     rng = random.Random(1)
-    blocks = _NewBlocks()
+    maker = _RequestMaker()
 
     def next_stream(previous: Request, now: float) -> Request | None:
         if previous.prompt_tokens == 128 and now < 25.0:
-            return blocks.request(now, 128, 256)
+            return maker.request(now, 128, 256)
         return None
 
-    streams = [blocks.request(0.02 * index, 128, 256) for index in range(32)]
+    streams = [maker.request(0.02 * index, 128, 256) for index in range(32)]
     long_prompts = [
-        blocks.request(arrival_s, 8192, 8)
+        maker.request(arrival_s, 8192, 8)
         for arrival_s in _arrivals_s(rng, 2.0 * load, int(50 * load))
     ]
-    early_prompts = [each for each in long_prompts if each.arrival_s < 25.0]
+    early_prompts = [request for request in long_prompts if request.arrival_s < 25.0]
     return [*streams, *early_prompts], next_stream
 
 
@@ -224,21 +234,21 @@ def open_loop(load: float, max_requests: int) -> Workload:
     `load` requests arrive per second, for one minute.
     """
     rng = random.Random(1)
-    blocks = _NewBlocks()
+    maker = _RequestMaker()
     mean = math.log(2048) - 0.6**2 / 2
     requests = []
     for arrival_s in _arrivals_s(rng, load, min(max_requests, int(60 * load))):
         length = round(rng.lognormvariate(mean, 0.6))
         prompt_tokens = min(max(length, 16), 12_000)
-        requests.append(blocks.request(arrival_s, prompt_tokens, 192))
+        requests.append(maker.request(arrival_s, prompt_tokens, 192))
     return requests, _no_follow_up
 
 
 def burst(load: float, max_requests: int) -> Workload:
-    """256 prompts of 1,024 tokens at once, 256 output tokens each."""
-    blocks = _NewBlocks()
+    """256 x `load` prompts of 1,024 tokens at once, 256 output tokens each."""
+    maker = _RequestMaker()
     count = min(max_requests, int(256 * load))
-    requests = [blocks.request(0.0, 1024, 256) for _ in range(count)]
+    requests = [maker.request(0.0, 1024, 256) for _ in range(count)]
     return requests, _no_follow_up
 
 

@@ -2,15 +2,15 @@
 
     python -m benchmarks.serve --url http://127.0.0.1:8000
 
-With --rate, requests arrive by a Poisson process, independently of earlier requests
-(open loop). Every latency then counts from the moment at which the request was due.
-Without --rate, --concurrency requests are in flight at any time (closed loop).
+With --rate, requests arrive by a Poisson process, independently of how fast the
+endpoint answers (open loop). Every latency then counts from the moment at which the
+request was due. Without --rate, --concurrency requests are in flight at any time
+(closed loop).
 
 Prompts are random and seeded. Outputs are forced to their full length with ignore_eos.
-A request counts for goodput when its time to first token and its mean time between
-tokens are within the limits of --slo-ttft-ms and --slo-itl-ms. Progress goes to
-standard error. The last line of the output is one JSON document, which --save also
-writes to a file.
+A request counts for goodput if its time to first token and its mean time between tokens
+are within the limits of --slo-ttft-ms and --slo-itl-ms. Progress goes to standard
+error. The last line of output is one JSON document, which --save also writes to a file.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-duration-s",
         type=float,
         default=600.0,
-        help="a request that has not finished by then fails (s)",
+        help="time after which requests that have not finished count as failed (s)",
     )
     return parser
 
@@ -138,7 +138,7 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=0,
-        help="seed of prompts and arrivals; use a new one for the next run on the "
+        help="seed of prompts and arrivals; use a new seed for the next run on the "
         "same servers, because their prefix caches hold the prompts of this seed",
     )
     add("--no-ignore-eos", action="store_true", help="outputs may end early")
@@ -157,7 +157,7 @@ def _positive(text: str) -> int:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Fill in derived options. Exit with a message if the options contradict."""
+    """Set options that follow from others; exit with a message if options conflict."""
     options.url = options.url.rstrip("/").removesuffix("/v1")
     url = urlsplit(options.url)
     if url.scheme not in ("http", "https") or url.path:
@@ -199,7 +199,8 @@ async def drive(
     slots = asyncio.Semaphore(options.concurrency)
     bodies = [request_body(options, index) for index in range(options.num_requests)]
     gc.collect()
-    gc.freeze()  # a collection that scans the prompts would show in the latencies
+    # A garbage collection that scans the prompts would lengthen the latencies.
+    gc.freeze()
     started_at = time.perf_counter()
 
     async def send(body: dict[str, Any], due_at: float | None) -> Timeline:
@@ -228,7 +229,9 @@ async def drive(
     await asyncio.gather(*pending, return_exceptions=True)
     timelines = [task.result() for task in tasks if task in done]
     for _ in pending:
-        timelines.append(Timeline(started_at, error="not ended by --max-duration-s"))
+        timelines.append(
+            Timeline(started_at, error="did not finish within --max-duration-s")
+        )
     return timelines, elapsed_s
 
 

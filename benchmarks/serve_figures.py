@@ -33,11 +33,14 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
 def figures(
     timelines: Sequence[Timeline], elapsed_s: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return all figures of a run. Latencies are in ms, of requests that succeeded.
+    """Return all figures of a run.
 
-    `decode_tokens_per_s` counts the tokens after each request's first token. It divides
-    them by the time in which at least one request was between its first and its last
-    token.
+    Latencies are in ms and only of requests that succeeded. `decode_tokens_per_s` is
+    the number of tokens after each request's first token, divided by the time in which
+    at least one request was between its first and its last token.
+
+    Args:
+        elapsed_s: seconds of the whole run.
     """
     succeeded = [timeline for timeline in timelines if timeline.succeeded]
     num_output_tokens = sum(timeline.output_tokens for timeline in succeeded)

@@ -57,7 +57,7 @@ def draw_prompt(
 ) -> list[_T]:
     """Return prompt number `index`: `length` token ids or words of `vocab`.
 
-    The first `shared` of them are the same in every prompt of the seed.
+    The first `shared` token ids or words are the same in every prompt of the seed.
     """
     shared_rng = random.Random(f"shared {seed}")
     prompt_rng = random.Random(f"prompt {seed} {index}")
@@ -94,6 +94,6 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
     if options.schema:
         body["structured_outputs"] = {"json": SCHEMA}
     if options.is_baton:
-        # A token that completes no character has no text. Its id still shows it.
+        # A token that completes no character has no text; its id shows that it arrived.
         body["return_token_ids"] = True
     return body

@@ -4,13 +4,14 @@
 
 There is one row for each pair of layouts and geometries. The prefill server P is one
 process; the decode server D has one process per rank. Pulls go through the servers' own
-coordinator, workers and side channel. A pull is timed from its order until its fence
-has passed. It copies from P's mapped memory or uses NIXL (`--paths mapped,nixl`).
+coordinator, workers and side channel. A pull is timed from the call of `pull` until P
+has answered COMPLETE (the fence). A pull either copies from P's mapped memory or uses
+NIXL (`--paths mapped,nixl`).
 
 Blocks are scattered over the pool unless a row says fresh. The KV that arrives is
 compared with the KV that was sent. The same run also measures the plain copy between
-the two devices, and bare NIXL with the same runs in the same order. `--devices 0,1`
-selects the GPU of P and the GPUs of D. The last line is one JSON document.
+the two devices, and bare NIXL with the same reads in the same order. `--devices 0,1`
+selects the GPU of P and the GPUs of D. The last line of output is one JSON document.
 """
 
 import argparse
@@ -65,9 +66,12 @@ class Row:
     """The figures of one case.
 
     Attributes:
+        path: how the KV was moved: the path of the pull, or "bare NIXL".
+        bytes: bytes that one pull moves.
         milliseconds: median of all pulls.
-        of_copy: share of the plain copy's rate.
-        of_bare: share of bare NIXL's rate with the same runs.
+        of_copy: the pulls' rate divided by the plain copy's rate.
+        of_bare: the pulls' rate divided by the rate of bare NIXL with the same reads;
+            None if bare NIXL was not measured.
     """
 
     case: str
@@ -101,7 +105,12 @@ def _case(
     *,
     fresh: bool = False,
 ) -> Case:
-    """Return a case. The blocks of a `fresh` one are in order, not scattered."""
+    """Return a case.
+
+    Args:
+        geometry: a key of GEOMETRIES.
+        fresh: whether blocks are in order, as in a new pool, and not scattered.
+    """
     (p_tp, p_block_size), (d_tp, d_block_size) = GEOMETRIES[geometry]
     if fresh:
         name = f"{name}, fresh"
@@ -135,7 +144,7 @@ def cases(device: str, path: str) -> Iterator[Case]:
 class BareReader:
     """Executes the READs of one rank with bare NIXL, without a pull.
 
-    It has a thread, an agent and a destination buffer of its own.
+    A reader has a thread, an agent and a destination buffer of its own.
     """
 
     def __init__(
@@ -185,7 +194,7 @@ class BareReader:
 
 
 def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
-    """Return the READs of each rank of D, as the planner orders them."""
+    """Return the READs of each rank of D, in the order of the planner."""
     size = setup.size
     costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
     remote = case.p.endpoints(size)
@@ -200,9 +209,10 @@ def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
 
 
 class Bench:
-    """One run of the benchmark: P, the plain copy's rate, and the rows.
+    """One run of the benchmark. It measures the plain copy and starts P at once.
 
     Attributes:
+        rows: the measured rows.
         num_failed: number of cases that failed and have no row.
     """
 
@@ -231,10 +241,11 @@ class Bench:
                 if self.args.only in case.name:
                     self._add_rows(case.name, partial(self._measure, case, path))
             short_name = f"{SHORT_TOKENS} tokens"
-            self._add_rows(short_name, partial(self._measure_short, short_name, path))
+            measure = partial(self._measure_short_pulls, short_name, path)
+            self._add_rows(short_name, measure)
 
     def _add_rows(self, name: str, measure: Callable[[], list[Row]]) -> None:
-        """Measure one case. If it fails, print the error and keep the other rows."""
+        """Call `measure` and add its rows. If it fails, print and count the failure."""
         try:
             rows = measure()
         except Exception as error:
@@ -256,7 +267,7 @@ class Bench:
             of_bare = row.gb_per_s / bare_row.gb_per_s
             return [replace(row, of_bare=of_bare), bare_row]
 
-    def _measure_short(self, name: str, path: str) -> list[Row]:
+    def _measure_short_pulls(self, name: str, path: str) -> list[Row]:
         """Measure short pulls, with leases held before the pull and without."""
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):
@@ -279,7 +290,7 @@ class Bench:
     def _open_pair(
         self, case: Case, setup: Setup
     ) -> Iterator[tuple[Decode, EngineMetadata]]:
-        metadata = self.prefill.call("open", case.p)
+        metadata = self.prefill.call("begin_case", case.p)
         with closing(Decode(self.prefill, case.d, setup)) as decode:
             decode.connect()
             yield decode, metadata
@@ -291,9 +302,10 @@ class Bench:
         return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
 
     def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
-        """Return the row of bare READs of all ranks, posted at once.
+        """Measure the READs of all ranks with bare NIXL.
 
-        A round is timed until all READs have completed.
+        All ranks post their READs at the same time. A round is timed until all READs
+        have completed.
         """
         rank_reads = planned_reads(case, setup)
         readers = [
@@ -331,7 +343,10 @@ class Bench:
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
-    """Return the rate of the plain copy between two devices, eight copies in a row."""
+    """Return the median rate of a plain copy between two devices.
+
+    Eight copies in a row are timed together.
+    """
     a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
     b = torch.empty(nbytes, dtype=torch.uint8, device=target)
     seconds = []
@@ -385,14 +400,14 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--paths",
         "--transfer",
-        help="mapped, nixl or both, separated by a comma; default: mapped,nixl; "
-        "mapped on the CPU",
+        help="mapped, nixl or both, separated by a comma; default: mapped,nixl, on the "
+        "CPU mapped",
     )
     add(
         "--verify",
         choices=("off", "sample", "all"),
         default="off",
-        help="as --kv-verify of the servers",
+        help="value of the servers' option --kv-verify",
     )
     add("--only", default="", help="measure only cases with this text in their names")
     add("--devices", default="0,1", help="GPU of P, then GPUs of D's ranks")
@@ -411,7 +426,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     if is_cuda and "," not in args.devices:
         parser.error(
             f"--devices {args.devices} names one GPU; "
-            "give the GPU of P and those of D, as in 0,1"
+            "give the GPU of P and the GPUs of D, as in 0,1"
         )
     return args
 

@@ -1,9 +1,9 @@
 """A prefill server P and a decode server D without engines, to measure pulls.
 
-They consist of the servers' own lease server, coordinator and transfer workers. All
+P and D consist of the servers' own lease server, coordinator and transfer workers. All
 ranks of P are in one process. Rank 0 of D and D's coordinator are in this process; the
-other ranks of D have one process each, as in a server. A pull is timed from its order
-to the answer of its fence.
+remaining ranks of D have one process each, as in a server. A pull is timed from the
+call of `pull` until P has answered COMPLETE (the fence).
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ _EVENT_TIMEOUT_S = 60.0
 
 
 class Size(NamedTuple):
-    """The shape of the model, and the length of the prompt."""
+    """The shape of the model, and the length of the prompt in tokens."""
 
     layers: int
     heads: int
@@ -71,11 +71,12 @@ class Size(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One engine in one case.
+    """The KV geometry and the block table of one engine in one case.
 
     Attributes:
-        order: named order of the KV layout.
-        seed: seed of the block table, if it is scattered.
+        order: order of the axes of the KV layout, such as "BHLCND".
+        seed: seed of the scattered block table.
+        scattered: whether blocks are scattered over the pool, or in order.
     """
 
     order: str
@@ -98,9 +99,7 @@ class Side(NamedTuple):
         return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
 
     def blocks(self, size: Size, tokens: int | None = None) -> IntArray:
-        """Return the block table of the first `tokens` tokens, without the null
-        block.
-        """
+        """Return the block ids of the first `tokens` tokens; None: of all tokens."""
         blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
         if self.scattered:
             blocks = np.random.default_rng(self.seed).permutation(blocks)
@@ -109,12 +108,13 @@ class Side(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """How the ranks of D pull.
+    """How the ranks of the decode server D pull.
 
     Attributes:
         devices: devices of D's ranks; rank r has device r modulo their number.
-        mapped: whether pulls copy from mapped memory; otherwise they use NIXL.
-        verify: as --kv-verify of the servers.
+        mapped: whether pulls copy from mapped memory; if not, they use NIXL.
+        staging_bytes: staging memory of each rank, for NIXL.
+        verify: a value of the servers' option --kv-verify.
     """
 
     size: Size
@@ -129,9 +129,9 @@ class Setup(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _random_kv(size: Size, device: str) -> torch.Tensor:
-    """Return i16[tokens, heads, layers, 2, head_dim] of random bits.
+    """Return int16 [tokens, heads, layers, 2, head_dim] of random bits.
 
-    The bits are the same in every process.
+    Every process gets the same bits.
     """
     return torch.randint(
         -(2**15),
@@ -144,13 +144,13 @@ def _random_kv(size: Size, device: str) -> torch.Tensor:
 
 
 class _RankMemory:
-    """The KV pool of one rank, and the KV that belongs into it."""
+    """The KV pool of one rank, and the KV that the pool must contain after a pull."""
 
     def __init__(self, side: Side, size: Size, rank: int, device: str) -> None:
         endpoint = side.endpoints(size)[rank]
         self.pool = KVPool(endpoint.layout, device)
         heads = endpoint.heads(size.heads)
-        # i16[B, N, H, L, C, D]
+        # int16 [B, N, H, L, C, D]
         self._words = self.pool.canonical.view(torch.int16).permute(0, 4, 1, 2, 3, 5)
         self._blocks = torch.from_numpy(side.blocks(size)).to(device)
         kv = _random_kv(size, device)[:, heads.start : heads.stop]
@@ -161,7 +161,7 @@ class _RankMemory:
         synchronize(str(self.pool.device))
 
     def is_filled(self) -> bool:
-        """Whether the pool holds the KV that P was filled with."""
+        """Return whether the pool contains the expected KV."""
         return torch.equal(self._words[self._blocks], self._expected)
 
 
@@ -184,9 +184,9 @@ def kind_of(device: str) -> Literal["DRAM", "VRAM"]:
 
 
 class Prefill:
-    """P, with all of its ranks on one device.
+    """The prefill server P, with all of its ranks on one device.
 
-    It serves one case after another; `open` begins a case.
+    P serves one case after another; `begin_case` begins a case.
     """
 
     def __init__(self, device: str, size: Size) -> None:
@@ -197,9 +197,11 @@ class Prefill:
         self._workers: list[TransferWorker] = []  # they compute digests
         self._server: LeaseServer | None = None
 
-    def open(self, side: Side) -> EngineMetadata:
-        """Close the case before, and start ranks, workers and lease server of
-        `side`.
+    def begin_case(self, side: Side) -> EngineMetadata:
+        """Close the previous case, and start the ranks, workers and lease server.
+
+        Returns:
+            The metadata that D needs to pull from P.
         """
         self.close()
         self._side = side
@@ -219,9 +221,9 @@ class Prefill:
             _SECRET,
             block_size=side.block_size,
         )
-        links: list[PullCoordinator | socket] = [coordinator]
-        links += [worker_end for _, worker_end in pairs]
-        self._workers = list(map(TransferWorker, self._ranks, links))
+        coordinator_links: list[PullCoordinator | socket] = [coordinator]
+        coordinator_links += [worker_end for _, worker_end in pairs]
+        self._workers = list(map(TransferWorker, self._ranks, coordinator_links))
         for worker in self._workers:
             worker.start()
         self._server = LeaseServer(
@@ -240,7 +242,7 @@ class Prefill:
         return describe(memory.pool, rank, agent.metadata())
 
     def lease(self, tokens: int) -> RemotePrefill:
-        """Lease the blocks of the first `tokens` tokens."""
+        """Lease the blocks of the first `tokens` tokens to D."""
         assert self._server is not None
         host, port = self._server.address
         blocks = self._side.blocks(self._size, tokens).tolist()
@@ -270,7 +272,11 @@ class Prefill:
 
 
 class DecodeRank:
-    """One rank of D: its pool and its transfer worker."""
+    """One rank of the decode server D: its pool and its transfer worker.
+
+    Args:
+        link: the coordinator, or a socket to the coordinator's process.
+    """
 
     def __init__(
         self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket
@@ -297,15 +303,16 @@ class DecodeRank:
 
 
 class Decode:
-    """D for one case, and the P that it pulls from.
+    """The decode server D for one case.
 
     Args:
-        prefill: a Prefill that has opened its side.
+        prefill: the Prefill from which D pulls; its `begin_case` has been called.
+        side: the geometry of D.
 
     Attributes:
-        holds_leases: whether a lease is held before it is pulled. A server does so for
-            an unknown P, and for a request that waits for blocks. Otherwise the lease
-            is held with the pull.
+        holds_leases: whether D holds a lease with P before it pulls. A decode server
+            does so for an unknown P, and for a request that waits for blocks. Without
+            this, the pull itself holds the lease.
     """
 
     holds_leases = True
@@ -347,7 +354,8 @@ class Decode:
     def pull(self, tokens: int) -> PullDone:
         """Pull the first `tokens` tokens.
 
-        The event's seconds are those from the order to the end, the fence included.
+        Returns:
+            The event of the finished pull. Its `seconds` include the fence.
 
         Raises:
             BatonError: the pull failed.
@@ -358,9 +366,10 @@ class Decode:
         blocks = self._side.blocks(self._size, tokens).tolist()
         if self.holds_leases:
             self._coordinator.hold(pull_id, remote)
-        # No pull waits for the first renewal of its lease, so it may pass before. This
-        # thread stays busy until then, like the thread of an engine: a thread that
-        # sleeps for 2 ms orders its next pull later.
+        # In a server no pull waits for its lease's first renewal, so the renewal is left
+        # to finish before the pull begins. This thread stays busy until then, like the
+        # thread of an engine, because a thread that sleeps for 2 ms starts its next
+        # pull later.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)
@@ -370,7 +379,7 @@ class Decode:
         return event
 
     def check(self) -> None:
-        """Compare the KV of all ranks with the KV of P.
+        """Compare the KV in the pools of all ranks with the KV of P.
 
         Raises:
             RuntimeError: the KV of a rank differs.
@@ -409,12 +418,14 @@ class Remote:
     The object must have a method `close`.
 
     Raises:
-        RuntimeError: the call raised an error there, or the process did not answer.
+        RuntimeError: `make` or a called method raised an error in that process, or the
+            process did not answer.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The import of torch takes seconds. The fork server does it once for all.
+        # Importing torch takes seconds. The fork server imports it once for all
+        # processes.
         context.set_forkserver_preload(["torch"])
         self._process = context.Pool(1, _make, (make, *args))
         try:
@@ -455,9 +466,11 @@ def _make(make: Callable[..., Any], *args: Any) -> None:
 
 
 def _call(method: str, *args: Any) -> tuple[str, Any]:
-    """Return the text of the error that the call raised, or "", and its result.
+    """Call a method of this process's object.
 
-    The error is text because not all exceptions can be pickled.
+    Returns:
+        The error as text, or "", and the result. The error is text because not all
+        exceptions can be pickled.
     """
     try:
         if isinstance(_object, Exception):

@@ -78,7 +78,7 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
         side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
         setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
         with safe_path(), closing(pair.Remote(pair.Prefill, source, size)) as prefill:
-            prefill.call("open", side)
+            prefill.call("begin_case", side)
             with closing(pair.Decode(prefill, side, setup)) as decode:
                 decode.connect()
                 seconds = min(decode.pull(size.tokens).seconds for _ in range(4))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import main
-from benchmarks.engine_limits import num_seen, prefill_flops, read_weight_bytes
+from benchmarks.engine_limits import num_seen, prefill_flops, weight_bytes_per_step
 from benchmarks.shapes import SHAPES
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import parse_config
@@ -18,11 +18,11 @@ def test_work_of_8b_model_matches_its_weights():
     shape = {"architectures": ["LlamaForCausalLM"], **SHAPES["llama-3.1-8b"]}
     config = parse_config(shape)
     weights = 7_504_658_432  # 8.03e9 without norms and input embedding
-    assert read_weight_bytes(config, 1, 2, keep_quantised=True) == 2 * weights
+    assert weight_bytes_per_step(config, 1, 2, keep_quantised=True) == 2 * weights
     quantised = replace(config, quantization=Quantization(AT_LOAD))
     head = 128256 * 4096  # the output head keeps its 16 bits
-    assert read_weight_bytes(quantised, 1, 2, keep_quantised=True) == weights + head
-    assert read_weight_bytes(quantised, 1, 2, keep_quantised=False) == 2 * weights
+    assert weight_bytes_per_step(quantised, 1, 2, keep_quantised=True) == weights + head
+    assert weight_bytes_per_step(quantised, 1, 2, keep_quantised=False) == 2 * weights
     assert prefill_flops(config, 8192) == pytest.approx(1.32e14, rel=0.01)
     halves = prefill_flops(config, 4096) + prefill_flops(config, 4096, num_before=4096)
     assert halves == pytest.approx(prefill_flops(config, 8192), rel=1e-4)
@@ -30,7 +30,7 @@ def test_work_of_8b_model_matches_its_weights():
 
 def test_only_hit_experts_of_a_mixture_count():
     config = parse_config(SHAPES["qwen3-30b-a3b"])
-    read = partial(read_weight_bytes, config, itemsize=1, keep_quantised=True)
+    read = partial(weight_bytes_per_step, config, itemsize=1, keep_quantised=True)
     assert read(batch=1) == pytest.approx(3.35e9 - 0.31e9, rel=0.01)  # 3.3e9 active
     assert read(batch=10_000) == pytest.approx(30.5e9 - 0.31e9, rel=0.01)
     expected_flops = 1000 * 2 * 2.73e9 + 3.9e11

@@ -248,7 +248,7 @@ class AttentionBackend(ABC):
     def plan(self, batch: AttentionBatch) -> None:
         """Plans a step; called once, before the step's calls of `forward`."""
 
-    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+    def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         """Allocates buffers for decode steps that run as CUDA graphs.
 
         Args:
@@ -262,7 +262,7 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} cannot be captured in CUDA graphs"
         )
 
-    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         """Plans a decode step, padded to `num_rows` sequences, for a CUDA graph.
 
         The step's calls of `forward` may be captured. After a later call of this method

@@ -163,15 +163,15 @@ class ContextParallelBackend(AttentionBackend):
         if len(self._prompts) == 1:
             self._prefill_backend.plan(self._prompts[0].batch)
 
-    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
-        self._decode_backend.reserve_captured(max_seqs, max_blocks)
+    def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
+        self._decode_backend.reserve_graph_buffers(max_seqs, max_blocks)
         self._captured_absent = torch.zeros(
             max_seqs, dtype=torch.bool, device=self.pool.device
         )
 
-    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
-        self._decode_backend.plan_captured(self._local_batch(padded), num_rows)
+        self._decode_backend.plan_for_graph(self._local_batch(padded), num_rows)
         is_absent = self._absent_sequences(padded.context_lens)
         self._is_absent = self._captured_absent[:num_rows]
         self._is_absent.copy_(is_absent, non_blocking=True)

@@ -303,12 +303,12 @@ class FlashInferBackend(FlashInferBase):
             widen(stored, wide, blocks, count, 1.0, packed=True)
         return tuple(self._wide)
 
-    def captured_kernel(
+    def make_graph_kernel(
         self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
         return self._make_decode_kernel(kind, captured=buffers, num_seqs=num_rows)
 
-    def plan_captured_kernel(
+    def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         kernel.plan(pages)

@@ -1,7 +1,7 @@
 """The base class of the two FlashInfer backends: workspace, slots, CUDA graph buffers.
 
 FlashInfer's kernels are planned on the host once a step and run once a layer. Decode
-steps can be planned for a CUDA graph (`plan_captured`). All data that a captured
+steps can be planned for a CUDA graph (`plan_for_graph`). All data that a captured
 `forward` reads is then in buffers with fixed addresses, and a plan only writes to them.
 
 Step n + 1 may be planned while step n runs. On the device, the stream orders the plan's
@@ -175,7 +175,7 @@ class FlashInferBase(AttentionBackend):
         uploaded = host.to(self.device, non_blocking=True)
         return uploaded[1:], uploaded
 
-    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+    def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         for kind in self.kinds:
             seen_blocks = max_blocks
             if kind.window is not None:
@@ -183,8 +183,10 @@ class FlashInferBase(AttentionBackend):
             self._buffers[kind] = CapturedBuffers(max_seqs, seen_blocks, self.device)
         self._captured.clear()  # these kernels read the buffers that were replaced
 
-    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
-        assert self._buffers, "reserve_captured must be called before plan_captured"
+    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+        assert self._buffers, (
+            "reserve_graph_buffers must be called before plan_for_graph"
+        )
         is_decode_step = bool((batch.query_lens == 1).all())
         assert is_decode_step, "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
@@ -192,7 +194,7 @@ class FlashInferBase(AttentionBackend):
         for kind, buffers in self._buffers.items():
             kernel = self._captured.get((kind, num_rows))
             if kernel is None:
-                kernel = self.captured_kernel(kind, num_rows, buffers)
+                kernel = self.make_graph_kernel(kind, num_rows, buffers)
                 self._captured[kind, num_rows] = kernel
             seen = padded.limit_to_window(kind.window, self.block_size)
             pages = seen.pages(self.block_size)
@@ -201,10 +203,10 @@ class FlashInferBase(AttentionBackend):
             plans.append((kind, kernel, seen, pages))
         with self.planning():
             for kind, kernel, seen, pages in plans:
-                self.plan_captured_kernel(kind, kernel, seen, pages)
+                self.plan_graph_kernel(kind, kernel, seen, pages)
 
     @abstractmethod
-    def captured_kernel(
+    def make_graph_kernel(
         self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
         """Makes a kernel for the layers of `kind` in steps of `num_rows` single tokens.
@@ -213,7 +215,7 @@ class FlashInferBase(AttentionBackend):
         """
 
     @abstractmethod
-    def plan_captured_kernel(
+    def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         """Plans a captured kernel and makes `forward` use it in the layers of `kind`.

@@ -94,7 +94,7 @@ class FlashInferMLABackend(FlashInferBase):
         self._planned = kernel
         self._num_rows = int(batch.query_lens.sum())
 
-    def captured_kernel(
+    def make_graph_kernel(
         self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
         return flashinfer.mla.BatchMLAPagedAttentionWrapper(
@@ -107,7 +107,7 @@ class FlashInferMLABackend(FlashInferBase):
             backend=self._backend,
         )
 
-    def plan_captured_kernel(
+    def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         buffers = self._buffers[kind]

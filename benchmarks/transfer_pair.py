@@ -366,10 +366,10 @@ class Decode:
         blocks = self._side.blocks(self._size, tokens).tolist()
         if self.holds_leases:
             self._coordinator.hold(pull_id, remote)
-        # In a server no pull waits for its lease's first renewal, so the renewal is left
-        # to finish before the pull begins. This thread stays busy until then, like the
-        # thread of an engine, because a thread that sleeps for 2 ms starts its next
-        # pull later.
+        # In a server no pull waits for its lease's first renewal. So the renewal gets
+        # time to finish before the pull begins. This thread stays busy for this time,
+        # like the thread of an engine, because a thread that sleeps for 2 ms starts its
+        # next pull later.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)

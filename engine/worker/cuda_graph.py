@@ -98,7 +98,7 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        backend.reserve_captured(max_seqs, max_blocks)
+        backend.reserve_graph_buffers(max_seqs, max_blocks)
         self._model = model
         self._backend = backend
         self._last_drawn = last_drawn
@@ -115,7 +115,7 @@ class DecodeGraphs:
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._backend.plan_captured(_null_batch(self._backend.num_groups), size)
+            self._backend.plan_for_graph(_null_batch(self._backend.num_groups), size)
             self._step(size)  # creates handles and loads kernels; a capture cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -170,7 +170,7 @@ class DecodeGraphs:
             step.positions,
         )
         self._inputs.copy_(host, non_blocking=True)
-        self._backend.plan_captured(
+        self._backend.plan_for_graph(
             step.attention_batch(self._block_size, self._backend.num_groups), size
         )
         graph, output = self._graphs[size]

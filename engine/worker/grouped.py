@@ -66,13 +66,13 @@ class GroupedBackend(AttentionBackend):
         for group, backend in enumerate(self._backends):
             backend.plan(self._of_group(batch, group))
 
-    def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
+    def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         for backend in self._backends:
-            backend.reserve_captured(max_seqs, max_blocks)
+            backend.reserve_graph_buffers(max_seqs, max_blocks)
 
-    def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
+    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         for group, backend in enumerate(self._backends):
-            backend.plan_captured(self._of_group(batch, group), num_rows)
+            backend.plan_for_graph(self._of_group(batch, group), num_rows)
 
     def _of_group(self, batch: AttentionBatch, group: int) -> AttentionBatch:
         block_size = self.pool.layout.block_size

@@ -151,7 +151,7 @@ class Bench:
         batch = make_batch(ones, context_lens, tables, self.tokens_per_block)
         self.whole.plan(batch)
         for part in self.parts:
-            part.plan_captured(batch, num_rows)
+            part.plan_for_graph(batch, num_rows)
         self._compare(batch.num_tokens, num_rows - batch.num_tokens)
 
     def _compare(self, num_tokens: int, num_padding: int = 0) -> None:

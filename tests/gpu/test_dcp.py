@@ -33,7 +33,7 @@ def test_ranks_that_share_tokens_attend_as_one_rank(name):
 def test_captured_decode_steps_of_ranks_attend_as_one_rank(name):
     bench = bench_of(name)
     for part in bench.parts:
-        part.reserve_captured(8, 4)
+        part.reserve_graph_buffers(8, 4)
     tables = np.arange(1, 9).reshape(4, 2)
     lens = [3, 16, 40, 17]
     bench.check_step(lens, lens, tables)

@@ -316,13 +316,13 @@ class _CapturedStep:
         self.shape = shape
         self.seqs = seqs
         self.num_rows = num_rows
-        backend.reserve_captured(num_rows, 80)
+        backend.reserve_graph_buffers(num_rows, 80)
         heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self.static = [
             torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda")
             for n in heads
         ]
-        backend.plan_captured(_decode_batch(shape, seqs, [first]), num_rows)
+        backend.plan_for_graph(_decode_batch(shape, seqs, [first]), num_rows)
         self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
 
     def check(self, rows: list[tuple[int, int]]) -> None:
@@ -332,7 +332,7 @@ class _CapturedStep:
             for row, (seq, position) in enumerate(rows):
                 target[row] = part[seq][0, position].cuda()
         batch = _decode_batch(self.shape, self.seqs, rows)
-        self.backend.plan_captured(batch, self.num_rows)
+        self.backend.plan_for_graph(batch, self.num_rows)
         self.graph.replay()
         for row, (seq, position) in enumerate(rows):
             outputs, _ = reference(self.shape, self.seqs, seq, position, position + 1)
@@ -358,8 +358,8 @@ def test_workspace_is_large_enough_for_captured_steps(num_kv_heads):
     )
     one = np.ones(1, np.int32)
     batch = AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
-    backend.reserve_captured(1500, 4)
-    backend.plan_captured(batch, 1500)
+    backend.reserve_graph_buffers(1500, 4)
+    backend.plan_for_graph(batch, 1500)
     q = torch.zeros(1500, 32, 128, dtype=torch.bfloat16, device="cuda")
     kv = torch.zeros(1500, num_kv_heads, 128, dtype=torch.bfloat16, device="cuda")
     assert not backend.forward(0, q, kv, kv).isnan().any()

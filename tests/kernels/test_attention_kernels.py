@@ -141,10 +141,10 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
     launches = []
     backend = backend_after_prompts(shape, seqs, lens)
     run = interpreter.InterpretedFunction.run
-    backend.reserve_captured(6, 30)
+    backend.reserve_graph_buffers(6, 30)
     static = [torch.zeros(6, heads, 64, dtype=torch.float16) for heads in (6, 2, 2)]
     first_batch = plain.make_batch(shape, seqs, last_tokens(lens)[:1])
-    backend.plan_captured(first_batch, 6)
+    backend.plan_for_graph(first_batch, 6)
     with monkeypatch.context() as patch:
         patch.setattr(
             interpreter.InterpretedFunction,
@@ -157,7 +157,7 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
         inputs = plain.rows_of(shape, seqs, 0, spans)
         for rows, target in zip(inputs, static, strict=True):
             target[: len(spans)] = rows
-        backend.plan_captured(plain.make_batch(shape, seqs, spans), 6)
+        backend.plan_for_graph(plain.make_batch(shape, seqs, spans), 6)
         for args, options in launches:
             run(*args, **options)
         for span, actual in zip(spans, out, strict=False):

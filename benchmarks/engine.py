@@ -379,7 +379,7 @@ def _prefill(
 
     Args:
         num_tokens: tokens that the step computes.
-        num_before: tokens of the prompt before them.
+        num_before: tokens of the prompt before the computed tokens.
     """
     context_len = num_before + num_tokens
     tables = _tables(runner, 1, context_len, num_before)

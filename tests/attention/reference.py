@@ -42,7 +42,7 @@ SPECIAL = {
     ),
 }
 FP8 = "float8_e4m3fn"
-# A sequence, its first token of a step, and the token after its last.
+# (sequence, first token, last token + 1): the part of a sequence that a step computes.
 Span = tuple[int, int, int]
 
 
@@ -74,7 +74,7 @@ class Shape:
 
 
 def make_pool(shape: Shape) -> KVPool:
-    """A pool filled with NaN, the null block included."""
+    """Returns a pool that is filled with NaN, including the null block."""
     layout = KVLayout(
         order=shape.order,
         num_blocks=shape.num_blocks,
@@ -93,7 +93,7 @@ def make_pool(shape: Shape) -> KVPool:
 def make(
     shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any
 ) -> Any:
-    """The backend `name` for the problem, over `pool` or over a new pool."""
+    """Creates the backend `name` for the problem, over `pool` or over a new pool."""
     layers = []
     for layer in shape.layers:
         sinks = None if layer.sinks is None else layer.sinks.to(shape.device)
@@ -166,7 +166,7 @@ def rows_of(
     spans: Sequence[Span],
     num_padding: int = 0,
 ) -> list[torch.Tensor]:
-    """q, k and v [T, H, D] of a step; rows of padding are NaN."""
+    """Returns q, k and v [T, H, D] of a step; rows of padding are NaN."""
 
     def rows(parts: list[torch.Tensor]) -> torch.Tensor:
         real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
@@ -219,7 +219,7 @@ def run_step(
 
 
 def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
-    """[L, n, H, D] as the pool holds them, in float64."""
+    """Returns [L, n, H, D] with the rounding of the pool's dtype, in float64."""
     scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
     by_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)
     scale = by_layer[:, component, None, None, None]
@@ -231,7 +231,7 @@ def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
 def reference(
     shape: Shape, seqs: Sequences, seq: int, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention of the tokens [start, stop) of a sequence.
+    """Computes plain attention of the tokens [start, stop) of a sequence.
 
     Returns:
         The outputs [L, n, Hq, D], without a latent's rope part, and the log-sum-exps

@@ -227,7 +227,7 @@ def in_8_bits(shape: Shape) -> Shape:
     return replace(shape, kv_dtype=FP8, scales=scales)
 
 
-# Size of the group, its KV heads, its query heads, rope dimensions of latents.
+# (ranks, KV heads, query heads, rope dimensions of latents) of a group.
 GQA = [(2, 1, 4, 0), (2, 2, 4, 0), (2, 4, 4, 0), (4, 2, 8, 0), (4, 1, 4, 0)]
 MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
@@ -235,7 +235,9 @@ MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 @pytest.mark.parametrize("group", GQA + MLA, ids=str)
 @pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
-def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
+def test_ranks_that_share_tokens_compute_the_outputs_of_one_rank(
+    group, scratch, kv_dtype
+):
     size, *heads = group
     shape = in_8_bits(shape_of(*heads)) if kv_dtype else shape_of(*heads)
     bench = Bench(size, shape, scratch=scratch)
@@ -249,7 +251,7 @@ def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
 
 
 def test_long_context_is_collected_in_several_exchanges(monkeypatch):
-    """One exchange would need memory that sizing the KV pool does not reserve."""
+    """A single exchange would need more memory than the sizing of the pool leaves."""
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)
     bench.check_step([60], [60], tables)
@@ -263,7 +265,7 @@ def test_sequence_shorter_than_a_stripe_is_stored_on_one_rank():
     bench = Bench(2, shape_of(1, 4), scratch=64)
     tables = np.array([[3], [7]])
     bench.check_step([2, 3], [2, 3], tables)
-    bench.check_step([1, 1], [3, 4], tables)  # rank 1 still has no tokens
+    bench.check_step([1, 1], [3, 4], tables)  # rank 1 has no tokens here either
     bench.check_step([1, 1], [4, 5], tables)
     first, second = (pool.component(0, 0) for pool in bench.pools)
     assert not first[3].isnan().any()

@@ -1,4 +1,4 @@
-"""How contexts are cut into pieces for the decode kernels."""
+"""Contexts are cut into pieces for the decode kernels."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The limits of backends are known without importing them and without a GPU."""
+"""The limits of backends are checked without importing the backends, without a GPU."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,8 +1,17 @@
-"""Stands in for a server or the proxy of `baton up`: python fake_program.py KIND MODE [options].
+"""A stand-in for a server or the proxy of `baton up`.
 
-MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
-| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked)
-| waiting (its GET /ready is 503) | chatty (prints 4 MB before it serves, and a line when it ends).
+    python fake_program.py KIND MODE [options]
+
+MODE is one of:
+- serve: is ready and serves.
+- fail: reports why it fails.
+- crash: raises an error.
+- hang: is never ready.
+- stubborn: ignores SIGTERM.
+- slow: takes 3 s to name its model.
+- die-later: serves, and exits after GET /die.
+- waiting: responds to GET /ready with 503.
+- chatty: prints 4 MB before it serves, and a line when it exits.
 """
 
 import json

@@ -63,7 +63,11 @@ def test_near_names_of_options_of_a_group_are_proposed(command, wrong, near):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_change_nothing_for_children(closed):
-    """Pipes to a child would else get their numbers, and be replaced by the child's own streams."""
+    """`baton` opens closed standard streams.
+
+    Otherwise pipes to a child would get the numbers of these streams, and the child's
+    own streams would replace the pipes.
+    """
     program = (
         "import sys; from deploy import cli; from protocol.process import lifecycle;"
         "cli.main(['--version']);"

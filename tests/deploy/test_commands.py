@@ -1,4 +1,4 @@
-"""From the settings of a local cluster to its command lines."""
+"""The command lines of a local cluster follow from its settings."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
     assert not any(key in words for key in (client, admin, proxy_key))
 
 
-def test_keys_salt_at_the_proxy_which_knows_them():
+def test_only_the_proxy_salts_the_cache_by_api_key():
     settings = up("--api-key=client-key-1", "--cache-salt-by-key")
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
     assert "--cache-salt-by-key" in proxy_command(settings, urls, "s" * 16).argv
@@ -127,18 +127,18 @@ def test_the_proxy_gets_the_endpoint_and_all_urls():
 @pytest.mark.parametrize(
     ("cores", "argv", "tp", "threads"),
     [
-        (2, [], 1, 2),  # small: every server may use all
+        (2, [], 1, 2),  # a small machine: every server may use all cores
         (1, [], 2, 1),
         (4, [], 2, 2),
-        (64, [], 1, 32),  # large: shared by the servers
+        (64, [], 1, 32),  # a large machine: each server has a share of the cores
         (64, ["--prefill.count=3"], 4, 4),
     ],
 )
-def test_cores_are_shared_sensibly(cores, argv, tp, threads):
+def test_servers_share_the_cores_of_a_large_machine_only(cores, argv, tp, threads):
     assert default_threads(up(*argv), cores=cores, tp=tp) == threads
 
 
-def test_configured_threads_win():
+def test_configured_threads_replace_the_default():
     settings = up("--prefill.threads=3")
     assert "--threads=3" in server_argv(settings, "prefill", cores=64)
     assert "--threads=32" in server_argv(settings, "decode", cores=64)

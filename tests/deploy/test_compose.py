@@ -1,5 +1,9 @@
-"""Compose files as compose itself reads them: the first one's own commands and environment, run as
-processes of this machine; and the one for GPU hosts, which says what the programs understand."""
+"""Compose files are read as compose reads them.
+
+The services of docker-compose.yml are run as processes on this machine, with their
+commands and environment. Those of docker-compose.gpu.yml are only checked for variables
+that the programs accept.
+"""
 
 import json
 import os
@@ -43,7 +47,7 @@ KINDS: dict[str, type[BatonSettings]] = {
 
 
 def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """Compose's ${NAME:-default} and ${NAME:?reason}."""
+    """Replaces ${NAME:-default} and ${NAME:?reason} as compose does."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, rest = match.groups()
@@ -61,7 +65,7 @@ def compose(file: Path, **variables: str) -> Any:
 
 @dataclass(frozen=True)
 class Service:
-    """A service with its ports and its siblings' names moved to this machine."""
+    """A service that runs on this machine, with ports and names changed accordingly."""
 
     name: str
     argv: list[str]
@@ -112,7 +116,7 @@ def services() -> Iterator[dict[str, Service]]:
 
 @pytest.fixture(scope="module")
 def proxy(services: dict[str, Service]) -> Iterator[Server]:
-    """Of the cluster, which is started in the order that depends_on asks for."""
+    """Starts the cluster in the order of depends_on; yields the proxy."""
     *servers, last = sorted(
         services.values(), key=lambda service: service.name == "proxy"
     )
@@ -187,7 +191,7 @@ def gpu_services(**variables: str) -> Any:
 
 
 def settings(name: str, **variables: str) -> Any:
-    """What the service's program would run with."""
+    """Returns the settings with which the service's program would run."""
     service = gpu_services(**variables)[name]
     program, command, *argv = service["command"]
     assert program == "baton" and command in COMMANDS
@@ -199,11 +203,11 @@ def settings(name: str, **variables: str) -> Any:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
-    known_names = {variable_name(path) for path in field_paths(KINDS[name])}
+    option_variables = {variable_name(path) for path in field_paths(KINDS[name])}
     given = {
         key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")
     }
-    assert given - known_names == set()
+    assert given - option_variables == set()
 
 
 def test_on_one_host_the_proxy_reaches_both_servers_on_separate_gpus():
@@ -247,10 +251,10 @@ def test_servers_of_a_host_see_each_other_and_every_gpu():
     }
 
 
-def test_the_commands_in_its_head_set_what_it_needs():
+def test_commands_in_the_head_of_the_gpu_file_set_all_required_variables():
     text = GPU_COMPOSE.read_text()
     needed = set(re.findall(r"\$\{(\w+):\?", text))
     assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
-    # A variable in the head that nothing reads would do nothing.
+    # Every variable in the head is read somewhere in the file.
     given = set(re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])) - {"F"}
     assert given <= set(re.findall(r"\$\{(\w+)", text))

@@ -1,5 +1,7 @@
-"""What README and docs name is there: options, variables, files, paths, errors, members; and their
-examples can be run."""
+"""README and docs name only options, variables, files, paths and errors that exist.
+
+Their examples are accepted by the programs.
+"""
 
 import ast
 import json
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 )
-# A pattern; docker's; argparse's; pip's.
+# A pattern, and options of docker, argparse and pip.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 ALL_PROGRAMS = {
     **PROGRAMS,
@@ -48,7 +50,7 @@ ALL_PROGRAMS = {
 ALL_FIELDS = [
     fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)
 ]
-# The others name options of other programs.
+# These files also name options of programs that are not Baton's.
 OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
@@ -104,7 +106,7 @@ def test_the_models_of_the_text_are_those_of_the_code():
     assert named == set(ARCHITECTURES) and types == [*ROPE_TYPES]
 
 
-# -- examples ------------------------------------------------------------------------------------
+# -- examples
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -181,13 +183,13 @@ def test_the_fields_of_responses_are_in_the_text():
     assert named == used_fields(ResponsesRequest) - of_all
 
 
-# -- docs/api.md ---------------------------------------------------------------------------------
+# -- docs/api.md
 
 API = (ROOT / "docs" / "api.md").read_text()
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """The cells of the first table after a text, without its head."""
+    """Returns the cells of the first table after `heading`, without its head."""
     lines = API[API.index(heading) :].splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
     end = next(

@@ -1,4 +1,4 @@
-"""`baton up` with stand-ins for its programs: start, announce, fail, end, and never an orphan."""
+"""`baton up` starts, supervises and stops its programs; stand-ins replace them."""
 
 import json
 import os
@@ -39,7 +39,7 @@ sys.exit(local.up(load(UpSettings, argv), only_warm="ONLY_WARM" in os.environ))
 
 
 class Launcher:
-    """A running `baton up` and what it printed."""
+    """A running `baton up`, and the lines that it has printed."""
 
     def __init__(self, modes: str, *argv: str) -> None:
         program = textwrap.dedent(LAUNCH).format(fake=str(FAKE))
@@ -52,7 +52,7 @@ class Launcher:
         self.lines: list[str] = []
 
     def until(self, start: str) -> str:
-        """The first line that begins so."""
+        """Reads up to the first line that begins with `start`, and returns the line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -87,7 +87,7 @@ def get(url: str) -> Any:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process ends (it is not ours to reap)."""
+    """Returns whether a process ends in time; it may be a child of another process."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -99,7 +99,7 @@ def has_ended(pid: int) -> bool:
 
 
 def family(endpoint: str) -> dict[str, Any]:
-    """What the proxy and every server say about themselves, by URL."""
+    """Returns the response of the proxy and of every server, by URL."""
     proxy = get(endpoint)
     urls = [
         arg.split("=", 1)[1]
@@ -208,13 +208,10 @@ def test_failed_start_ends_all_processes_and_prints_the_reason_last(modes, reaso
 
 
 def test_waiting_is_explained_and_times_out():
-    with launched(
-        "serve,hang,fail", "--start-timeout-s=5"
-    ) as launcher:  # long for the other one
+    with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:
         assert launcher.end() == 1
-        notes = [
-            line for line in launcher.lines if "waiting for" in line
-        ]  # first for both of them
+        # The first notes may name both servers, the last names only the hanging one.
+        notes = [line for line in launcher.lines if "waiting for" in line]
         assert notes and re.fullmatch(
             r"baton \| \d+ s, waiting for decode-0 \(starting\)", notes[-1]
         )

@@ -1,4 +1,4 @@
-"""`baton models`: what is served, and whether one model is."""
+"""`baton models` lists the served architectures, and checks one model."""
 
 import json
 

@@ -1,5 +1,7 @@
-"""What docs, dashboard and alerts say of metrics is what processes expose; the closing line of
-`make test-all`."""
+"""Docs, dashboard and alerts name the metrics that processes expose.
+
+A last test checks the closing line of `make test-all`.
+"""
 
 import json
 import re
@@ -25,7 +27,7 @@ def exposed(spec: Spec) -> str:
 
 
 def row(spec: Spec) -> str:
-    """The line of docs/metrics.md for one metric."""
+    """Returns the line of docs/metrics.md for one metric."""
     labels = "{" + ", ".join(spec.labels) + "}" if spec.labels else ""
     return f"| `{exposed(spec)}{labels}` | {spec.kind} | {spec.help} |"
 
@@ -75,7 +77,7 @@ def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
                 "instance",
             }
             assert used_labels <= set(labels[name.removesuffix("_bucket")]), expression
-        # Prefill servers have these too, of first tokens.
+        # Prefill servers have these metrics too, for first tokens.
         assert not re.search(r"baton_(generation_tokens|inter_token)\w+\[", expression)
         assert expression.count("(") == expression.count(")")
 
@@ -93,8 +95,9 @@ def test_alerts_fire_only_when_something_is_wrong():
 
 
 REPORT = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10" time="1.26"
- timestamp="2026-01-31T12:00:00"><testcase name="a"/></testsuite></testsuites>"""
+<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10"
+ time="1.26" timestamp="2026-01-31T12:00:00"><testcase name="a"/></testsuite>
+</testsuites>"""
 
 
 def test_the_counts_of_the_closing_line_add_up():

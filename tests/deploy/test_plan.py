@@ -1,4 +1,4 @@
-"""What `baton plan` says, from a config alone."""
+"""`baton plan` plans transfers from a config alone."""
 
 import json
 import subprocess
@@ -42,8 +42,9 @@ def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block():
 
 
 def test_token_major_blocks_cut_by_heads_are_staged_with_a_reason():
-    sides = geometry(kv_layout="LBCNHD"), geometry(tp=2, kv_layout="LBCNHD")
-    report = explain(LLAMA, *sides, tokens=1024)
+    p = geometry(kv_layout="LBCNHD")
+    d = geometry(tp=2, kv_layout="LBCNHD")
+    report = explain(LLAMA, p, d, tokens=1024)
     (rank, _) = report["ranks"]
     assert rank["path"] == "staged" and rank["bytes_read"] == 2 * rank["useful_bytes"]
     assert "direct would read 65536 runs" in rank["why"]
@@ -55,7 +56,7 @@ def test_mla_latent_is_read_once_and_from_all_ranks_in_turn():
     assert of_ranks(report, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
     assert of_ranks(report, "remote_ranks") == [[0, 1, 2, 3]] * 2
     assert report["idle_p_ranks"] == []
-    # 64 tokens are one block of the peer: one of the two copies of the latent serves it.
+    # 64 tokens are one block of the peer, which is read from one of the two copies.
     report = explain(MLA, geometry(tp=2), geometry(tp=1), tokens=64)
     assert report["idle_p_ranks"] == [1] and "without a reader: 1" in plan.text(report)
 
@@ -64,16 +65,15 @@ def test_ranks_that_share_tokens_read_only_their_tokens():
     report = explain(
         MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256
     )
-    # Of blocks of 64: three each, but the last one, of 40 tokens, is the last rank's.
+    # Each rank has three blocks of 64 tokens, but the last rank's last has 40 tokens.
     assert of_ranks(report, "tokens") == [192, 192, 192, 168]
     assert of_ranks(report, "bytes_read") == [
         n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)
     ]
     assert "tp 4, dcp 4, BHLCND" in plan.text(report)
     assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(report)
-    report = explain(
-        LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40
-    )  # less than a stripe
+    # 40 tokens are fewer than a stripe has.
+    report = explain(LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40)
     assert (of_ranks(report, "tokens"), of_ranks(report, "remote_ranks")) == (
         [40, 0],
         [[0], []],
@@ -90,18 +90,19 @@ def test_a_full_hit_moves_nothing():
 
 
 def test_another_dtype_is_converted_on_demand():
-    sides = geometry(dtype="float32"), geometry(dtype="bfloat16")
-    (rank,) = explain(LLAMA, *sides, kv_convert=True)["ranks"]
+    p = geometry(dtype="float32")
+    d = geometry(dtype="bfloat16")
+    (rank,) = explain(LLAMA, p, d, kv_convert=True)["ranks"]
     assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
 
 
 def test_only_tokens_within_the_window_move():
-    """Of 48 layers 8 see all tokens: so the bytes, not 6 times as many."""
+    """Only 8 of 48 layers see all tokens; 40 layers move the last 1,024 tokens."""
     windows = (None, *[1024] * 5)
     gemma = Model(8, 8, 2, 128, windows)
     report = explain(gemma, geometry(tp=2), geometry(), tokens=100_000, hit_tokens=1000)
     (rank,) = report["ranks"]
-    layer_bytes = 8 * 2 * 128 * 2  # of a token
+    layer_bytes = 8 * 2 * 128 * 2  # bytes of a token in one layer
     assert rank["useful_bytes"] == 8 * layer_bytes * (99_000 + 5 * 1024)
     assert (
         "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens"
@@ -119,9 +120,8 @@ def test_explaining_needs_no_torch():
 # -- from the command line
 
 CONFIG = {**test_config.LLAMA, "num_hidden_layers": 3, "torch_dtype": "float32"}
-HEAD_BYTES = 3 * 2 * 8 * 4  # layers x K,V x head dim x itemsize, of a token
-
-
+# Bytes of a token for one head: layers x K and V x head dim x itemsize.
+HEAD_BYTES = 3 * 2 * 8 * 4
 SHARED = ("--decode.tp=2", "--decode.dcp=2")
 
 
@@ -131,7 +131,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_equal_geometry_moves_at_most_a_read_per_block(model, capsys):
+def test_equal_geometry_needs_no_more_reads_than_blocks(model, capsys):
     assert plan.main(["--model", model, "--tokens=256", "--as-json"]) == 0
     report = json.loads(capsys.readouterr().out)
     [rank] = report["ranks"]
@@ -155,10 +155,8 @@ def test_prefix_hit_does_not_move_and_the_text_has_the_reason(model, capsys):
 def test_the_costs_of_the_link_decide_the_path(model, capsys):
     argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
     paths = []
-    for costs in (
-        "1000,1000,1000",
-        "0.000001,1000,0.001",
-    ):  # slow descriptors, slow placing
+    # The first costs make descriptors slow, the second make placing slow.
+    for costs in ("1000,1000,1000", "0.000001,1000,0.001"):
         assert plan.main([*argv, f"--transfer-costs={costs}"]) == 0
         paths += of_ranks(json.loads(capsys.readouterr().out), "path")
     assert paths == ["staged", "direct"]
@@ -177,15 +175,20 @@ def test_windows_come_from_the_model_config(model, capsys):
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["--decode.tp=3"], 1, "--tp 3 does not divide the model's 8 query heads; use 1 or 2 or"),
+        (["--decode.tp=3"], 1,
+         "--tp 3 does not divide the model's 8 query heads; use 1 or 2 or"),
         (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
-        (["--prefill.block-size=128", *SHARED], 1, "block_size is 64 here and 128 on the"),
-        (["--decode.tp=4", "--decode.dcp=3"], 2, "3 does not divide --decode.tp 4: use a divisor"),
+        (["--prefill.block-size=128", *SHARED], 1,
+         "block_size is 64 here and 128 on the"),
+        (["--decode.tp=4", "--decode.dcp=3"], 2,
+         "3 does not divide --decode.tp 4: use a divisor"),
         (["--prefill.tp=0"], 2, "baton plan: error: --prefill.tp: must be greater than"),
-        (["--decode.dcp=0"], 2, "--decode.dcp: must be greater than or equal to 1, not 0"),
+        (["--decode.dcp=0"], 2,
+         "--decode.dcp: must be greater than or equal to 1, not 0"),
         (["--prefill.dtype=float8_e4m3fn"], 1, "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], 1, "--hit-tokens is 2000 of 1000 tokens"),
-        (["--prefill.kv-layout=BHLCD"], 2, '--prefill.kv-layout: "BHLCD" lacks axis N'),
+        (["--prefill.kv-layout=BHLCD"], 2,
+         '--prefill.kv-layout: "BHLCD" lacks axis N'),
         (["--prefill.dcp=2"], 2, "--prefill.dcp"),
         (["--decode.dtype=int4"], 2, "--decode.dtype: must be auto, float32,"),
         (["--device=tpu"], 2, "--device: must be cpu or cuda, not tpu"),

@@ -1,5 +1,4 @@
-"""Comparison of Baton and transformers: both must compute the same, or refuse a
-config."""
+"""Compares Baton with transformers: both must compute the same or refuse a config."""
 
 import copy
 import json
@@ -122,7 +121,7 @@ def compare(raw: dict[str, Any], folder: Path) -> Comparison:
 def _reference_logits(
     raw: dict[str, Any], folder: Path, prompt: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
-    """Returns the logits of transformers, or None and its error."""
+    """Returns the logits of transformers; if it raises an error, None and the error."""
     try:
         reference = make_of(copy.deepcopy(raw), folder)
         with torch.inference_mode():

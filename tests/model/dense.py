@@ -1,5 +1,4 @@
-"""Attention for a single sequence: a reference without blocks, and the torch
-backend."""
+"""Attention over one sequence: a reference without blocks, and the torch backend."""
 
 import numpy as np
 import torch
@@ -83,14 +82,16 @@ def paged(model, num_tokens: int) -> AttentionBackend:
     """Returns the torch backend with a pool for one sequence of `num_tokens` tokens."""
     config = model.config
     spec = model.attention_spec
-    sizes = (
+    layout = KVLayout(
+        "BHLCND",
+        1 + -(-num_tokens // BLOCK_SIZE),
         spec.num_kv_heads,
         config.num_layers,
         config.kv_components,
         BLOCK_SIZE,
         config.kv_dim,
+        "float32",
     )
-    layout = KVLayout("BHLCND", 1 + -(-num_tokens // BLOCK_SIZE), *sizes, "float32")
     heads = {"num_q_heads": spec.num_q_heads, "head_dim": config.kv_dim}
     return create_backend(
         "torch", KVPool(layout), **heads, scale=spec.scale, layers=spec.layers

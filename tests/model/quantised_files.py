@@ -188,7 +188,7 @@ def rewrite(
     write: Callable[[Tensor], Written],
     suffix: str = "_proj.weight",
 ) -> dict[str, Tensor]:
-    """Quantises the weights of a checkpoint whose names end in `suffix`.
+    """Quantises those weights of a checkpoint that have names ending in `suffix`.
 
     The attention of layer 1 is not quantised.
 

@@ -28,8 +28,7 @@ Raw = dict[str, Any]
 
 
 def random_config(seed: int) -> Raw:
-    """Returns the config.json of a small random model, which depends only on the
-    seed."""
+    """Returns the config.json of a small random model, which the seed determines."""
     draw = random.Random(seed)
     architecture = draw.choice(sorted(ARCHITECTURES))
     raw = _sizes(draw, architecture)
@@ -225,7 +224,7 @@ def _theta(draw: random.Random, rope: Raw) -> Raw:
 
 
 def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
-    """Returns the parameters of one rope. Sometimes a required one is missing."""
+    """Returns the parameters of one rope; sometimes a required parameter is missing."""
     kinds = ("default", "longrope", "longrope", "su", "yarn", "linear")
     rope_type = draw.choice(kinds if architecture.startswith("Phi3") else _ROPE_TYPES)
     rope: Raw = {

@@ -30,8 +30,7 @@ MLA_SIZES: dict[str, Any] = {
 
 
 def continued(reference, prompt: list[int], num_tokens: int) -> list[int]:
-    """Returns the tokens that a transformers model generates greedily after a
-    prompt."""
+    """Returns the tokens that a transformers model generates greedily."""
     ids = torch.tensor([prompt])
     output = reference.generate(
         ids,
@@ -93,7 +92,7 @@ def _save_random(
     model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # Gemma adds 1 to these
+            if "norm" in name:  # Gemma adds 1 to the weights of norms
                 parameter.normal_(1.0, 0.1)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

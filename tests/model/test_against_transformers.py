@@ -324,8 +324,7 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "mla", *trained_models()])
 def test_trained_models_generate_what_transformers_generates(name):
-    """Compares the tiny models of this repository, and other trained models if
-    present."""
+    """Compares the tiny models of this repository, and trained models if present."""
     folder = trained_models().get(name) or ensure_model(name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32
@@ -350,7 +349,7 @@ def test_bfloat16_is_close_to_float32(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_tokens_of_the_tiny_models_are_suitable_for_comparisons(kind):
-    """Their logits have clear margins, and their tokens depend on distant tokens."""
+    """Logits have clear margins, and generated tokens depend on distant tokens."""
     folder = ensure_model(kind)
     model = load(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

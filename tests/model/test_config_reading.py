@@ -205,7 +205,8 @@ REFUSED = {
     "gemma3: original outside only": (
         "Gemma3",
         {**by_kind(LONG), ORIGINAL: 32, **EVERY_SECOND},
-        rf"{ORIGINAL} is 32 outside of rope_parameters.*put it next to the rope_type .*longrope",
+        rf"{ORIGINAL} is 32 outside of rope_parameters"
+        r".*put it next to the rope_type .*longrope",
     ),
     "olmo3: original outside only": (
         "Olmo3",
@@ -220,7 +221,8 @@ REFUSED = {
     "gemma: two activations": (
         "Gemma",
         {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"},
-        'hidden_activation is "gelu_pytorch_tanh", but hidden_act is "silu": give them the same',
+        'hidden_activation is "gelu_pytorch_tanh", but hidden_act is "silu": give them '
+        "the same",
     ),
     "gemma3: one rope": (
         "Gemma3",

@@ -196,7 +196,7 @@ def test_llama3_text_begins_with_bos_and_all_end_of_turn_tokens_are_listed(
 
 
 def test_end_of_turn_and_end_of_message_tokens_end_a_generation(tmp_path):
-    """In files of Llama 3, turns of a chat end with another token than a text."""
+    """In files of Llama 3, turns and texts end with different tokens."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4), ("eom", 3)])
     convert(tmp_path / "m.gguf", tmp_path / "out")
@@ -205,7 +205,7 @@ def test_end_of_turn_and_end_of_message_tokens_end_a_generation(tmp_path):
 
 
 def test_special_tokens_outside_of_the_vocabulary_are_ignored(tmp_path):
-    """llama.cpp ignores them, too."""
+    """llama.cpp also ignores such tokens."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     token_ids = [
         ("padding", 100_000),

@@ -1,5 +1,4 @@
-"""A layer of experts never reads values back from the device, as CUDA graphs
-require."""
+"""Expert layers never read values from the device, because CUDA graphs forbid it."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Tensor parallelism over gloo computes what one rank computes, and checks its
-sizes."""
+"""Tensor-parallel ranks compute what one rank computes; bad sizes are refused."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,8 +54,7 @@ def cases(tmp_path_factory):
 
 
 def observe(case: dict, parallel: Parallel) -> dict:
-    """Returns greedy tokens, the last logits and the number of KV heads of this
-    rank."""
+    """Returns greedy tokens, the last logits and this rank's number of KV heads."""
     folder = Path(case["folder"])
     options = {
         "dtype": torch.float32,

@@ -40,7 +40,7 @@ def logits_of(model, ids: Tensor = IDS) -> Tensor:
 @pytest.fixture(params=FORMATS)
 def quantised(request, tmp_path):
     """A checkpoint in each format, and its exact weights."""
-    # Qwen2 has biases of q, k and v, and no others.
+    # Qwen2 has biases of q, k and v only.
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     return tmp_path, rewrite(tmp_path, *FORMATS[request.param])
 
@@ -187,8 +187,7 @@ def test_missing_scale_of_a_quantised_weight_is_named(quantised):
     ],
 )
 def test_scales_of_unknown_meaning_are_refused(tmp_path, scales, message):
-    """The rows of three scales of a fused matrix are unknown, and exponents are no
-    scales."""
+    """Three scales of a fused matrix may have any rows; exponents are not scales."""
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     rewrite(tmp_path, *FORMATS["fp8 tensors"])
     tensors = load_file(tmp_path / "model.safetensors")

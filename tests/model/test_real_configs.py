@@ -66,7 +66,8 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936, 40960,
         moe_intermediate_size=768, **QWEN)),
     "DeepSeek-R1-0528-Qwen3-8B": (8.19, published(
-        "Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936, 131072, head_dim=128, rope_scaling={
+        "Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936, 131072, head_dim=128,
+        rope_scaling={
             "rope_type": "yarn", "factor": 4.0,
             "original_max_position_embeddings": 32768,
             "attn_factor": 0.8782488562869419})),
@@ -157,7 +158,8 @@ def test_values_of_published_configs_are_read() -> None:
     def of(name: str) -> ModelConfig:
         return parse_config(MODELS[name][1])
 
-    kimi, v3 = of("Kimi-K2").moe, of("DeepSeek-V3").moe
+    kimi = of("Kimi-K2").moe
+    v3 = of("DeepSeek-V3").moe
     assert kimi and v3 and (kimi.num_groups, v3.num_groups, v3.topk_groups) == (1, 8, 4)
     assert kimi.is_normalized and kimi.routed_scaling_factor == 2.827
     stored = of("DeepSeek-V3").quantization

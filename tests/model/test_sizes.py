@@ -1,5 +1,4 @@
-"""Sizes that a config implies equal those that a model loads; contradictions are
-named."""
+"""The sizes that a config implies are those that a model loads, or an error says so."""
 
 import json
 import math

@@ -72,7 +72,7 @@ class AttentionBatch:
 
     @property
     def num_leading_decodes(self) -> int:
-        """Number of sequences of one query token before the step's first longer one."""
+        """Number of decode rows before the first sequence with several query tokens."""
         prefills = np.flatnonzero(self.query_lens > 1)
         return int(prefills[0]) if len(prefills) else len(self.query_lens)
 

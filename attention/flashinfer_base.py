@@ -168,7 +168,7 @@ class FlashInferBase(AttentionBackend):
         """Uploads the step's blocks, as arguments of the kernel `widen`.
 
         Returns:
-            The blocks, int32, and a tensor that has their number as its first element.
+            The block ids, int32, and a tensor with their number as its first element.
         """
         count_and_blocks = np.concatenate((pages.indptr[-1:], pages.indices))
         host = pinned(count_and_blocks.astype(np.int32))

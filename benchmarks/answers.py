@@ -36,7 +36,7 @@ class TaskAnswers(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Saved(msgspec.Struct, frozen=True):
+class SavedAnswers(msgspec.Struct, frozen=True):
     """The file of --save: answers, and the settings that produced them."""
 
     settings: dict[str, Any]
@@ -98,7 +98,7 @@ def compare(
     measured_ids = [document.doc_id for document in measured.documents]
     if reference_ids != measured_ids:
         raise ValueError(
-            f"the reference answered documents {reference_ids}, not {measured_ids}"
+            f"the reference has documents {reference_ids}, the endpoint {measured_ids}"
         )
     gaps = [0.0]
     differences: list[str] = []
@@ -188,7 +188,7 @@ def _gap(want: Answer, have: Answer) -> float:
 
 def save(path: Path, settings: dict[str, Any], tasks: dict[str, TaskAnswers]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(Saved(settings, tasks)))
+    path.write_bytes(msgspec.json.encode(SavedAnswers(settings, tasks)))
 
 
 def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
@@ -197,7 +197,7 @@ def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
     Raises:
         ValueError: the file was made with other settings.
     """
-    saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+    saved = msgspec.json.decode(path.read_bytes(), type=SavedAnswers)
     for name, value in settings.items():
         saved_value = saved.settings.get(name)
         if saved_value != value:

@@ -146,7 +146,7 @@ def _revealed(keys: Iterable[SecretStr]) -> list[str]:
 def _environment(**options: Sequence[str]) -> dict[str, str]:
     """Returns environment variables that set secret options of a program.
 
-    Unlike arguments, other users of this machine cannot read environment variables.
+    Other users of this machine can read a process's arguments, but not its environment.
 
     Args:
         options: The values of each option; an option without values is left out.

@@ -32,7 +32,7 @@ from protocol.settings.settings import BatonSettings, parse
 
 
 class Model(NamedTuple):
-    """The properties of a model that its KV cache depends on."""
+    """The properties of a model that determine the shape of its KV cache."""
 
     num_layers: int  # of the largest KV group
     total_kv_heads: int  # 1 for MLA

@@ -10,8 +10,7 @@ class ModelError(ValueError):
 
 
 class UnsupportedModel(ModelError):
-    """The model is well-formed but uses a feature that this server does not
-    implement."""
+    """The model is valid, but needs a feature that Baton does not implement."""
 
 
 class ModelLoadError(ModelError):
@@ -19,4 +18,4 @@ class ModelLoadError(ModelError):
 
 
 class InvalidParallelism(ModelError):
-    """The tensor-parallel size does not fit the model."""
+    """The number of ranks (--tp), or their grouping (--dcp, --ep), does not fit."""

@@ -56,7 +56,10 @@ def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Blends interpolated and original frequencies, along a ramp over the pairs."""
 
     def dimension_with(rotations: float) -> float:
-        """Returns where on the ramp a pair rotates so often in the original context."""
+        """Returns the index of the pair that rotates so often in the original context.
+
+        The index may be a fraction.
+        """
         ratio = config.original_max_position / (rotations * 2 * math.pi)
         return config.dim * math.log(ratio) / (2 * math.log(config.theta))
 

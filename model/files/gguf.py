@@ -285,8 +285,8 @@ def _write_weights(
 ) -> None:
     """Writes the weights and their index as safetensors files.
 
-    Each layer has a file, and so has each tensor that is not in a layer.
-    Only the tensors of one file are in memory at a time.
+    Each layer has a file, and so has each tensor that is not in a layer. Only the
+    tensors of one file are in memory at a time.
     """
     heads = {
         "attn_q": config["num_attention_heads"],

@@ -18,8 +18,8 @@ from model.errors import ModelLoadError
 from model.files.safetensors_files import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
-# Names after `model.layers.N.self_attn.` for keys and for values. The single latent of
-# MLA has the names of keys.
+# Names of the scales of keys and of values, after the prefix
+# `model.layers.N.self_attn.`. The scale of MLA's latent has a name of a keys' scale.
 _KV_SCALE_NAMES: Final = (
     ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),

@@ -254,7 +254,7 @@ def load_config(
     if config.quantization is not None:
         raise ModelLoadError(
             f"--quantization {quantization}: the weights are already stored quantised "
-            f"({config.quantization.stored}) and are used as stored; leave the option out"
+            f"({config.quantization.stored}) and stay so; leave the option out"
         )
     return dataclasses.replace(config, quantization=Quantization(AT_LOAD))
 

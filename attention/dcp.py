@@ -148,7 +148,6 @@ class ContextParallelBackend(AttentionBackend):
         )
 
     # -- plans
-    # ---------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:
         num_decodes = batch.num_leading_decodes
@@ -296,7 +295,6 @@ class ContextParallelBackend(AttentionBackend):
         return np.repeat(first_slots, prompts.query_lens) + np.arange(num_tokens)
 
     # -- attention
-    # -----------------------------------------------------------------------
 
     def forward(
         self,

@@ -146,12 +146,10 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
     for decode_rank in d.endpoints(model, tokens):
+        nbytes = settings.staging_bytes
+        convert = settings.kv_convert
         planner = Planner(
-            decode_rank,
-            prefill_ranks,
-            heads,
-            staging_bytes=settings.staging_bytes,
-            convert=settings.kv_convert,
+            decode_rank, prefill_ranks, heads, staging_bytes=nbytes, convert=convert
         )
         token_ranges = decode_rank.groups.token_ranges(hit, tokens, tokens)
         transfers = (
@@ -159,9 +157,8 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
             for token_range, *block_tables in zip(token_ranges, *tables, strict=True)
         )
         plan = joined([planner.plan(transfer, costs) for transfer in transfers])
-        num_hit, num_total = decode_rank.stripe.num_local(
-            np.array([hit, tokens])
-        ).tolist()
+        token_counts = decode_rank.stripe.num_local(np.array([hit, tokens]))
+        num_hit, num_total = token_counts.tolist()
         rank = {
             "rank": decode_rank.rank,
             "heads": _listed(decode_rank.heads(heads)),

@@ -163,18 +163,14 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Attends over one piece of one context, for the query heads of one KV head."""
-    piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
     pages, length, begin, end, num_parts = _extent_of_piece(
         work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
     )
-    head = tl.arange(0, HEADS)
-    column = tl.arange(0, DIM)
-    tile = tl.arange(0, TILE)
-    in_group = head < GROUP
-    q_heads = kv_head * GROUP + head
+    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
+    in_group, q_heads = head < GROUP, kv_head * GROUP + head
     q_row = q + row.to(tl.int64) * q_token
     q_pointers = q_row + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
@@ -196,8 +192,7 @@ def _attend(  # type: ignore[no-untyped-def]
         token_offsets = head_start + offset * cache_token
         element_offsets = token_offsets[:, None] + column[None, :]
         key = tl.load(keys + element_offsets, mask=live[:, None], other=0.0)
-        key = key.to(query.dtype)
-        scores = tl.dot(key, query) * factor
+        scores = tl.dot(key.to(query.dtype), query) * factor
         scores = _masked(
             scores, live, token, length, soft_cap, window, CAPPED, WINDOWED
         )
@@ -212,8 +207,7 @@ def _attend(  # type: ignore[no-untyped-def]
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
     if FP8:
-        # An earlier start of the next kernel would slow down the products above.
-        let_next_begin()
+        let_next_begin()  # an earlier start would slow down the products above
     piece_lse = top + tl.log2(total)
     acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:

@@ -83,7 +83,7 @@ def folders(tmp_path_factory):
         (
             "LlamaForCausalLM",
             "num_hidden_layers",
-            r"is 10{12}, but .* of 2 layers in .*: correct",
+            r"is 10{12}, but the files in .* have weights of 2 layers: correct",
         ),
         (
             "LlamaForCausalLM",

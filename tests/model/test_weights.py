@@ -196,7 +196,7 @@ def test_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     message = (
         r"neither model\.safetensors nor .*; weights in other files are not read: "
-        "save_pretrained"
+        "convert them with save_pretrained"
     )
     with pytest.raises(ModelLoadError, match=message):
         load(checkpoint)

@@ -171,8 +171,7 @@ def _attend(  # type: ignore[no-untyped-def]
     )
     head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
     in_group, q_heads = head < GROUP, kv_head * GROUP + head
-    q_row = q + row.to(tl.int64) * q_token
-    q_pointers = q_row + q_heads[None, :] * DIM + column[:, None]
+    source = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
     if FP8:
         wait()
@@ -180,7 +179,7 @@ def _attend(  # type: ignore[no-untyped-def]
         let_next_begin_and_wait()
     if planned < 0:
         return
-    query, factor = _query_and_factor(q_pointers, in_group[None, :], scale, FP8)
+    query, factor = _query_and_factor(source, in_group[None, :], scale, FP8)
     acc = tl.zeros((DIM, HEADS), tl.float32)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)

@@ -95,15 +95,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
     some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     first = half * (1 if PAIR == HALF else 2)  # the first element of each pair
-    slot_offset, angles, norms = token, None, None
+    start, angles, norms = token, None, None
     if NORM:
         # Loaded before the wait, because no kernel of the step writes these weights.
         norm = (q_norm if part < q_parts else k_norm) + half
         norms = tl.load(norm), tl.load(norm + HALF)
     if STORE:
         slot = tl.load(slots + token).to(tl.int64)
-        block_offset = (slot // block_size) * block_stride
-        slot_offset = block_offset + (slot % block_size) * slot_stride
+        start = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
     let_next_begin_and_wait()
     if ROTATE:
         angle = cos_sin + token * 2 * HALF + half
@@ -124,7 +123,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         low, high = _rotated_heads(
             source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
         )
-        into = keys + slot_offset + head * head_stride + first if STORE else source
+        into = keys + start + head * head_stride + first if STORE else source
         _put_pairs_of_heads(
             low, high, source, into, is_head, key_scale, key_factor,
             PAIR, SCALED, STORE, KEEP,
@@ -136,7 +135,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             is_head = head < NUM_KV
             low = tl.load(source, mask=is_head)
             high = tl.load(source + PAIR, mask=is_head)
-            into = values + slot_offset + head * head_stride + first
+            into = values + start + head * head_stride + first
             keep: tl.constexpr = KEEP and SCALED
             _put_pairs_of_heads(
                 low, high, source, into, is_head, value_scale, value_factor,

@@ -3,14 +3,15 @@
 A decode step of a small batch launches hundreds of short kernels. It is captured as one
 graph for each padded number of sequences; all graphs share one memory pool. A graph
 reads its inputs from fixed buffers: token ids and positions here, block tables in the
-attention backend, and the tokens of the previous step in `LastSampledTokens`. It writes
-its own greedy draws there too. Padding rows read and write the null block, and their
-outputs are dropped.
+attention backend, and the tokens of the previous step in `LastSampledTokens`. The graph
+also writes its own greedy draws to `LastSampledTokens`. Padding rows read and write the
+null block, and their outputs are dropped.
 
-Other steps of few tokens would also wait for the host, with an 8B model up to 19 ms.
-With graphs, such a step of 128 tokens takes 6.6 ms on an H200. How attention is divided
-depends on each sequence, so attention stays outside: one graph ends where a layer
-queries the backend, and the next one begins with the backend's answer.
+Small steps with prompt tokens would also wait for the host, with an 8B model up to
+19 ms. With graphs, such a step of 128 tokens takes 6.6 ms on an H200. The division of
+attention into kernels depends on the sequences, so graphs do not contain attention: one
+graph ends where a layer queries the backend, and the next graph begins with the
+backend's answer.
 """
 
 import logging
@@ -32,16 +33,18 @@ from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# Numbers of tokens that get graphs. Padding costs little compared to reading weights.
-# With more tokens, the device takes longer than the host, so that graphs gain nothing.
+# Numbers of tokens for which prompt steps are captured. A step between two sizes is
+# padded, which costs little compared to reading weights. Steps of more than 768 tokens
+# take longer on the device than on the host, so graphs would gain nothing.
 _PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 769, 128))
 # Numbers of rows for which cuBLASLt is faster than cuBLAS, as measured on an H200.
 _CUBLASLT_ROWS: Final = range(32, 193)
 
 
 def captured_sizes(max_seqs: int) -> list[int]:
-    """The numbers of rows that get a graph, ascending; the last one is `max_seqs`."""
-    # Padding costs little compared to reading weights.
+    """The numbers of rows for which decode steps are captured, ascending. The last
+    number is `max_seqs`."""
+    # A step between two sizes is padded, which costs little compared to reading weights.
     small = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
     sizes = (*small, *range(512, max_seqs, 64))
     return [*(size for size in sizes if size < max_seqs), max_seqs]
@@ -49,7 +52,8 @@ def captured_sizes(max_seqs: int) -> list[int]:
 
 @contextmanager
 def _fastest_blas(num_rows: int) -> Iterator[None]:
-    """Uses the library that is fastest for matrices with `num_rows` rows."""
+    """Makes torch use the BLAS library that is fastest for matrices with `num_rows`
+    rows."""
     previous = torch.backends.cuda.preferred_blas_library()
     library = "cublaslt" if num_rows in _CUBLASLT_ROWS else "cublas"
     torch.backends.cuda.preferred_blas_library(library)
@@ -61,11 +65,13 @@ def _fastest_blas(num_rows: int) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DecodeOutput:
-    """The results of a step on the device, with one row for each of its sequences.
+    """The results of a step on the device, with one row for each draw.
 
     Attributes:
         raw_logits: [rows, vocab], see CausalLM.raw_logits.
-        greedy_ids: int64 [rows] in LastSampledTokens; None if not computed yet.
+        greedy_ids: int64 [rows], the likeliest token of each row, as a part of
+            LastSampledTokens; None if not computed yet.
+        scores: the logprobs of prompt tokens.
     """
 
     raw_logits: torch.Tensor
@@ -74,7 +80,7 @@ class DecodeOutput:
 
     @property
     def logits(self) -> torch.Tensor:
-        """float32 [rows, vocab]"""
+        """The logits as float32 [rows, vocab]."""
         return self.raw_logits.float()
 
 
@@ -82,9 +88,9 @@ class DecodeGraphs:
     """The captured decode steps of one rank.
 
     Args:
-        last_drawn: a buffer for `max_seqs` draws.
-        max_seqs: most sequences of a step.
-        max_blocks: most blocks of a sequence.
+        last_drawn: the buffer for the drawn tokens, of at least `max_seqs` draws.
+        max_seqs: largest number of sequences in a step.
+        max_blocks: largest number of blocks of a sequence.
     """
 
     def __init__(
@@ -106,17 +112,18 @@ class DecodeGraphs:
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
         self._complements, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
-        # Graphs, with their outputs. The next replay of any graph overwrites these.
+        # Graphs and their outputs, by number of rows. Every replay overwrites the
+        # outputs of all graphs, because the graphs share memory.
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
 
     def capture(self) -> None:
-        """Captures every size. The largest comes first, so that the others fit into its
-        memory."""
+        """Captures every size. The largest comes first, so that the smaller sizes fit
+        into its memory."""
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._backend.plan_for_graph(_null_batch(self._backend.num_groups), size)
-            self._step(size)  # creates handles and loads kernels; a capture cannot
+            self._step(size)  # creates handles and loads kernels; a capture must not
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
@@ -148,9 +155,9 @@ class DecodeGraphs:
     def can_run(self, step: StepInput) -> bool:
         """Whether a graph can run this step.
 
-        That is so if all its sequences decode and draw once, and if there are at most
-        as many as in the largest graph. Logprobs of prompt tokens need the hidden
-        states, which a graph does not return.
+        A graph can if every sequence computes one token and draws once, and if the
+        largest graph has enough rows. Logprobs of prompt tokens need the hidden states,
+        which a graph does not return.
         """
         num_seqs = len(step.query_lens)
         return (
@@ -161,7 +168,8 @@ class DecodeGraphs:
         )
 
     def run(self, step: StepInput) -> DecodeOutput:
-        """Launches a step that `can_run`. The result is valid until the next call."""
+        """Launches a step for which `can_run` is true. The result is valid until the
+        next call."""
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
@@ -179,7 +187,8 @@ class DecodeGraphs:
         return DecodeOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
 
     def replay(self, num_seqs: int) -> None:
-        """Launches again the graph that a step of `num_seqs` runs, as last planned."""
+        """Launches the graph for `num_seqs` sequences again, with the inputs and the
+        attention plan of the last `run`."""
         self._graphs[self._size_for(num_seqs)][0].replay()
 
     def _size_for(self, num_seqs: int) -> int:
@@ -187,7 +196,7 @@ class DecodeGraphs:
 
 
 def _null_batch(num_groups: int) -> AttentionBatch:
-    """A batch of one sequence with one token, in the null block."""
+    """A batch of one sequence with one token, which is stored in the null block."""
     one = np.ones(1, np.int32)
     tables = np.zeros((1, num_groups), np.int32)
     slots = np.zeros(1, np.int64)
@@ -195,15 +204,18 @@ def _null_batch(num_groups: int) -> AttentionBatch:
 
 
 class _Piece(NamedTuple):
-    """A graph, and the attention query at its end; None for the last piece."""
+    """A part of a captured prompt step: a graph, and the attention query that follows
+    it. The last piece has no query."""
 
     graph: torch.cuda.CUDAGraph
     query: AttentionQuery | None
 
 
 class PromptGraphs:
-    """The captured pieces of one rank's prompt steps. Padding rows are computed, but
-    their KV is not stored."""
+    """The captured prompt steps of one rank, in pieces between which attention runs.
+
+    A padded step also computes its padding rows, but does not store their KV.
+    """
 
     def __init__(
         self,
@@ -219,14 +231,14 @@ class PromptGraphs:
         self._inputs = torch.zeros(
             2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device
         )
-        # Queries and answers, by place and shape. All layers and sizes share them.
+        # Inputs of queries, and answers. All layers and sizes share these buffers.
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._hidden: dict[int, Tensor] = {}
 
     def capture(self) -> None:
-        """Captures every size. The largest comes first, so that the others fit into its
-        memory."""
+        """Captures every size. The largest comes first, so that the smaller sizes fit
+        into its memory."""
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
@@ -250,8 +262,12 @@ class PromptGraphs:
         return num_tokens <= self.max_tokens
 
     def run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The model's `forward` for a planned step of [T] tokens that it `can_run`. The
-        result is valid until the next call."""
+        """Computes the hidden states of a step, which are valid until the next call.
+        The backend must have planned the step.
+
+        Args:
+            token_ids, positions: int64 [T]; `can_run` must be true for T.
+        """
         num_tokens = len(token_ids)
         size = next(size for size in self._sizes if size >= num_tokens)
         self._inputs[0, :num_tokens].copy_(token_ids)
@@ -266,7 +282,7 @@ class PromptGraphs:
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
         """Captures the pieces of a step in a memory pool; without a pool, runs them."""
         token_ids, positions = self._inputs[:, :size]
-        asking = self._model.attention_queries(
+        queries = self._model.attention_queries(
             token_ids, positions, self._backend.applies_rope
         )
         pieces: list[_Piece] = []
@@ -276,7 +292,7 @@ class PromptGraphs:
             if pool is not None:
                 # thread_local: other threads of this process may use CUDA concurrently.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            query = self._next(asking, answer, size)
+            query = self._next_query(queries, answer, size)
             if pool is not None:
                 graph.capture_end()
             pieces.append(_Piece(graph, query))
@@ -284,25 +300,37 @@ class PromptGraphs:
                 answer = self._buffer("answer", query.inputs[0])[:size]
         return pieces
 
-    def _next(
-        self, asking: AttentionQueries, answer: Tensor | None, size: int
+    def _next_query(
+        self, queries: AttentionQueries, answer: Tensor | None, size: int
     ) -> AttentionQuery | None:
+        """Runs the model until its next attention query, and copies the inputs of the
+        query to buffers. Returns None once the model has finished; the hidden states are
+        then in `_hidden[size]`.
+
+        Args:
+            answer: the answer to the previous query; None for the first query.
+        """
         try:
-            query = next(asking) if answer is None else asking.send(answer)
+            query = next(queries) if answer is None else queries.send(answer)
         except StopIteration as end:
             self._hidden[size] = end.value
             return None
         inputs = tuple(
-            self._buffer(place, tensor)[:size].copy_(tensor)
-            for place, tensor in enumerate(query.inputs)
+            self._buffer(index, tensor)[:size].copy_(tensor)
+            for index, tensor in enumerate(query.inputs)
         )
         return query._replace(inputs=inputs)
 
-    def _buffer(self, place: object, example: Tensor) -> Tensor:
-        """The buffer for tensors with the row shape and dtype of `example`."""
+    def _buffer(self, name: int | str, example: Tensor) -> Tensor:
+        """The buffer for tensors with the row shape and dtype of `example`. Creates the
+        buffer at the first call.
+
+        Args:
+            name: the index of a query's input, or "answer".
+        """
         row_shape = example.shape[1:]
-        key = (place, row_shape, example.dtype)
-        # The largest size runs first, and before it is captured, so that no buffer is
+        key = (name, row_shape, example.dtype)
+        # The largest size runs first, and runs once before its capture. So no buffer is
         # created during a capture.
         if key not in self._buffers:
             self._buffers[key] = example.new_zeros(self._sizes[-1], *row_shape)

@@ -1,6 +1,8 @@
-"""Attention for layers in groups that have blocks of their own (kvcache/groups.py).
+"""Attention for models with several KV groups (kvcache/groups.py): groups of layers that
+each have their own blocks.
 
-Each group has a backend over the same pool, with the tables and slots of that group.
+Each group has its own backend. All backends use the same pool. A backend receives the
+block tables and slots of its group.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +20,17 @@ MakeBackend = Callable[
 
 
 class GroupedBackend(AttentionBackend):
-    """Batches have the tables of all groups side by side, and the slots of the first
-    group.
+    """The backend of a model with several KV groups. A batch's block tables contain the
+    blocks of all groups, in turn; its slots are those of the first group.
+
+    The KV of every group's n-th layer is layer n of the pool ("pool layer").
 
     Args:
-        group_layers: the model's layers in each group, in the order of their places.
+        group_layers: the model's layers in each group, in the order of the pool layers.
         layers: how each of the model's layers attends.
-        make: makes the backend of a group. Its arguments are how the layers in the
-            group's places attend, and the backend of another group.
+        make: makes the backend of a group from how the group's pool layers attend, and
+            from the first group's backend, which can share its workspace. The latter is
+            None for the first group.
         sizes: arguments of AttentionBackend.
     """
 
@@ -38,16 +43,18 @@ class GroupedBackend(AttentionBackend):
         **sizes: Any,
     ) -> None:
         super().__init__(pool, **sizes)
-        self._places: dict[int, tuple[int, int]] = {}  # group and place of each layer
+        # The group and the pool layer of each of the model's layers.
+        self._pool_layers: dict[int, tuple[int, int]] = {}
         self._backends: list[AttentionBackend] = []
-        num_places = pool.layout.num_layers
+        num_pool_layers = pool.layout.num_layers
         for group, members in enumerate(group_layers):
-            for place, layer in enumerate(members):
-                self._places[layer] = (group, place)
-            # A group with fewer layers repeats its first one in the unused places.
-            unused = [members[0]] * (num_places - len(members))
+            for pool_layer, layer in enumerate(members):
+                self._pool_layers[layer] = (group, pool_layer)
+            # A group with fewer layers repeats its first layer for the unused pool
+            # layers.
+            padding = [members[0]] * (num_pool_layers - len(members))
             first_backend = self._backends[0] if self._backends else None
-            attentions = [layers[layer] for layer in (*members, *unused)]
+            attentions = [layers[layer] for layer in (*members, *padding)]
             self._backends.append(make(attentions, first_backend))
 
     @property
@@ -64,7 +71,7 @@ class GroupedBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         for group, backend in enumerate(self._backends):
-            backend.plan(self._of_group(batch, group))
+            backend.plan(self._group_batch(batch, group))
 
     def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         for backend in self._backends:
@@ -72,9 +79,10 @@ class GroupedBackend(AttentionBackend):
 
     def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         for group, backend in enumerate(self._backends):
-            backend.plan_for_graph(self._of_group(batch, group), num_rows)
+            backend.plan_for_graph(self._group_batch(batch, group), num_rows)
 
-    def _of_group(self, batch: AttentionBatch, group: int) -> AttentionBatch:
+    def _group_batch(self, batch: AttentionBatch, group: int) -> AttentionBatch:
+        """The batch with the block tables and slots of one group."""
         block_size = self.pool.layout.block_size
         query_lens = batch.query_lens
         tables = np.ascontiguousarray(batch.block_tables[:, group :: self.num_groups])
@@ -89,5 +97,5 @@ class GroupedBackend(AttentionBackend):
         return AttentionBatch(query_lens, batch.context_lens, tables, slots)
 
     def forward(self, layer: int, *args: Any, **options: Any) -> Tensor:
-        group, place = self._places[layer]
-        return self._backends[group].forward(place, *args, **options)
+        group, pool_layer = self._pool_layers[layer]
+        return self._backends[group].forward(pool_layer, *args, **options)

@@ -1,9 +1,9 @@
-"""Watches kernels that are compiled or loaded for a GPU. Before the engine is ready they
-are counted; afterwards each is reported as an error.
+"""Counts the GPU kernels that this process loads before the engine is ready, and logs
+each kernel that it loads later as an error.
 
 A kernel that is compiled while requests wait delays all of them for seconds. Every
 kernel that requests can need therefore runs once before a server is ready
-(engine/worker/warm_up.py). A kernel that the warm-up missed is named here.
+(engine/worker/warm_up.py). The errors name the kernels that the warm-up missed.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ logger = logging.getLogger("baton.engine")
 
 
 class KernelWatch:
-    """The kernels that one process loads.
+    """Counts the kernels that one process loads.
 
     Attributes:
-        is_ready: whether requests may wait for what is loaded from now on.
-        num_at_start: kernels loaded before that.
-        num_late: kernels loaded since then.
+        is_ready: whether the engine is ready, so that requests wait for kernels that
+            are loaded from now on.
+        num_at_start: kernels loaded before the engine was ready.
+        num_late: kernels loaded after the engine was ready.
     """
 
     def __init__(self) -> None:
@@ -31,17 +32,18 @@ class KernelWatch:
         self.num_late = 0
 
     def record(self, name: str) -> None:
-        """A kernel or module is about to be loaded. It is compiled before, unless it is
-        in the cache."""
+        """Counts a kernel or module that is about to be loaded, and logs it as an error
+        if the engine is ready. A kernel that is not in the cache is compiled as
+        well."""
         if not self.is_ready:
             self.num_at_start += 1
             logger.debug("kernel %s", name)
             return
         self.num_late += 1
         logger.error(
-            "kernel %s is loaded, perhaps compiled, while requests wait: the warm-up "
-            "should have run it before this server was ready; please report this line "
-            "with the options and the request",
+            "kernel %s is loaded, perhaps compiled, while requests wait, because the "
+            "warm-up did not run it before this server was ready; please report this "
+            "line with the server's options and the request",
             name,
         )
 
@@ -50,10 +52,12 @@ KERNELS = KernelWatch()
 
 
 def set_kernel_cache() -> None:
-    """Has compiled kernels cached under `~/.cache`, or in the folder of BATON_CACHE.
+    """Makes Triton and FlashInfer cache compiled kernels under `~/.cache`, or in the
+    folder that BATON_CACHE names.
 
-    Must be called before anything imports the compilers. Both name cached kernels by
-    all that they depend on: Triton by a digest, FlashInfer by its version and the GPU.
+    Must be called before Triton or FlashInfer is imported. Cached kernels never go
+    stale: Triton names a kernel by a digest of all that the kernel depends on,
+    FlashInfer by its own version and the GPU.
     """
     # Without a home folder, the compilers choose their own folders or report an error.
     with contextlib.suppress(OSError):
@@ -64,8 +68,8 @@ def set_kernel_cache() -> None:
             os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", folder)
 
 
-def watch_kernels() -> None:
-    """Records in KERNELS what Triton and FlashInfer load in this process."""
+def install_kernel_hooks() -> None:
+    """Makes Triton and FlashInfer report every kernel that they load to KERNELS."""
     from triton import knobs  # only installed on GPU machines
 
     from attention.registry import watch_modules

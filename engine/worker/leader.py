@@ -12,7 +12,7 @@ from engine.geometry import read_config
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import describe_failure, explaining_failures
-from engine.worker.memory import longest_sequence
+from engine.worker.memory import decide_max_model_len
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
 from protocol.handshake import (
@@ -26,14 +26,17 @@ from protocol.messages import EngineFailed, EngineProgress, EngineReady
 from protocol.process.lifecycle import ignore_alarm
 
 
-def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
-    """Runs rank 0 until the HTTP process closes its socket.
+def lead(
+    config: EngineConfig, http_socket: socket, rank_sockets: Sequence[socket]
+) -> None:
+    """Runs rank 0 until the HTTP process closes its end of `http_socket`.
 
     Args:
-        others: sockets to the other ranks; see RankLinks.
+        http_socket: connects this rank with the HTTP process.
+        rank_sockets: connect this rank with the other ranks; see RankLinks.
     """
-    transport = EngineTransport(http)
-    links = RankLinks(0, others)
+    transport = EngineTransport(http_socket)
+    links = RankLinks(0, rank_sockets)
     try:
         with explaining_failures():
             core, rank, ready = _build(config, links, transport)
@@ -72,7 +75,7 @@ def _build(
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=longest_sequence(
+        max_model_len=decide_max_model_len(
             config,
             rank.size,
             rank.num_blocks,

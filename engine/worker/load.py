@@ -1,5 +1,5 @@
-"""A rank's device and weights at start. The attention kernels compile at the same
-time."""
+"""Opens the device of a rank and loads the weights. The attention kernels compile at the
+same time."""
 
 import os
 import time
@@ -30,14 +30,14 @@ _REPORT_INTERVAL_S = 3.0
 
 
 class CannotStart(Exception):
-    """An option, the model or this machine does not permit a start. The message explains
-    it to the user."""
+    """The engine cannot start because of an option, the model or this machine. The
+    message explains the reason to the user."""
 
 
 @contextmanager
 def explaining_failures() -> Iterator[None]:
-    """Raises errors with a message for the user as CannotStart. Other errors are defects
-    of Baton and pass."""
+    """Converts errors that have a message for the user to CannotStart. All other errors
+    are defects of Baton and pass unchanged."""
     try:
         yield
     except (ValueError, MemoryTooSmall, CannotListen) as error:
@@ -57,13 +57,17 @@ def load(
     device: torch.device,
     report: Callable[[str], None],
 ) -> CausalLM:
-    """Loads the weights of one rank to its device. When it returns, the attention
-    kernels are compiled.
+    """Loads the weights of one rank to its device, and compiles the attention kernels at
+    the same time.
 
     Args:
-        report: called with the progress, as a text.
+        report: called with descriptions of the progress.
+
+    Raises:
+        MemoryTooSmall: the weights do not fit.
+        UnsupportedPool: the attention backend cannot serve the model.
     """
-    # Refuse what no backend can serve before minutes are spent on loading weights.
+    # Check the backend before minutes are spent on loading weights.
     check_attention(config, model_config)
     backend_class(config.attention_backend, config.device, model_config.kv_components)
     pool = ThreadPoolExecutor(1, "compile")
@@ -102,11 +106,12 @@ def load(
 
 
 class LoadProgress:
-    """Reports periodically how many of a model's weights are loaded. It is called with
-    the name of each weight, before that is loaded.
+    """Reports periodically how many of a model's weights are loaded. The loader calls
+    this object with the name of each weight, just before it loads the weight.
 
     Args:
-        stored: the tensors of the model's files; empty for dummy weights.
+        stored: the tensors of the model's files, by name; empty for dummy weights.
+        report: called with descriptions of the progress.
     """
 
     def __init__(
@@ -115,8 +120,8 @@ class LoadProgress:
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # By module, because a quantised weight is in several tensors, none of which has
-        # its name.
+        # Count by module: a quantised weight is stored as several tensors, and none of
+        # these tensors has the name of the weight.
         self._num_bytes: Counter[str] = Counter()
         for name, tensor in stored.items():
             self._num_bytes[_module(name)] += tensor.stop - tensor.start
@@ -135,7 +140,8 @@ class LoadProgress:
         if now - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now
             self._report(f"loading weights{self._progress(now - self._started_s)}")
-        # These are loaded when the next weight is requested.
+        # Count this weight in advance: it is loaded by the next call, which is the next
+        # that may report.
         module = _module(name)
         self._loaded_bytes += self._num_bytes.pop(module, 0)
         if self._total_bytes:
@@ -159,6 +165,7 @@ class LoadProgress:
 
 
 def _module(name: str) -> str:
+    """The name of the module that a weight belongs to."""
     return name.rpartition(".")[0] or name
 
 
@@ -169,10 +176,12 @@ def check_weights_fit(
     config: EngineConfig,
     device: str,
 ) -> None:
-    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit."""
+    """Raises MemoryTooSmall if a rank's weights are larger than the free memory of its
+    GPU, before minutes are spent on loading them."""
 
     def rank_bytes(model: ModelConfig) -> int:
-        """A lower bound, because each rank has some weights completely."""
+        """The bytes of one rank's weights; a lower bound, because some weights are not
+        divided among the ranks."""
         itemsize = getattr(torch, config.dtype).itemsize
         return weight_bytes(model, itemsize, keep_quantised=True) // config.tp
 
@@ -200,35 +209,40 @@ def check_weights_fit(
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Checks the GPUs of all ranks. Every rank does so before the ranks wait for each
-    other. Raises ValueError."""
+    """Raises ValueError if this machine lacks the GPU of any rank. Every rank checks all
+    GPUs, because a single failed rank would make the other ranks wait."""
     if config.device != "cuda":
         return
     if not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no GPU here: use --device cpu")
+        raise ValueError(
+            "--device is cuda, but torch finds no GPU on this machine: use --device cpu"
+        )
     count = torch.cuda.device_count()
     for rank, index in enumerate(config.devices):
         if index >= count:
             raise ValueError(
                 f"rank {rank} is to run on GPU {index}, but this machine has {count} "
-                f"(0 to {count - 1}): choose others with --devices, or a smaller --tp"
+                "GPU(s), numbered from 0: choose GPUs with --devices, or use a smaller "
+                "--tp"
             )
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of a rank. A GPU is made current in this thread."""
+    """Returns the device of a rank. Makes a GPU, and a stream with a high priority,
+    current in this thread."""
     if config.device != "cuda":
         return torch.device(config.device)
     check_devices(config)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ValueError(
-            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, whose memory other "
-            "processes cannot map: KV could not be pulled from here; unset it"
+            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, which other processes "
+            "cannot map, so they could not pull KV from this server: unset "
+            "PYTORCH_CUDA_ALLOC_CONF"
         )
     device = torch.device("cuda", config.devices[rank])
     torch.cuda.set_device(device)
-    # Steps have a higher priority than the pulls of this process, whose streams have
-    # priority 0, so that pulls do not slow them down.
+    # Steps have a higher priority than the pulls of this process, which use streams of
+    # priority 0. So pulls do not slow down steps.
     stream = torch.cuda.Stream(device, priority=_STREAM_PRIORITY)  # type: ignore[no-untyped-call, unused-ignore]
     torch.cuda.set_stream(stream)
     return device

@@ -26,17 +26,16 @@ from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# Share of the memory that is free once the weights are mapped, which the pool of a CPU
-# host takes by default. Two servers, their page caches and their activations share the
-# host.
+# By default, the pool of a CPU host takes this share of the memory that is free once the
+# weights are mapped. Another server, the page cache and activations need the rest.
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
 _UTILIZATION = "--gpu-memory-utilization"
 
 
 class MemoryTooSmall(Exception):
-    """The KV pool cannot hold one sequence. The message says how much is missing and
-    which options help."""
+    """The weights, a step or the KV pool do not fit into the memory. The message states
+    how much memory is missing and which options help."""
 
 
 class PoolSize(NamedTuple):
@@ -44,8 +43,9 @@ class PoolSize(NamedTuple):
 
     Attributes:
         num_blocks: blocks of the pool, including the null block.
-        max_model_len: tokens of the longest sequence that the pool can hold.
-        explanation: the size and its origin, for the log.
+        max_model_len: tokens of the longest sequence that the pool can hold and that
+            the options and the model allow.
+        explanation: the size and the option that decided it, for the log.
     """
 
     num_blocks: int
@@ -54,21 +54,22 @@ class PoolSize(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """The allocation that a rank's agent registers, and its attention backend."""
+    """A rank's KV pool, and the attention backend that reads and writes it."""
 
     pool: KVPool
     backend: AttentionBackend
 
 
 def max_sequence_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens of the longest sequence that any pool might hold."""
+    """Tokens of the longest sequence that the options and the model allow, whatever the
+    pool can hold."""
     return config.max_model_len or model_config.max_position
 
 
 def make_memory(
     config: EngineConfig, model_config: ModelConfig, model: CausalLM, pool: KVPool
 ) -> RankMemory:
-    """Makes the attention backend for a pool."""
+    """Makes the attention backend for a pool. Returns both."""
     spec = model.attention_spec
     context = model.parallel.context
     sizes: Any = {"head_dim": model_config.kv_dim, "scale": spec.scale}
@@ -112,7 +113,7 @@ def make_memory(
         Stripe(context.rank, context.size, config.block_size),
         context,
         pool,
-        partial(make, layers=()),  # see check_parallelism
+        partial(make, layers=()),  # check_parallelism refuses special attention
         num_q_heads=spec.num_q_heads,
         **sizes,
         scratch_tokens=max(max_tokens, config.max_num_batched_tokens),
@@ -121,17 +122,18 @@ def make_memory(
 
 
 def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int) -> int:
-    """Bytes of a GPU that KV may take. The result is negative if steps alone take more
-    than they may.
+    """Bytes of a GPU that KV may take. The result is negative if the weights and the
+    largest step already exceed `utilization`.
 
     Args:
-        peak_bytes: most memory that torch had allocated in the largest step, including
-            the weights.
+        utilization: share of the GPU's memory that all its processes may take.
+        peak_bytes: the most memory that torch had allocated during the largest step,
+            including the weights.
     """
     free, total = torch.cuda.mem_get_info(device)
     # Memory outside torch's allocator: contexts, kernels, and other processes.
-    elsewhere = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - elsewhere - peak_bytes
+    outside_torch = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - outside_torch - peak_bytes
 
 
 @contextmanager
@@ -147,16 +149,16 @@ def explaining_oom(subject: str, device: torch.device, fix: str) -> Iterator[Non
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         match = re.search(r"Tried to allocate ([0-9.]+ \w+)", str(error))
-        missing = match[1] if match else "more"
+        allocation = f"an allocation of {match[1]}" if match else "an allocation"
         raise MemoryTooSmall(
-            f"{subject} does not fit {device}: it has {total / 2**30:.2f} GiB, of which "
-            f"{free / 2**30:.2f} GiB were left when {missing} were missing; {fix}"
+            f"{subject} does not fit on {device}: {allocation} failed with "
+            f"{free / 2**30:.2f} GiB free of {total / 2**30:.2f} GiB; {fix}"
         ) from error
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a block in a rank's pool, and of what the attention backend stores for
-    it in addition."""
+    """Bytes that a block takes on a rank: in the pool, and in the attention backend's
+    own buffers."""
     layout = layout_of(config, model, 2)
     spec = attention_spec(config, model, 1)
     return layout.block_bytes + extra_bytes_per_block(
@@ -177,7 +179,7 @@ def size_pool(
     Args:
         block_bytes: bytes of one block on this rank.
         model_max_len: tokens of the longest sequence that the model's positions allow.
-        free_bytes: device memory that this rank can count on.
+        free_bytes: device memory that is available for this rank's pool.
         groups: the KV groups of the model's layers.
 
     Raises:
@@ -197,8 +199,9 @@ def size_pool(
     max_len = min(requested_len, num_tokens)
     if max_len < 2:
         raise MemoryTooSmall(
-            f"the KV pool holds {num_tokens} tokens ({source}), one block takes "
-            f"{block_bytes} bytes; raise {_more_memory(config)}, or lower --block-size"
+            f"the KV pool holds only {num_tokens} tokens ({source}), because one block "
+            f"takes {block_bytes} bytes; raise {_more_memory(config)}, or lower "
+            "--block-size"
         )
     return PoolSize(
         num_blocks=num_blocks + 1,
@@ -215,10 +218,11 @@ def size_pool(
 def longest_in(
     config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int
 ) -> int:
-    """Tokens of the longest sequence that `num_blocks` can hold.
+    """Tokens of the longest sequence that `num_blocks` blocks can hold. Longer sequences
+    than `max_len` are not considered if a group has a window.
 
-    In addition to each window, a sequence needs blocks for two steps, and for what a
-    prefill server retains for readers with other block sizes.
+    In a KV group with a window, a sequence needs blocks for the window, for two steps,
+    and for the tokens that a prefill server retains for readers with larger blocks.
     """
     return groups.max_tokens_in(
         num_blocks, max_len, _window_slack_tokens(config), config.tokens_per_block
@@ -226,6 +230,7 @@ def longest_in(
 
 
 def _window_slack_tokens(config: EngineConfig) -> int:
+    """Tokens for which a group with a window needs blocks, besides the window."""
     return 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
 
 
@@ -237,18 +242,21 @@ def _pool_tokens(config: EngineConfig, groups: KVGroups, num_blocks: int) -> str
     return f"{tokens} tokens, and more in sequences longer than a window ({windows}),"
 
 
-def longest_sequence(
+def decide_max_model_len(
     config: EngineConfig,
     size: PoolSize,
     num_blocks: int,
     model_max_len: int,
     groups: KVGroups = ONE_GROUP,
 ) -> int:
-    """Tokens of the longest sequence that all ranks can hold. Logs the size of the pool,
-    and warns if sequences are shorter than the model allows and no option says so.
+    """Returns the tokens of the longest sequence that all ranks can hold. Logs the size
+    of the pool. Warns if the pool limits sequences more than the options and the model
+    do.
 
     Args:
-        num_blocks: the fewest blocks that any rank has.
+        size: the size of the pool that this rank could hold on its own.
+        num_blocks: the number of blocks of every rank's pool, including the null block.
+        model_max_len: tokens of the longest sequence that the model's positions allow.
     """
     logger.info("%s", size.explanation)
     pool_tokens = longest_in(config, groups, num_blocks - 1, size.max_model_len)
@@ -273,10 +281,11 @@ def _capacity(
     free_bytes: int,
     groups: KVGroups,
 ) -> tuple[int, str]:
-    """The number of usable blocks, and the option or rule that decided it.
+    """The number of blocks without the null block, and the option or rule that decided
+    it.
 
-    On a GPU the null block is included in the memory, because memory that is missing
-    fails there immediately.
+    On a GPU the null block counts towards the free memory, because an allocation that
+    exceeds the GPU's memory fails immediately.
     """
     num_blocks = None
     option = ""
@@ -318,7 +327,8 @@ def _check_requested_pool(
 ) -> None:
     """Raises MemoryTooSmall if the pool that `option` requests does not fit."""
     on_gpu = config.device == "cuda"
-    needed_bytes = (num_blocks + on_gpu) * block_bytes
+    num_allocated = num_blocks + 1 if on_gpu else num_blocks
+    needed_bytes = num_allocated * block_bytes
     if needed_bytes <= free_bytes:
         return
     free_mib = max(0, free_bytes) / 2**20
@@ -339,7 +349,7 @@ def _check_requested_pool(
 
 
 def options_of_step_memory(config: EngineConfig) -> str:
-    """The options that increase the memory of a step, apart from weights and KV."""
+    """The options on which the memory of a step depends, apart from weights and KV."""
     # Ranks that share tokens gather the longest context in a scratch buffer.
     if config.dcp > 1:
         return "--max-num-batched-tokens, --max-num-seqs or --max-model-len"
@@ -348,7 +358,9 @@ def options_of_step_memory(config: EngineConfig) -> str:
 
 def _more_memory(config: EngineConfig) -> str:
     """The options that make the pool larger."""
-    has_size_option = not (config.kv_cache_tokens is config.kv_cache_bytes is None)
+    has_size_option = (
+        config.kv_cache_tokens is not None or config.kv_cache_bytes is not None
+    )
     if config.device == "cuda" and not has_size_option:
         return f"{_UTILIZATION} or --tp"
     return "--kv-cache-tokens or --kv-cache-bytes"

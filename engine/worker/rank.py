@@ -1,4 +1,5 @@
-"""One rank: its shard of the model, its KV and its service, created in this order."""
+"""One rank: its shard of the model, its KV pool and its KV service, created in this
+order."""
 
 import gc
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from protocol.settings.machine import free_host_bytes
 
 class Rank:
     """Loads the model, allocates as much KV as all ranks can hold, runs every kind of
-    step once, and starts the rank's service. All ranks do so together.
+    step once, and starts the rank's service. All ranks must be created at the same
+    time, because they wait for each other.
 
     Args:
-        report: called with a text when something begins that takes long.
+        report: called with a description of each slow part of the start, when that part
+            begins.
 
     Attributes:
-        size: the size of the pool that this rank alone could hold.
-        num_blocks: blocks of the pool on which all ranks agreed.
-        metadata: descriptions of all ranks, in order.
+        size: the size of the pool that this rank could hold on its own.
+        num_blocks: the number of blocks of every rank's pool, on which all ranks agreed.
+        metadata: descriptions of all ranks, by rank.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Rank:
         device_id = pool.device_id if on_gpu else None
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
         self.compat = _compat(config, model_config, self.runner.groups.to_wire())
-        step_watch = self.runner.stepping
+        step_watch = self.runner.step_watch
         self.service = KVService(
             config,
             rank,
@@ -73,27 +76,30 @@ class Rank:
         self.service.start()
 
     def raise_if_rank_lost(self, error: Exception) -> None:
-        """Raises RankLost if `error`, which occurred here, follows from the end of
+        """Raises RankLost if `error`, which this rank raised, was caused by the exit of
         another rank."""
         pids = [metadata.pid for metadata in self.metadata]
         ranks.raise_if_rank_lost(error, self._number, pids)
 
     @staticmethod
     def set_ready() -> None:
-        """Called when requests may come. Excludes all existing objects from garbage
-        collection, because a scan of them would delay steps."""
+        """Called just before the first request may arrive. From now on, loaded kernels
+        count as late, and garbage collection skips all existing objects, because a scan
+        of them would delay steps."""
         KERNELS.is_ready = True
         gc.freeze()
 
     @staticmethod
     def count_late_kernels() -> int:
-        """How many kernels this process has loaded since `set_ready`."""
+        """Returns how many kernels this process has loaded since `set_ready`."""
         return KERNELS.num_late
 
 
 def pool_size(
     config: EngineConfig, model_config: ModelConfig, runner: ModelRunner
 ) -> PoolSize:
+    """Returns the size of the largest pool that this rank can hold, or of the pool that
+    the options request. On a GPU, runs the largest step to measure its memory."""
     if config.device == "cuda":
         free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
@@ -108,7 +114,8 @@ def pool_size(
 
 
 def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetadata]:
-    """The descriptions of all ranks, in order."""
+    """Sends this rank's description to all ranks. Returns those of all ranks, by
+    rank."""
 
     def concatenate(lists: list[list[RankMetadata]]) -> list[RankMetadata]:
         return [metadata for one_rank in lists for metadata in one_rank]
@@ -121,8 +128,8 @@ def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device: str = config.device
     if config.device == "cuda":
         device = f"cuda:{config.devices[rank]}"
-    # All ranks have started after this: the process group waits only one minute for
-    # them, the links ten.
+    # Wait until all ranks have started: the links wait ten minutes for them, the process
+    # group only one.
     links.agree(0, int, max)
     return Parallel.connect(
         rank,

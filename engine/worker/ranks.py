@@ -1,14 +1,14 @@
-"""The links between the ranks of an engine: sockets from rank 0 to each other rank.
+"""The links between the ranks of an engine: sockets from rank 0 to every other rank.
 
 During the start, the ranks agree on values: that all have started, the number of blocks
 that all can hold, and where each rank's KV is. Each rank sends its value to rank 0,
-which sends the combined value to all. Then rank 0 sends steps, and at the end an empty
-message.
+which sends the combined value to all ranks. After the start, rank 0 sends steps. An
+empty message ends the other ranks.
 
-Steps are not answered. Rank 0 takes part in each of them, and the collectives of the
-forward pass synchronise all ranks. When a step has ended on rank 0, its KV is written
-on all ranks, because the last layer adds up results that depend on it. A rank that dies
-ends the engine (its parent watches every rank).
+No rank answers a step. Rank 0 takes part in every step, and the collectives of the
+forward pass synchronise all ranks. When a step has ended on rank 0, the KV of the step
+is written on all ranks, because the last layer adds up results that depend on this KV.
+If a rank dies, the engine ends, because the parent process watches every rank.
 """
 
 import os
@@ -31,32 +31,34 @@ from engine.worker.runner import ModelRunner
 from engine.worker.step_timer import measure_steps
 
 _JOIN_TIMEOUT_S = 600.0  # includes loading the model
-# A failed collective may be seen before the rank that caused it begins to end.
-_END_DELAY_S = 0.1
+# A collective may fail on this rank before the rank that caused the failure is seen to
+# be exiting.
+_EXIT_DELAY_S = 0.1
 _TEARDOWN_TIMEOUT_S = 10.0
-_PF_EXITING = 0x4  # a flag of a process, defined by the kernel
+_PF_EXITING = 0x4  # Linux's flag of a process that is exiting
 
 _T = TypeVar("_T")
 
 
 class RankTimeout(Exception):
-    """A rank did not answer in time."""
+    """A rank sent no value within the timeout."""
 
 
 class RankLost(Exception):
-    """Another rank has ended, which ends the engine. It is the cause of a failure on
-    this rank."""
+    """Another rank has exited, which ends the engine. The error that this rank noticed
+    is only a consequence."""
 
 
 class RankLinks:
-    """The links of one rank. Rank 0 has a link to every other rank; each of these has
-    one to rank 0.
+    """The links of one rank. Rank 0 has a link to every other rank; every other rank
+    has one link, to rank 0.
 
     Args:
         sockets: two for each link: one for this class and one for pulls.
+        timeout_s: longest time that rank 0 waits for another rank's value.
 
     Attributes:
-        pulls: the sockets for pulls, which belong to another thread.
+        pulls: the sockets for pulls, which only the transfer thread uses.
     """
 
     def __init__(
@@ -72,12 +74,16 @@ class RankLinks:
         self.pulls = sockets[1::2]
 
     def agree(self, value: _T, kind: type[_T], combine: Callable[[list[_T]], _T]) -> _T:
-        """Returns the result of rank 0's `combine` on the values of all ranks, in any
-        order.
+        """Combines one value of each rank. Returns the combined value, on all ranks.
+
+        Args:
+            value: this rank's value.
+            kind: the type of the values and of the combined value.
+            combine: called on rank 0 with the values of all ranks, in any order.
 
         Raises:
-            RankTimeout: a rank sends no value.
-            RankLost: a rank has ended.
+            RankTimeout: a rank sent no value within the timeout. Only on rank 0.
+            RankLost: a rank has exited.
         """
         if self._rank:
             self.send(msgspec.msgpack.encode(value))
@@ -91,13 +97,14 @@ class RankLinks:
         return agreed
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if a rank has ended."""
+        """Sends a message over every link. Raises OSError if a rank has exited."""
         for link in self._links:
             link.send_bytes(message)
 
     def run_steps(self, runner: ModelRunner) -> None:
-        """Executes the steps that rank 0 sends, until it sends an empty message. Launches
-        steps ahead as rank 0 does."""
+        """Executes the steps that rank 0 sends, until rank 0 sends an empty message.
+        Like rank 0, launches a step before it takes the results of the last
+        `runner.depth` steps."""
         launched: deque[PendingStep] = deque()
         while data := self._receive():
             launched.append(runner.launch(step_from_bytes(data)))
@@ -105,6 +112,7 @@ class RankLinks:
                 launched.popleft().result()
 
     def close(self) -> None:
+        """Closes the links. On rank 0, ends `run_steps` of the other ranks first."""
         for link in self._links:
             if not self._rank:
                 with suppress(OSError):
@@ -112,10 +120,10 @@ class RankLinks:
             link.close()
 
     def _receive(self, index: int = 0, timeout_s: float | None = None) -> bytes:
-        """Returns the next message of a link.
+        """Returns the next message of a link. Raises RankTimeout or RankLost.
 
-        If the other rank has ended, it waits before it raises. The parent of the ranks
-        then learns first why that rank ended.
+        Waits before it raises RankLost. The parent process then learns why the other
+        rank exited before this rank exits as well.
         """
         link = self._links[index]
         peer = "rank 0" if self._rank else "a rank"
@@ -129,8 +137,8 @@ class RankLinks:
 
 
 class RankExecutor:
-    """The executor of rank 0: sends a step to the other ranks, then runs its own
-    share."""
+    """The executor of rank 0: sends each step to the other ranks, then runs the share of
+    rank 0."""
 
     def __init__(self, runner: ModelRunner, links: RankLinks) -> None:
         self._runner = runner
@@ -152,18 +160,20 @@ class RankExecutor:
 def raise_if_rank_lost(
     error: Exception, failed_rank: int, pids: Sequence[int | None]
 ) -> None:
-    """Raises RankLost from `error`, if the failure on a rank follows from the end of
-    another rank.
+    """Raises RankLost from `error` if another rank has exited or is exiting, because the
+    exit has then caused the error.
 
-    Waits for a rank that is being torn down. The parent of the ranks then learns why
-    that one ended, before the failed rank ends as well.
+    Waits first until the other rank has exited, at most _TEARDOWN_TIMEOUT_S. The parent
+    process then learns why the other rank exited before the failed rank exits as well.
 
     Args:
+        error: the error that the failed rank raised.
+        failed_rank: the number of the rank in this process.
         pids: process ids, by rank.
     """
-    time.sleep(_END_DELAY_S)
+    time.sleep(_EXIT_DELAY_S)
     for rank, pid in enumerate(pids):
-        if rank == failed_rank or pid is None or not is_ending(pid):
+        if rank == failed_rank or pid is None or not is_exiting(pid):
             continue
         with suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
             poller = select.poll()
@@ -172,11 +182,11 @@ def raise_if_rank_lost(
         raise RankLost(f"rank {rank} has ended") from error
 
 
-def is_ending(pid: int) -> bool:
-    """Whether a process has ended or is being torn down.
+def is_exiting(pid: int) -> bool:
+    """Whether a process has exited or is exiting.
 
-    The teardown takes seconds if the process holds memory of a GPU. Its connections
-    break only at the end.
+    Exiting takes seconds if the process holds GPU memory, and the connections of the
+    process break only at the end.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -1,9 +1,9 @@
 """One rank's model, KV pool and attention: turns a StepInput into drawn tokens.
 
 The runner has no notion of requests, queues or peers. When the result of a launched
-step is available, every read and write of KV that the step made has finished (I8
-depends on this). Reading the drawn tokens waits for the step, and a step that draws
-nothing is waited for explicitly.
+step is available, all reads and writes of KV by the step have finished. Invariant I8 of
+docs/design.md depends on this. Reading the drawn tokens waits for the step. The runner
+waits explicitly for a step that draws nothing.
 """
 
 import logging
@@ -54,13 +54,14 @@ logger = logging.getLogger("baton.engine")
 
 
 class LaunchedStep:
-    """Implements batch.PendingStep. Copies the drawn tokens to the host without waiting
-    for them.
+    """Implements batch.PendingStep. The drawn tokens are copied to the host without
+    waiting for the device.
 
     Args:
         drawn: None if the step draws nothing, or has not drawn yet.
         params: sampling parameters of each draw.
-        draw: draws the tokens of a masked step.
+        scores: the logprobs of prompt tokens.
+        draw: draws the tokens of a masked step; None for other steps.
     """
 
     def __init__(
@@ -78,14 +79,16 @@ class LaunchedStep:
         self._drawn: SampledTokens | None = None
         self._finished: torch.cuda.Event | None = None
         if draw is None:
-            self._take(drawn)
+            self._start_copy(drawn)
 
     def draw(self, masks: Int32s) -> None:
         assert self._draw is not None, "the step has no masks"
-        self._take(self._draw(masks))
+        self._start_copy(self._draw(masks))
         self._draw = None
 
-    def _take(self, drawn: SampledTokens | None) -> None:
+    def _start_copy(self, drawn: SampledTokens | None) -> None:
+        """Starts to copy the drawn tokens to the host, and marks the end of the step on
+        the device."""
         if drawn is not None:
             self._drawn = SampledTokens(
                 drawn.token_ids.to("cpu", non_blocking=True),
@@ -96,8 +99,8 @@ class LaunchedStep:
             self._finished.record(torch.cuda.current_stream(self._device))
 
     def has_ended(self) -> bool:
-        """Whether the device has finished the step; may be called from any thread. On a
-        CPU a launched step has always ended."""
+        """Whether the device has finished the step. May be called from any thread. On a
+        CPU, the launch itself has computed the step."""
         if self._device.type != "cuda":
             return True
         return self._finished is not None and bool(self._finished.query())  # type: ignore[no-untyped-call, unused-ignore]
@@ -122,10 +125,16 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Loads the weights of one rank. `allocate` then gives it its KV pool.
+    """The model of one rank. The constructor loads the weights; `allocate` makes the KV
+    pool afterwards.
+
+    Args:
+        report: called with descriptions of the progress.
 
     Attributes:
-        memory: the KV pool and attention backend, once they are allocated.
+        memory: the KV pool and the attention backend; set by `allocate`.
+        last_drawn: the tokens that the last launched step draws.
+        step_watch: shows the transfer thread whether this rank is computing.
     """
 
     memory: RankMemory
@@ -147,7 +156,7 @@ class ModelRunner:
         self.last_drawn = LastSampledTokens(
             config.max_num_seqs, vocab_size, self.device
         )
-        self.stepping = StepWatch()
+        self.step_watch = StepWatch()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
 
@@ -157,7 +166,7 @@ class ModelRunner:
         return layout_of(self.config, self.model_config, num_blocks)
 
     def allocate(self, num_blocks: int) -> RankMemory:
-        """Makes the KV pool and its attention backend."""
+        """Makes the KV pool and its attention backend, for `memory`."""
         fix = (
             "another process may have taken the memory during the start: lower "
             "--gpu-memory-utilization"
@@ -173,7 +182,8 @@ class ModelRunner:
         return self.memory
 
     def make_memory(self, num_blocks: int) -> RankMemory:
-        # With several groups, all scales are 1 (see check_scales).
+        """Makes a KV pool and its attention backend, without changing `memory`."""
+        # With several groups, all scales are 1 (check_scales in engine/geometry.py).
         scales = self.config.scales if self.groups.count == 1 else ()
         pool = KVPool(self.layout(num_blocks), self.device, scales, self.groups)
         return make_memory(self.config, self.model_config, self.model, pool)
@@ -181,7 +191,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Captures steps as CUDA graphs, unless --enforce-eager is set, or the device or
-        the attention backend cannot."""
+        the attention backend does not support graphs."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return
         block_size = self.config.tokens_per_block
@@ -222,12 +232,13 @@ class ModelRunner:
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight when another is launched. On a CPU the step
-        itself runs on the host, so that no work between two steps can overlap it."""
+        """How many launched steps may be unfinished when the next step is launched. On a
+        CPU the step itself runs on the host, so the host cannot prepare the next step
+        meanwhile."""
         return 1 if self.device.type == "cuda" else 0
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs a step to its end."""
+        """Launches a step and waits for its result."""
         return self.launch(step).result()
 
     @torch.inference_mode()
@@ -236,38 +247,39 @@ class ModelRunner:
         next tokens. Results must be taken in the order of the launches.
 
         Raises:
-            StepFailed: the step did not begin, or only in part, and may be launched
-                again.
+            StepFailed: the step was launched only in part or not at all, and may be
+                launched again.
         """
-        self.stepping.launching()
+        self.step_watch.launching()
         with self._raising_step_failed():
             pending = self._begin(step)
-            self.stepping.launched(pending.has_ended)
+            self.step_watch.launched(pending.has_ended)
         return pending
 
     @contextmanager
     def _raising_step_failed(self) -> Iterator[None]:
-        """Raises StepFailed for errors that are not the device's, if no other rank takes
-        part in the step."""
+        """Converts errors to StepFailed if the device still works and no other rank
+        takes part in the step."""
         try:
             yield
         except AssertionError:
             raise
         except Exception as error:
             if self.model.parallel.size > 1:
-                raise  # the other ranks have begun it
+                raise  # the other ranks have begun the step
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises if the device has failed
                 torch.cuda.empty_cache()
-            self.stepping.launched(lambda: True)
+            self.step_watch.launched(lambda: True)
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     def _begin(self, step: StepInput) -> LaunchedStep:
         if self.device.type == "cpu":
             self.memory.pool.mark_used(int(step.block_tables.max()))
         if len(step.sample_rows) == 0:
-            return self._begin_undrawn(step)
-        # Uploads come before the step, because they might wait for its launch.
+            return self._begin_without_draws(step)
+        # Upload before the launch of the step, because a later upload might wait for the
+        # step.
         shaping = self.shaper.prepare(step.shapes)
         batch = None
         if shaping is not None or step.is_masked or not is_greedy(step.sampling):
@@ -281,14 +293,15 @@ class ModelRunner:
         elif self.model.parallel.rank == 0:
             draw = partial(self._draw_masked, computed, batch, shaping)
         else:
-            # Only rank 0 has the masks; the other ranks receive what it draws.
+            # Only rank 0 has the masks; the other ranks receive the tokens that rank 0
+            # draws.
             zeros = torch.zeros(
                 len(step.sampling), dtype=torch.int64, device=self.device
             )
-            drawn = self._share(SampledTokens(zeros))
+            drawn = self._share_draws(SampledTokens(zeros))
         return LaunchedStep(drawn, step.sampling, self.device, computed.scores, draw)
 
-    def _begin_undrawn(self, step: StepInput) -> LaunchedStep:
+    def _begin_without_draws(self, step: StepInput) -> LaunchedStep:
         # Without scores only the KV is needed, so one row of hidden states suffices.
         rows = None if step.scores else np.zeros(1, np.int64)
         hidden = self.forward(self.memory, step, rows)
@@ -301,9 +314,9 @@ class ModelRunner:
         batch: SamplingBatch | None,
         shaping: Shaping | None,
     ) -> SampledTokens:
-        """Draws tokens; without a batch, the likeliest ones."""
+        """Draws a token for each row; without a batch, the likeliest token."""
         if batch is not None:
-            return self._share(sample(computed.logits, batch, shaping))
+            return self._share_draws(sample(computed.logits, batch, shaping))
         token_ids = computed.greedy_ids
         if token_ids is None:
             token_ids = greedy(computed.raw_logits)
@@ -321,9 +334,10 @@ class ModelRunner:
         with self._raising_step_failed():
             return self._draw(computed, batch, self.shaper.masked(shaping, masks))
 
-    def _share(self, drawn: SampledTokens) -> SampledTokens:
-        """Sends the draws of rank 0 to all ranks, if steps are launched ahead: every
-        rank computes the next step from them."""
+    def _share_draws(self, drawn: SampledTokens) -> SampledTokens:
+        """Stores the draws for the next step. If steps are launched ahead, every rank
+        reads the next step's tokens from its own device, so the draws of rank 0 replace
+        those of the other ranks."""
         if self.depth:
             self.model.parallel.broadcast(drawn.token_ids)
         self.last_drawn.store(drawn.token_ids)
@@ -344,7 +358,10 @@ class ModelRunner:
     def forward(
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
-        """Hidden states of all tokens of the step, or of `rows` only."""
+        """Plans the attention of a step and runs the model.
+
+        Returns the hidden states of all T tokens of the step, or those of `rows` [R].
+        """
         memory.backend.plan(
             step.attention_batch(self.config.tokens_per_block, self.groups.count)
         )

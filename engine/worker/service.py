@@ -1,5 +1,5 @@
-"""The KV service of each rank: its pool, which peers may read, and the thread that reads
-the pools of peers."""
+"""The KV service of a rank: makes the rank's pool readable by peers, and runs the thread
+that reads the pools of peers."""
 
 from collections.abc import Callable, Sequence
 from socket import socket
@@ -27,17 +27,19 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def _staging_bytes(config: EngineConfig) -> int | None:
-    """None if nothing is ever staged."""
+    """The size of the staging memory; None if `--transfer mapped` needs no staging."""
     return None if config.transfer == "mapped" else config.staging_bytes
 
 
 class KVService:
-    """The KV service of one rank. Its constructor registers the rank's KV with the
-    rank's agent, which the service owns once `start` has been called.
+    """The KV service of one rank. The constructor registers `pool` with `agent`. Once
+    `start` has been called, only the service may use the agent.
 
     Args:
-        links: sockets for pulls: on rank 0 to the other ranks, on these to rank 0.
-        busy: returns whether the rank computes.
+        compat: the properties that a peer's KV must have in common with this engine's.
+        links: sockets for pulls. Rank 0 has one to every other rank; every other rank
+            has one to rank 0.
+        busy: returns whether this rank is computing a step.
     """
 
     def __init__(
@@ -97,10 +99,12 @@ class KVService:
     def make_connector(
         self, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> Connector:
-        """Makes the connector of the engine. Called once, on rank 0.
+        """Starts the lease server and makes the engine's connector. Called once, on
+        rank 0. Also sets `side_channel_port`, the lease server's port.
 
         Args:
-            wake: makes the core poll; may be called from any thread.
+            metadata: the engine's description in handshakes.
+            wake: makes the core poll the connector; may be called from any thread.
         """
         config = self._config
         layout = self._pool.layout
@@ -118,7 +122,8 @@ class KVService:
         leases.start()
         self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
-        # Groups with a window are not counted: only the end of their KV is pulled.
+        # Only KV groups without a window count: of a group with a window, a pull reads
+        # only the last tokens.
         num_full_groups = self._pool.groups.windows.count(None) or 1
         group_bytes = layout.block_bytes * num_full_groups
         bytes_per_token = group_bytes * config.tp // config.tokens_per_block

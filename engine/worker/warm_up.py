@@ -1,11 +1,11 @@
 """The warm-up: every kind of step that requests can cause runs once before a server is
 ready.
 
-The kernels of a step depend on its numbers of tokens and sequences, on whether their
-context is stored, and on how its tokens are drawn. The owner of each kernel chooses
-between variants by these alone. The steps here therefore use sizes on both sides of
-every choice. Powers of two also make the libraries load their kernels for small, medium
-and large products, and make NCCL set up its connections for short and long messages.
+The kernels of a step depend only on the numbers of its tokens and sequences, on whether
+the sequences have stored context, and on how its tokens are drawn. The warm-up steps
+therefore use sizes below and above every threshold at which another kernel is chosen.
+Powers of two also make the libraries load their kernels for small, medium and large
+products, and make NCCL set up its connections for short and long messages.
 """
 
 import logging
@@ -43,12 +43,12 @@ _SAMPLINGS: Final = (
 _LOGPROBS: Final = (None, 0, 1, 20)
 _PENALTIES: Final = (0.1, 0.1, 1.1)
 _LONG_PROMPT_TOKENS: Final = 2048
-_SCORED_TOKENS: Final = 129  # more than one chunk, see sampler.py
-# Graphs retain their logits, in the model's dtype and in float32, and the activations
-# of one step.
+_SCORED_TOKENS: Final = 129  # more than one chunk (_SCORED_ROWS of sampler.py)
+# CUDA graphs retain their logits, in the model's 16-bit dtype and in float32, and the
+# activations of one step.
 _GRAPH_BYTES_PER_LOGIT: Final = 6
 _GRAPHS_BASE_BYTES: Final = 512 * 2**20
-# Numbers of draws. More take more memory, but no other kernels.
+# Numbers of draws in a warm-up step. More than 64 draws need no other kernels.
 _NUM_DRAWS: Final = (1, 2, 24, 64)
 
 
@@ -59,10 +59,10 @@ class WarmUpSizes:
     Attributes:
         num_blocks: blocks of the pool, including the null block.
         block_size: tokens of a block.
-        max_len: tokens of a sequence.
-        max_tokens: tokens of a step.
-        max_seqs: sequences of a step.
-        num_groups: KV groups.
+        max_len: largest number of tokens of a sequence.
+        max_tokens: largest number of tokens of a step.
+        max_seqs: largest number of sequences of a step.
+        num_groups: number of KV groups.
     """
 
     num_blocks: int
@@ -90,12 +90,15 @@ class WarmUpSizes:
         *,
         token: int = 0,
     ) -> StepInput:
-        """A step of as many sequences as fit, each of which draws the likeliest token.
+        """A step with as many of the sequences as the limits allow. Each sequence draws
+        the likeliest token.
 
         Args:
-            query_lens: tokens that each sequence computes.
-            stored: tokens of KV that each sequence has before.
-            token: the id of all computed tokens.
+            query_lens: the number of tokens that each sequence computes.
+            stored: the number of tokens before these, with KV in the pool; one number
+                for each sequence, or for all.
+            token: the id of all computed tokens; -1 for the token that row 0 of the
+                step before drew.
         """
         if isinstance(stored, int):
             stored = [stored] * len(query_lens)
@@ -110,8 +113,8 @@ class WarmUpSizes:
             lens.append(query_len)
             contexts.append(query_len + min(stored_len, self.max_len - query_len))
         width = -(-max(contexts) // self.block_size) * self.num_groups
-        # No sequence owns a block yet. If the block numbers wrap around, sequences read
-        # what others wrote.
+        # No block is in use yet, so the numbers are arbitrary. They wrap around in a
+        # small pool: sequences then share blocks, which only changes the values.
         blocks = np.arange(len(lens) * width, dtype=np.int32)
         tables = blocks % max(1, self.num_blocks - 1) + 1
         return StepInput(
@@ -125,11 +128,16 @@ class WarmUpSizes:
 
 
 def kv_budget_bytes(runner: ModelRunner) -> int:
-    """GPU memory that a rank's KV may take: what is free under the configured
-    utilization, once the largest step has run and been measured."""
+    """Runs the largest step to measure its memory. Returns the bytes of GPU memory that
+    remain for the rank's KV under --gpu-memory-utilization.
+
+    Raises:
+        MemoryTooSmall: the step does not fit.
+    """
     config = runner.config
     subject = (
-        f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+        f"a step of {config.max_num_batched_tokens} tokens, in addition to the model's "
+        "weights,"
     )
     fix = f"lower {options_of_step_memory(config)}, or use a larger --tp"
     with explaining_oom(subject, runner.device, fix):
@@ -146,8 +154,9 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
 
 @torch.inference_mode()
 def _run_largest_step(runner: ModelRunner) -> None:
-    """Runs a prompt as long as a step may be, and as many draws, with all options that
-    change logits or return logprobs."""
+    """Runs the step that takes the most memory: the longest prompt that a step can
+    compute, and the largest number of draws, with all options that change logits or
+    return logprobs."""
     config = runner.config
     num_tokens = min(config.max_num_batched_tokens, runner.model_config.max_position)
     num_blocks = -(-num_tokens // config.tokens_per_block) * runner.groups.count
@@ -172,9 +181,9 @@ def _run_largest_step(runner: ModelRunner) -> None:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs every kind of step once, so that no request waits for a kernel that is
-    compiled or loaded. Every rank does so in the same order, while no block is in
-    use."""
+    """Runs every kind of step once, so that no request has to wait until a kernel is
+    compiled or loaded. Every rank must call this at the same time, before any block is
+    in use."""
     started_s = time.monotonic()
     num_kernels = KERNELS.num_at_start
     for step in steps(WarmUpSizes.of(runner)):
@@ -184,13 +193,13 @@ def warm_up(runner: ModelRunner) -> None:
                 pending.draw(_all_allowed(runner, len(step.sampling)))
             pending.result()
         except StepFailed as error:
-            # Only an engine of one rank raises this, and it continues. The same step of
-            # a request would fail likewise.
+            # Only an engine of one rank raises StepFailed, and it can continue. A
+            # request that needs the same step will fail as well.
             logger.warning(
                 "a warm-up step of %d tokens failed: %s", len(step.token_ids), error
             )
     logger.info(
-        "ran every kind of step in %.1f s; they loaded %d kernels",
+        "warm-up: ran every kind of step in %.1f s and loaded %d kernels",
         time.monotonic() - started_s,
         KERNELS.num_at_start - num_kernels,
     )
@@ -202,27 +211,27 @@ def _all_allowed(runner: ModelRunner, rows: int) -> Int32s:
 
 
 def steps(sizes: WarmUpSizes) -> Iterator[StepInput]:
-    """All warm-up steps. They must run in this order, because some use tokens that the
-    step before has drawn."""
+    """All warm-up steps. They must run in this order, because some steps compute the
+    token that the step before them drew."""
     max_tokens = min(sizes.max_tokens, sizes.max_len)
     lens = {min(1 << n, max_tokens) for n in range(max_tokens.bit_length() + 1)}
     for size in sorted(lens):
         yield sizes.step([size])  # a new prompt
-        yield sizes.step([size], stored=sizes.block_size + 1)  # a later chunk
-    yield _undrawn(sizes.step([max_tokens]))
+        yield sizes.step([size], stored=sizes.block_size + 1)  # a prompt's next chunk
+    yield _without_draws(sizes.step([max_tokens]))
     yield from _mixtures(sizes)
     for count in sorted({min(n, sizes.max_seqs) for n in _NUM_DRAWS}):
         yield from _draws(sizes.step([1] * count, stored=7))
     yield from _scores(sizes.step([_SCORED_TOKENS]))
 
 
-def _undrawn(step: StepInput) -> StepInput:
+def _without_draws(step: StepInput) -> StepInput:
     return replace(step, sample_rows=np.zeros(0, np.int32), sampling=[])
 
 
 def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
-    """Steps that combine sequences that decode with new prompts and later chunks, short
-    and long."""
+    """Steps that combine decoding sequences with new prompts and with next chunks of
+    prompts, short and long."""
     num_long = max(1, sizes.max_tokens // _LONG_PROMPT_TOKENS)
     for num_decodes in (0, 3):
         yield sizes.step([1] * num_decodes + [_LONG_PROMPT_TOKENS] * num_long)
@@ -232,13 +241,14 @@ def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
                 lens = [1] * num_decodes + prompts
                 yield sizes.step(lens, [7] * num_decodes + [stored] * len(prompts))
     yield sizes.step([1], stored=7)
-    # Outside a graph, and then in one: the token that the step before has drawn.
+    # Compute the token that the step before drew: outside a CUDA graph, and in a graph.
     yield sizes.step([1, 5], [8, 0], token=-1)
     yield sizes.step([1, 1], stored=9, token=-1)
 
 
 def _draws(step: StepInput) -> Iterator[StepInput]:
-    """The same tokens, drawn in every way."""
+    """The same step with every combination of options that change how tokens are
+    drawn."""
     count = len(step.sampling)
     for sampling in _SAMPLINGS:
         for num_logprobs in _LOGPROBS:
@@ -256,8 +266,8 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
 
 
 def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
-    """Shapes with a bias in each row, banned stop tokens in every other row, and
-    optionally penalties."""
+    """Changes to the logits of `count` draws: a bias for each, banned stop tokens for
+    every second one, and the penalties, if given, for each."""
     prompt: list[int] = []
     outputs: list[int] = []
     if penalties:
@@ -272,7 +282,7 @@ def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepSha
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:
-    """Steps that compute logprobs of a prompt's tokens, with and without a draw at the
+    """Steps that compute logprobs of prompt tokens, with and without a draw at the
     end."""
     num_tokens = len(step.token_ids)
     for num_top in (0, 1, 20):
@@ -280,4 +290,4 @@ def _scores(step: StepInput) -> Iterator[StepInput]:
             targets = [0] * (num_tokens - first)
             scored = replace(step, scores=[ScoredRows(first, targets, num_top)])
             yield scored
-            yield _undrawn(scored)
+            yield _without_draws(scored)

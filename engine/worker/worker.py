@@ -1,10 +1,10 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
-It is started as `python -m engine.worker.worker --rank R --sockets N ...`, with the
-numbers of the sockets that it inherits. Its standard input has the EngineConfig as
-JSON, because that contains the cluster secret. Rank 0 exchanges messages with the HTTP
-process and decides; the other ranks execute the steps that it sends. Every rank watches
-its parent and ends with it.
+engine/process/launch.py starts it as `python -m engine.worker.worker --rank R --sockets
+N ...`, with the numbers of inherited sockets. The EngineConfig comes as JSON on
+standard input instead of the command line, because it contains the cluster secret. Rank
+0 exchanges messages with the HTTP process and plans the steps; the other ranks execute
+the steps that rank 0 sends. Every rank exits when its parent exits.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import read_config
-from engine.worker.kernel_watch import set_kernel_cache, watch_kernels
+from engine.worker.kernel_watch import install_kernel_hooks, set_kernel_cache
 from engine.worker.leader import lead
 from engine.worker.load import (
     CannotStart,
@@ -38,8 +38,8 @@ logger = logging.getLogger("baton.engine")
 
 
 def main() -> None:
-    """Runs one rank of an engine until it receives a signal to stop. If it fails, it
-    reports the reason and exits with status 1."""
+    """Runs one rank of an engine until a signal, the HTTP process or rank 0 stops it.
+    If the rank fails, reports the reason and exits with status 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--sockets", type=int, nargs="+", required=True)
@@ -59,7 +59,7 @@ def main() -> None:
             check_devices(config)
         if config.device == "cuda":
             set_kernel_cache()
-            watch_kernels()
+            install_kernel_hooks()
         if rank:
             _follow(config, rank, sockets)
         else:

@@ -18,7 +18,7 @@ from engine.worker.load import (
 from engine.worker.memory import (
     MemoryTooSmall,
     block_bytes,
-    longest_sequence,
+    decide_max_model_len,
     size_pool,
 )
 from engine.worker.rank import pool_size
@@ -109,7 +109,7 @@ def test_a_pool_that_shortens_sequences_unasked_is_told(
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
-    length = longest_sequence(
+    length = decide_max_model_len(
         config, size, num_blocks + 1, 256
     )  # another rank had less room
     assert length == min(num_blocks * 16, max_model_len or 256)
@@ -170,7 +170,7 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_no_machine_has_is_refused() -> None:
     config = _BASE.model_copy(update={"device": "cuda", "devices": [0]})
-    with pytest.raises(ValueError, match=r"torch sees no GPU here: use --device cpu"):
+    with pytest.raises(ValueError, match=r"torch finds no GPU .*: use --device cpu"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
 

@@ -185,7 +185,7 @@ def test_the_rank_that_ended_is_named_and_no_living_one_nor_oneself(process, is_
 
 def test_a_rank_that_is_being_torn_down_is_waited_for(process, monkeypatch):
     """Its GPU memory takes a while, and only its end says how it ended."""
-    monkeypatch.setattr("engine.worker.ranks.is_ending", lambda pid: True)
+    monkeypatch.setattr("engine.worker.ranks.is_exiting", lambda pid: True)
     ending = threading.Timer(0.3, process.kill)
     ending.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):

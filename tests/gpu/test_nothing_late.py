@@ -58,9 +58,9 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 )
 _NEW_KERNELS = """
 import torch
-from engine.worker.kernel_watch import KERNELS, set_kernel_cache, watch_kernels
+from engine.worker.kernel_watch import KERNELS, set_kernel_cache, install_kernel_hooks
 set_kernel_cache()
-watch_kernels()
+install_kernel_hooks()
 KERNELS.is_ready = True
 from flashinfer.page import get_page_module
 from model import fused_ops

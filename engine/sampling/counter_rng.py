@@ -1,13 +1,13 @@
-"""Counter-based noise: the Gumbel variate of a token is a pure function of what is drawn.
+"""Counter-based noise: the Gumbel variate of a token depends only on four integers.
 
     noise = f(seed, choice, position, token id)
 
 A draw therefore has the same result on any server, in any batch, and before and after a
-preemption. Rows are keyed by 64 bits of splitmix64 (Steele, Lea, Flood 2014), chained
-over (seed, choice, position). Tokens are mixed in 32 bits with the constants of lowbias32
-(C. Wellons 2018). Half of the key enters before the first multiplication and half before
-the second. All devices compute the same integers; only the two logarithms at the end may
-differ in the last bit.
+preemption. splitmix64 (Steele, Lea, Flood 2014), chained over (seed, choice, position),
+makes a key of 64 bits for each row. Token ids are hashed in 32 bits with the constants
+of lowbias32 (C. Wellons 2018). A second lowbias32 mixes in the key: one half before the
+first multiplication, the other half before the second. All devices compute the same
+integers; only the two logarithms at the end may differ in the last bit.
 """
 
 import functools
@@ -19,19 +19,19 @@ _SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LOWBIAS_1 = 0x7FEB352D
 _LOWBIAS_2 = 0x846CA68B - 2**32
 
-# Maps 31 bits to (0, 1). It is a little less than 2**-31, so that the largest result
-# stays below 1 in float32.
+# This factor maps 31 bits to (0, 1). It is a little less than 2**-31, so that the
+# largest product stays below 1 in float32.
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
 def row_keys(
     seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """One 64-bit key per drawn token, as int32 [S, 2].
+    """Returns a 64-bit key for each row, as int32 [S, 2].
 
     Args:
-        seed, choice, position: int64 [S]. The position is the index of the token in the
-            sequence.
+        seed, choice, position: int64 [S]. The position is the index of the drawn token
+            in its sequence.
     """
     key = _splitmix64(seed)
     for counter in (choice, position):
@@ -40,7 +40,7 @@ def row_keys(
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [S, n], finite.
+    """Returns standard Gumbel noise for each row and token, float32 [S, n], finite.
 
     Args:
         keys: int32 [S, 2] from `row_keys`.
@@ -50,7 +50,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_of_vocabulary(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`gumbel` for all token ids below vocab_size."""
+    """Returns `gumbel` for all token ids below vocab_size, float32 [S, vocab_size]."""
     return _gumbel_of_hashes(keys, _vocabulary_hashes(vocab_size, keys.device))
 
 
@@ -60,27 +60,29 @@ def _vocabulary_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    first, second = keys[:, :1], keys[:, 1:]
+    first = keys[:, :1]
+    second = keys[:, 1:]
     x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
     x = _xorshift_(x, 15).mul_(_LOWBIAS_2)
-    # The last shift needs no mask: the sign bits that it adds leave all 31-bit results
-    # equally likely.
+    # This last shift needs no mask: it adds copies of the sign bit, but all 31-bit
+    # results stay equally likely.
     x.bitwise_xor_(x >> 16)
-    # Small uniforms make the large variates, which win. They have full precision.
+    # Small uniforms make the large variates, which decide a draw. float32 has full
+    # precision for small uniforms.
     minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
     exponential = minus_uniform.log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def _lowbias32(x: torch.Tensor) -> torch.Tensor:
-    # + 1, because lowbias32 maps 0 to 0.
+    # x + 1, because lowbias32 maps 0 to 0.
     x = _xorshift_(x + 1, 16).mul_(_LOWBIAS_1)
     return _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
 
 
 def _xorshift_(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x ^= x >>> bits, for int32. torch shifts copies of the sign in, which are masked
-    off."""
+    """Computes x ^= x >>> bits for int32, in place. torch's shift fills with the sign
+    bit; the mask clears these bits."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 

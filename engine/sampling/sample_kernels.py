@@ -1,15 +1,16 @@
 """Draws a step's tokens on a GPU, as engine/sampling/sampler.py specifies, in a few
 Triton kernels.
 
-No kernel sorts, and no step waits for the device. The smallest allowed value of a row is
-searched for among the bit patterns of floats, which ascend as the values do. A token is
-allowed if all larger ones together weigh less than the limit, which is true from some
-value upwards. Each pass over the row compares with seven values at once, and so reduces
-the range to an eighth, until one value is left. That takes at most eleven passes.
+No kernel sorts, and the host never waits for the device. A search finds the smallest
+allowed value of a row: a token is allowed if all tokens with larger values together
+weigh less than a limit. The search is over keys. The key of a value is the bit pattern
+of the float -value, which grows as the value falls. Each pass over the row tests seven
+keys at once, which reduces the range of keys to an eighth, until one value is left. That
+takes at most eleven passes.
 
-The largest logit of a row decides how the row is read. A finite one is subtracted. If it
-is +inf, only the tokens that have it can be drawn. If the row has only NaN and -inf,
-token 0 is certain.
+The largest logit of a row decides how the row is read. A finite largest logit is
+subtracted from all logits. If it is +inf, only tokens with a logit of +inf can be drawn.
+If a row has only NaN and -inf, token 0 is drawn.
 """
 
 from typing import Any, Final
@@ -22,25 +23,23 @@ from triton.language.extra import libdevice
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 from engine.sampling.sampling_batch import SamplingBatch
 
-# The alignment of a batch's tensors depends on its size, and must not cause another
-# compilation.
+# The alignment of these tensors depends on the number of rows. By default, Triton would
+# compile another variant of a kernel for another alignment.
 _jit_any_alignment: Any = triton.jit(
     do_not_specialize_on_alignment=(
-        *(
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "keys",
-            "seed",
-            "choice",
-            "position",
-        ),
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "keys",
+        "seed",
+        "choice",
+        "position",
     )
 )
-_TILE: Final = 4096  # logits of one program
+_TILE: Final = 4096  # logits that one program reads
 _ALL: Final = 0x7FFFFFFF  # the key that allows every token
-# Passes of three bits each, for all bit patterns up to that of infinity.
+# Each pass finds three of the 31 bits of a key.
 _PASSES: Final = tl.constexpr(11)
 _GOLDEN: Final = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -53,9 +52,10 @@ _MIN_TEMPERATURE: Final = tl.constexpr(1e-30)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest number of each tile of each row, and its first token. NaN counts as
-    -inf."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Stores the largest logit of each tile of each row in `best`, and the lowest token
+    id with this logit in `best_token`. NaN counts as -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
     let_next_begin_and_wait()
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
@@ -67,7 +67,9 @@ def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-untyped-def]
-    """Differences to the row's largest logit, divided by the temperature: at most 0."""
+    """Returns the logits of some tokens of a row, minus the row's largest logit and
+    divided by the temperature. The results are at most 0. NaN and infinities are
+    replaced as the module docstring says."""
     x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
     is_sure = largest == float("inf")
@@ -82,13 +84,15 @@ def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-unty
 def _search(  # type: ignore[no-untyped-def]
     scaled, vocab, max_key, limit, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The largest key (bits of -value) below which all tokens weigh less than `limit`.
+    """Returns the largest key such that all tokens with smaller keys together weigh less
+    than `limit`.
 
-    Tokens with keys above `max_key` have no weight. Weights are 1 if COUNTS is set,
-    otherwise probabilities, of which `limit` is a share. A thread adds few of them, so
-    that float32 suffices until they are summed.
+    With COUNTS, each token weighs 1. Otherwise a token weighs its probability, and
+    `limit` is a share of the total. Tokens with keys above `max_key` weigh nothing. Each
+    lane adds few weights in float32; the sums of the lanes are added in float64.
     """
-    low, step = max_key * 0, max_key * 0 + (1 << 28)
+    low = max_key * 0
+    step = max_key * 0 + (1 << 28)
     pivots = tl.arange(0, 8)
     number = max_key * 0
     while number < _PASSES:
@@ -112,7 +116,8 @@ def _search(  # type: ignore[no-untyped-def]
             farthest = tl.where(is_inside, tl.maximum(farthest, key), farthest)
         bound = limit if COUNTS else limit * tl.sum(total.to(tl.float64), 0)
         larger = tl.sum(weights.to(tl.float64), 1)
-        first, last = tl.min(nearest, 0), tl.max(farthest, 0)
+        first = tl.min(nearest, 0)
+        last = tl.max(farthest, 0)
         is_single = first == last  # one value is left, which several tokens may have
         low = tl.where(is_single, first, tl.max(tl.where(larger < bound, keys, low), 0))
         step = tl.where(number < 9, step >> 3, 1)
@@ -134,27 +139,32 @@ def _threshold(  # type: ignore[no-untyped-def]
     vocab,
     TILE: tl.constexpr,
 ):
-    """The key of the smallest allowed value of each row, int32. `work` is scratch memory,
-    [S, V]."""
+    """Stores the key of the smallest allowed value of each row in `keys`. `work` is
+    scratch memory, [S, V]."""
     row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
+    row_temperature = tl.load(temperature + row)
     max_key = tl.program_id(0) * 0 + 0x7FFFFFFF
-    top, of_row = tl.load(largest + row), work + row * vocab
-    k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    if heat > 0:
+    row_largest = tl.load(largest + row)
+    row_work = work + row * vocab
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    min_share = tl.load(min_p + row)
+    if row_temperature > 0:
         if (k > 0) | (p < 1):
             for start in range(0, vocab, TILE):
                 token = start + tl.arange(0, TILE)
-                value = _scaled(logits + row * stride, token, vocab, top, heat)
-                tl.store(of_row + token, value, mask=token < vocab)
+                value = _scaled(
+                    logits + row * stride, token, vocab, row_largest, row_temperature
+                )
+                tl.store(row_work + token, value, mask=token < vocab)
             tl.debug_barrier()
         if k > 0:
-            max_key = _search(of_row, vocab, max_key, k.to(tl.float64), True, TILE)
+            max_key = _search(row_work, vocab, max_key, k.to(tl.float64), True, TILE)
         if p < 1:
-            by_p = _search(of_row, vocab, max_key, p.to(tl.float64), False, TILE)
+            by_p = _search(row_work, vocab, max_key, p.to(tl.float64), False, TILE)
             max_key = tl.minimum(max_key, by_p)
-        if floor > 0:
-            key = (-libdevice.log(floor)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if min_share > 0:
+            key = (-libdevice.log(min_share)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
             max_key = tl.minimum(max_key, key)
     tl.store(keys + row, max_key)
 
@@ -169,11 +179,13 @@ def _splitmix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _noise(seed, choice, position, token):  # type: ignore[no-untyped-def]
-    """The noise of engine/sampling/counter_rng.py, for tokens of one row."""
+    """Returns the noise of some tokens of one row, as `gumbel` of
+    engine/sampling/counter_rng.py does."""
     row = _splitmix(seed.to(tl.uint64))
     row = _splitmix(row ^ choice.to(tl.uint64))
     row = _splitmix(row ^ position.to(tl.uint64))
-    first, second = row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    first = row.to(tl.uint32)
+    second = (row >> 32).to(tl.uint32)
     x = (token + 1).to(tl.uint32)
     x = (x ^ (x >> 16)) * _LOWBIAS_1
     x = (x ^ (x >> 15)) * _LOWBIAS_2
@@ -191,16 +203,21 @@ def _draw(  # type: ignore[no-untyped-def]
     logits, largest, temperature, keys, seed, choice, position, best, best_token,
     stride, vocab, parts, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The token with the highest score in each tile of each row, and this score."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Stores the highest score in each tile of each row in `best`, and the token with
+    this score in `best_token`."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
-    heat = tl.load(temperature + row)
-    score = _scaled(logits + row * stride, token, vocab, tl.load(largest + row), heat)
-    if heat > 0:
+    row_temperature = tl.load(temperature + row)
+    row_largest = tl.load(largest + row)
+    score = _scaled(logits + row * stride, token, vocab, row_largest, row_temperature)
+    if row_temperature > 0:
         key = (-score).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         is_allowed = (key <= tl.load(keys + row)) & (score > float("-inf"))
-        counters = tl.load(seed + row), tl.load(choice + row), tl.load(position + row)
-        score += _noise(counters[0], counters[1], counters[2], token)
+        row_seed = tl.load(seed + row)
+        row_choice = tl.load(choice + row)
+        row_position = tl.load(position + row)
+        score += _noise(row_seed, row_choice, row_position, token)
         score = tl.where(is_allowed, score, float("-inf"))
     value, index = tl.max(
         score, 0, return_indices=True, return_indices_tie_break_left=True
@@ -211,7 +228,9 @@ def _draw(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    """Stores the best token of all tiles of each row in `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
     let_next_begin_and_wait()
     score = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
     _, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -221,17 +240,18 @@ def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[
 def draw(
     logits: torch.Tensor, batch: SamplingBatch | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Draws a token for each row, int64 [S], in `out` if given.
+    """Draws a token for each row. Returns int64 [S], which is `out` if given.
 
     Args:
         logits: float32 [S, V] on a GPU, rows contiguous; may contain NaN and infinities.
-        batch: S rows on the same device. None: the largest logits are drawn, of any
-            float dtype.
+            Without a batch, any float dtype.
+        batch: S rows on the same device. None: the token with the largest logit of each
+            row is drawn.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    # With a single row the stride is irrelevant. A fixed one prevents Triton from
-    # compiling another variant for the stride of the tensor it was taken from.
+    # With a single row the stride is irrelevant. A fixed value prevents Triton from
+    # compiling another variant for the stride of a tensor that the row is a view of.
     stride = logits.stride(0) if rows > 1 else vocab
     parts = triton.cdiv(vocab, _TILE)
     grid = (rows, parts)
@@ -273,7 +293,7 @@ def draw(
 def _smallest_allowed(
     logits: torch.Tensor, batch: SamplingBatch, largest: torch.Tensor, stride: int
 ) -> torch.Tensor:
-    """The key of the smallest allowed value of each row, int32 [S]."""
+    """Returns the key of the smallest allowed value of each row, int32 [S]."""
     rows, vocab = logits.shape
     keys = torch.full((rows,), _ALL, dtype=torch.int32, device=logits.device)
     if batch.restricted_rows is not None:

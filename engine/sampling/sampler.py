@@ -1,26 +1,27 @@
 """Draws the next token of every sequence of a step, and scores the tokens of prompts.
 
-A row with temperature 0 takes the largest logit (the lowest id among equals). Another
-row takes
+A row with temperature 0 takes the token with the largest logit, or the lowest id of
+several such tokens. A row with a higher temperature takes
 
     argmax over the allowed tokens of  logit / temperature + Gumbel noise,
 
-which draws from softmax(logit / temperature) over them. The noise is counter-based (see
-counter_rng.py): a row's token depends on its own logits and parameters, never on its
-neighbours.
+which draws from softmax(logit / temperature) over the allowed tokens. The noise is
+counter-based (see counter_rng.py): a row's token depends on the row's own logits and
+parameters, never on other rows.
 
-The allowed tokens are determined in this order, after the temperature is applied:
-  top_k  the k largest logits;
-  top_p  the fewest largest whose probabilities, renormalised over the above, reach p;
-         at least one;
-  min_p  those whose probability is at least min_p times the largest one's.
-A token equal to the smallest allowed one is allowed too. The set is therefore a
-function of the values, not of the order in which a sort leaves equal ones. top_k and
-top_p have vLLM's semantics; min_p is applied last, as in transformers. Bias, penalties
-and masks come before (engine/core/logits_processing.py).
+Three parameters limit the allowed tokens, in this order, after the temperature:
+  top_k  allows the tokens with the k largest logits;
+  top_p  allows the fewest of the likeliest tokens that together reach the probability
+         p, renormalised over the tokens that top_k allows; at least one token;
+  min_p  allows tokens with at least min_p times the probability of the likeliest token.
+All tokens with the same logit as the least likely allowed token are allowed too. So the
+allowed tokens never depend on how a sort orders equal logits. top_k and top_p have
+vLLM's semantics; min_p is applied last, as in transformers. Bias, penalties and masks
+change the logits earlier (engine/core/logits_processing.py).
 
 NaN counts as -inf, and +inf takes all the probability. A row with only NaN and -inf
-draws token 0 with certainty: its model failed, and the other rows must not.
+always draws token 0: the model failed for this row, and other rows must not fail with
+it.
 """
 
 from collections.abc import Sequence
@@ -38,28 +39,34 @@ from engine.sampling.sampling_batch import SamplingBatch
 from model.decoder import CausalLM
 from protocol.messages import SamplingParams, TokenLogprobs
 
-_MIN_TEMPERATURE = 1e-30  # float32 would round a smaller one to 0
+_MIN_TEMPERATURE = 1e-30  # float32 would round a smaller temperature to 0
+# On a CPU, top_k, top_p and min_p are applied to this many of the likeliest tokens at
+# first. The number grows by the factor until it includes all allowed tokens.
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
-# Rows of one chunk. The matmul reaches full speed with these. The allocator retains the
-# logits of so few rows from chunk to chunk; memory that it returns costs page faults.
+# Prompt tokens are scored in chunks of this many rows, with which the matmul reaches
+# full speed. The allocator reuses the memory of such small logits for the next chunk.
+# It would return the memory of larger logits, and new memory costs page faults.
 _SCORED_ROWS = 64
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of one token in each of S rows, and of the k most likely tokens."""
+    """Logprobs of one chosen token in each of S rows, and of the k most likely
+    tokens."""
 
     chosen: torch.Tensor  # float32 [S]
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
-    ranks: torch.Tensor  # int64 [S], number of tokens that are at least as likely
+    ranks: torch.Tensor  # int64 [S], number of tokens at least as likely as the chosen
 
     def on_host(self) -> "Logprobs":
-        """Copies to the host. On a GPU the copy may complete later."""
+        """Returns a copy on the host. A copy from a GPU is complete only once the device
+        has finished the step."""
         return Logprobs(*(column.to("cpu", non_blocking=True) for column in self))
 
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """One entry for each row, with counts[i] of the most likely tokens in row i."""
+        """Returns one entry for each row. Entry i has the counts[i] most likely
+        tokens."""
         columns = [column.tolist() for column in self]
         return [
             TokenLogprobs(chosen, top_ids[:k], top[:k], rank)
@@ -74,13 +81,13 @@ class SampledTokens:
 
 
 def is_greedy(params: Sequence[SamplingParams]) -> bool:
-    """Whether `greedy` suffices for all rows: no temperature, and no logprobs."""
+    """Whether `greedy` can draw all rows: no row has a temperature or logprobs."""
     return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """What `sample` draws at temperature 0, int64 [S], in `out` if given. It uploads
-    nothing."""
+    """Returns the tokens that `sample` draws at temperature 0: int64 [S], which is `out`
+    if given. Needs no SamplingBatch, so nothing is copied to the device."""
     if logits.device.type == "cuda":
         return _draw_on_gpu(logits, None, out)
     numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -90,13 +97,14 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, shaping: Shaping | None = None
 ) -> SampledTokens:
-    """Draws a token per row, and counts it in `shaping`.
+    """Draws one token for each row, and counts it in `shaping`, if given.
 
     Args:
-        logits: float32 [S, V], unmodified; not written to.
+        logits: float32 [S, V], as the model computed them. This function does not write
+            to them.
         batch: S rows on the same device.
-        shaping: changes to the logits before the draw. Logprobs are those of the logits
-            as given.
+        shaping: changes to the logits before the draw. The returned logprobs are those
+            of the unchanged logits.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(batch.temperature)
     on_gpu = logits.device.type == "cuda"
@@ -135,7 +143,13 @@ def _draw_on_cpu(
     token_ids: torch.Tensor,
     batch: SamplingBatch,
 ) -> None:
-    """Replaces the entries of `token_ids` in rows with a temperature."""
+    """Draws tokens for the rows with a temperature, and stores them in `token_ids`.
+
+    Args:
+        logits: float32 [S, V], with a finite maximum in each row.
+        largest: float32 [S], the maxima.
+        token_ids: int64 [S].
+    """
     for rows, is_free in ((batch.free_rows, True), (batch.restricted_rows, False)):
         if rows is None:
             continue
@@ -158,10 +172,14 @@ def _draw_on_cpu(
 def _without_non_numbers(
     logits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Makes logits without NaN and +inf and with a finite maximum, as the module
-    documentation specifies. Returns them, the maxima, and the positions of these."""
+    """Replaces NaN and infinities in logits [S, V], as the module docstring specifies.
+
+    Returns logits with a finite maximum in each row, the maxima [S], and the token ids
+    of the maxima [S].
+    """
     largest, token_ids = logits.max(-1)
-    # A maximum is NaN if any logit is. On a GPU this test costs more than cleaning.
+    # A maximum is NaN if any logit of its row is NaN. On a GPU, this test takes longer
+    # than replacing the values.
     if logits.device.type == "cpu" and bool(largest.isfinite().all()):
         return logits, largest, token_ids
     logits = logits.masked_fill(logits.isnan(), float("-inf"))
@@ -178,13 +196,17 @@ def _without_non_numbers(
 def _candidates(
     scaled: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest values [R, n], descending, their ids, and the smallest allowed value
-    [R, 1].
+    """Returns the n largest values of each row [R, n], descending, their token ids
+    [R, n], and the smallest allowed value of each row [R, 1].
 
-    n is large enough to include all allowed tokens, with those equal to the smallest.
+    n is large enough to include all allowed tokens.
+
+    Args:
+        scaled: float32 [R, V], logits minus their maximum, divided by the temperature.
+        rows: int64 [R], the rows of `batch`.
     """
     limits = [x[rows, None] for x in (batch.top_k, batch.top_p, batch.min_p)]
-    mass = None  # total mass of all tokens, for rows that only top_p restricts
+    mass = None  # sum of the exponentials of all values, for rows without top_k
     if batch.has_bare_top_p:
         mass = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocab_size = scaled.shape[1]
@@ -204,11 +226,18 @@ def _smallest_allowed(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """[R, 1] the value of the smallest allowed token, among `values` [R, n]."""
+    """Returns the smallest allowed one of each row's values, [R, 1].
+
+    Args:
+        values: the n largest values of each row, descending, [R, n].
+        mass_of_all: sums of the exponentials of all values of each row, [R, 1]. Needed
+            for rows with top_p and without top_k.
+        top_k, top_p, min_p: [R, 1].
+    """
     no_limit = torch.full_like(values[:, :1], float("-inf"))
     kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1))
     by_top_k = torch.where(top_k > 0, kth, no_limit)
-    # In float64, because the order of summation must not decide whether a sum reaches
+    # float64, because the order of summation must not decide whether a sum reaches
     # top_p.
     mass = values.exp().double().masked_fill(values < by_top_k, 0.0)
     total = mass.sum(-1, keepdim=True)
@@ -217,7 +246,7 @@ def _smallest_allowed(
     mass_before = mass.cumsum(-1) - mass
     last = (mass_before < top_p * total).sum(-1, keepdim=True).clamp(min=1) - 1
     by_top_p = torch.where(top_p < 1, values.gather(1, last), no_limit)
-    by_min_p = min_p.log()  # the largest value is 0; log(0) is -inf
+    by_min_p = min_p.log()  # relative to the largest value, which is 0
     return by_top_k.maximum(by_top_p).maximum(by_min_p)
 
 
@@ -227,7 +256,13 @@ def _logprobs(
     token_ids: torch.Tensor,
     num_top: int,
 ) -> Logprobs:
-    """Logprobs for logits [S, V] whose probabilities add up to exp(`total`)."""
+    """Returns the logprobs of `token_ids` [S] and of the `num_top` likeliest tokens.
+
+    Args:
+        logits: float32 [S, V].
+        total: [S, 1], the logarithm of the sum of each row's exponentials; 0 if `logits`
+            are logprobs already.
+    """
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     ranks = _ranks(logits, chosen, top)
@@ -237,11 +272,12 @@ def _logprobs(
 def _ranks(
     logits: torch.Tensor, chosen: torch.Tensor, top: torch.Tensor
 ) -> torch.Tensor:
-    """How many logits of each row [S, V] are at least `chosen` [S, 1].
+    """Returns how many logits of each row [S, V] are at least `chosen` [S, 1].
 
-    On a CPU, counting over a whole row takes as long as computing it. Only those rows
-    are counted whose token is not above the last of the `top` ones [S, k]. A GPU would
-    have to wait to learn which rows these are.
+    On a CPU, counting over a whole row takes as long as computing its logprobs. So only
+    rows are counted in which the chosen token is not above the last of the `top` logits
+    [S, k]. On a GPU all rows are counted, because the host would have to wait to learn
+    which rows need it.
     """
     if logits.device.type != "cpu":
         return (logits >= chosen).sum(-1)
@@ -257,15 +293,18 @@ def _ranks(
 
 
 class LastSampledTokens:
-    """The tokens of the last step, in a buffer with a fixed address from which the next
-    step reads them.
+    """The tokens that the last step drew, in a buffer with a fixed address from which
+    the next step reads them.
 
-    A step's token id t is looked up at index ~t. For t = -1 - r this is index r, which
-    holds the token that row r drew. For the id of a token it is a negative index, at
-    which the buffer has that id.
+    A step's token id t is looked up at index ~t (its complement). If t is -1 - r, the
+    index is r, at which the buffer has the token that row r drew. If t is the id of a
+    token, the index is negative, and the buffer has t there.
 
     Args:
-        size: most draws of a step.
+        size: largest number of draws of a step.
+
+    Attributes:
+        token_ids: int64 [size], the drawn tokens.
     """
 
     def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
@@ -277,15 +316,15 @@ class LastSampledTokens:
         self._num_stored = 0
 
     def store(self, drawn: torch.Tensor) -> None:
-        """Takes over the draws of the step launched last, int64 [R]."""
+        """Stores the draws of the last launched step, int64 [R]."""
         self._num_stored = min(len(drawn), len(self.token_ids))
-        # A captured graph draws directly into the buffer.
+        # A captured graph has drawn directly into the buffer.
         if drawn.data_ptr() != self.token_ids.data_ptr():
             self.token_ids[: self._num_stored] = drawn[: self._num_stored]
 
     def complements(self, token_ids: Int64s) -> Int64s:
-        """The indices for `resolve` of a step's token ids, where -1 - r stands for what
-        row r drew."""
+        """Returns the complements of a step's token ids, for `resolve`. A token id of
+        -1 - r stands for the token that row r drew."""
         max_row = ~int(token_ids.min())
         max_token = int(token_ids.max())
         vocab_size = len(self._by_complement) - len(self.token_ids)
@@ -296,7 +335,7 @@ class LastSampledTokens:
         return ~token_ids
 
     def resolve(self, complements: torch.Tensor) -> torch.Tensor:
-        """The token ids of a step, int64 [T], from their complements."""
+        """Returns the token ids of a step, int64 [T], from their complements."""
         return self._by_complement[complements]
 
 
@@ -304,14 +343,20 @@ class LastSampledTokens:
 
 
 class PendingScores:
-    """The logprobs of prompt tokens that a launched step computes."""
+    """The logprobs of prompt tokens that a launched step computes.
+
+    Args:
+        requests: the requested tokens.
+        chunks: logprobs of all requested tokens in order, being copied to the host.
+    """
 
     def __init__(self, requests: list[ScoredRows], chunks: list[Logprobs]) -> None:
         self._requests = requests
         self._chunks = chunks
 
     def result(self) -> list[list[TokenLogprobs]]:
-        """One list for each request. Called once the device has finished the step."""
+        """Returns one list for each request. Must be called only once the device has
+        finished the step."""
         counts = iter(
             [request.num_top for request in self._requests for _ in request.targets]
         )
@@ -327,12 +372,13 @@ class PendingScores:
 def score(
     model: CausalLM, hidden: torch.Tensor, requests: list[ScoredRows]
 ) -> PendingScores:
-    """Computes logprobs, of the unmodified distribution, of the requested tokens.
+    """Computes the logprobs of the requested prompt tokens, without bias, penalties and
+    masks.
 
-    Every rank of a model takes part. On a GPU this does not wait for the device.
+    Every rank of a model takes part. On a GPU, the host does not wait for the device.
 
     Args:
-        hidden: [T, hidden] of a step.
+        hidden: hidden states of a step, [T, hidden].
     """
     if not requests:
         return PendingScores([], [])
@@ -346,7 +392,7 @@ def score(
     chunks = []
     for start in range(0, len(rows), _SCORED_ROWS):
         chunk = slice(start, start + _SCORED_ROWS)
-        # log_softmax, because logsumexp takes longer.
+        # log_softmax takes less time than subtracting logsumexp.
         logprobs = model.logits(hidden[rows[chunk]]).log_softmax(-1)
         logprobs = logprobs.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
         chunks.append(_logprobs(logprobs, 0.0, targets[chunk], num_top).on_host())

@@ -13,17 +13,20 @@ from protocol.messages import SamplingParams
 class SamplingBatch:
     """How to draw one token for each of S rows; see `from_params`.
 
-    `free_rows` and `restricted_rows` are derived on the host, so that no step waits for
-    the device to learn its own shape.
+    `free_rows` and `restricted_rows` are computed on the host. Finding these rows on the
+    device would make the host wait for the device.
 
     Attributes:
         temperature, top_p, min_p: float32 [S].
-        top_k: int64 [S]; 0 is off.
+        top_k: int64 [S]; 0 allows every token.
         seed, choice: int64 [S].
-        position: int64 [S], index in its sequence of the token being drawn.
-        max_logprobs: None: no logprobs; 0: logprobs of the drawn token only.
-        free_rows: int64, rows with a temperature that allow every token.
-        restricted_rows: int64, rows with a temperature and top_k, top_p or min_p.
+        position: int64 [S], the index of the drawn token in its sequence.
+        max_logprobs: the largest number of most likely tokens that a row requests
+            logprobs of. 0: only of the drawn token; None: no logprobs.
+        free_rows: int64, indices of the rows with a temperature that allow every token;
+            None if there are no such rows.
+        restricted_rows: int64, indices of the rows with a temperature and with top_k,
+            top_p or min_p; None if there are no such rows.
         max_top_k: the largest top_k of the restricted rows.
         has_bare_top_p: whether some row has top_p without top_k.
     """
@@ -48,10 +51,10 @@ class SamplingBatch:
         positions: Sequence[int],
         device: str | torch.device = "cpu",
     ) -> "SamplingBatch":
-        """One row for each entry of `params`.
+        """Makes a batch with one row for each entry of `params`.
 
         Args:
-            positions: indices of the tokens being drawn, in their sequences.
+            positions: for each row, the index of the drawn token in its sequence.
         """
         assert len(params) == len(positions), (len(params), len(positions))
         device = torch.device(device)

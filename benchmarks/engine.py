@@ -311,7 +311,7 @@ def _step(
         query_lens=np.full(num_seqs, query_len, np.int32),
         context_lens=np.full(num_seqs, context_len, np.int32),
         block_tables=tables,
-        sample_rows=np.arange(num_seqs, dtype=np.int32),
+        sampled_sequences=np.arange(num_seqs, dtype=np.int32),
         sampling=[SamplingParams(temperature=0.0)] * num_seqs,
     )
 

@@ -42,8 +42,8 @@ class StepInput:
         query_lens: [S] tokens to compute.
         context_lens: [S] tokens of KV once they are computed.
         block_tables: [S, max_blocks x groups], padded with the null block.
-        sample_rows: [R] indices into S. A row from which several choices draw is
-            repeated.
+        sampled_sequences: [R] for each draw, the index in S of its sequence. If several
+            choices draw from one sequence, its index is repeated.
         sampling: [R], without what travels in `shapes`.
         shapes: None if no row has a bias, penalty or ban.
         is_masked: whether some row has a grammar. Nothing is then drawn before
@@ -54,7 +54,7 @@ class StepInput:
     query_lens: Int32s
     context_lens: Int32s
     block_tables: Int32s
-    sample_rows: Int32s
+    sampled_sequences: Int32s
     sampling: list[SamplingParams]
     shapes: StepShapes | None = None
     is_masked: bool = False
@@ -88,12 +88,12 @@ class StepInput:
     def last_token_rows(self) -> Int64s:
         """[R] rows of T whose hidden states the next tokens are drawn from."""
         ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
-        return ends[self.sample_rows]
+        return ends[self.sampled_sequences]
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """The drawn tokens, in the order of `StepInput.sample_rows`, and the logprobs of
+    """The drawn tokens, in the order of `StepInput.sampled_sequences`, and the logprobs of
     prompt tokens, in the order of `StepInput.scores`."""
 
     token_ids: list[int]  # [R]
@@ -174,7 +174,7 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=tables,
-        sample_rows=np.array(drawing, dtype=np.int32),
+        sampled_sequences=np.array(drawing, dtype=np.int32),
         sampling=[sequence.sampling.params for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
         is_masked=any(sequence.sampling.grammar is not None for sequence in draws),

@@ -163,7 +163,7 @@ class DecodeGraphs:
         return (
             num_seqs <= self._sizes[-1]
             and num_seqs == len(step.token_ids)
-            and step.sample_rows.tolist() == list(range(num_seqs))
+            and step.sampled_sequences.tolist() == list(range(num_seqs))
             and not step.scores
         )
 

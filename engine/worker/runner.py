@@ -276,14 +276,14 @@ class ModelRunner:
     def _begin(self, step: StepInput) -> LaunchedStep:
         if self.device.type == "cpu":
             self.memory.pool.mark_used(int(step.block_tables.max()))
-        if len(step.sample_rows) == 0:
+        if len(step.sampled_sequences) == 0:
             return self._begin_without_draws(step)
         # Upload before the launch of the step, because a later upload might wait for the
         # step.
         shaping = self.shaper.prepare(step.shapes)
         batch = None
         if shaping is not None or step.is_masked or not is_greedy(step.sampling):
-            positions = step.context_lens[step.sample_rows].tolist()
+            positions = step.context_lens[step.sampled_sequences].tolist()
             batch = SamplingBatch.from_params(step.sampling, positions, self.device)
         computed = self.compute(step)
         drawn: SampledTokens | None = None

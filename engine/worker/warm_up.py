@@ -122,7 +122,7 @@ class WarmUpSizes:
             query_lens=np.array(lens, np.int32),
             context_lens=np.array(contexts, np.int32),
             block_tables=tables.reshape(len(lens), width),
-            sample_rows=np.arange(len(lens), dtype=np.int32),
+            sampled_sequences=np.arange(len(lens), dtype=np.int32),
             sampling=[GREEDY] * len(lens),
         )
 
@@ -226,7 +226,7 @@ def steps(sizes: WarmUpSizes) -> Iterator[StepInput]:
 
 
 def _without_draws(step: StepInput) -> StepInput:
-    return replace(step, sample_rows=np.zeros(0, np.int32), sampling=[])
+    return replace(step, sampled_sequences=np.zeros(0, np.int32), sampling=[])
 
 
 def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
@@ -262,7 +262,9 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
         yield replace(shaped, is_masked=True)
         yield replace(shaped, is_masked=True, shapes=None)
     # Two choices of the first sequence, while other sequences, if any, draw nothing.
-    yield replace(step, sample_rows=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2)
+    yield replace(
+        step, sampled_sequences=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2
+    )
 
 
 def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:

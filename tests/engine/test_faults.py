@@ -37,7 +37,7 @@ class Failing(ShadowExecutor):
         self.length = length
 
     def launch(self, step: StepInput) -> _ShadowStep:
-        lens = step.context_lens[step.sample_rows].tolist()
+        lens = step.context_lens[step.sampled_sequences].tolist()
         draws = zip(step.sampling, lens, strict=True)
         if any(params.seed == BAD_SEED and n >= self.length for params, n in draws):
             raise StepFailed("this request is more than it can take")

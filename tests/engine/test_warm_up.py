@@ -86,7 +86,7 @@ def test_two_ranks_run_all_of_them(dcp):
                 words = -(-executor.runners[0].model_config.vocab_size // 32)
                 pending.draw(np.full((len(step.sampling), words), -1, np.int32))
             found = pending.result()
-            assert len(found.token_ids) == len(step.sample_rows)
+            assert len(found.token_ids) == len(step.sampled_sequences)
             assert len(found.scores) == len(step.scores)
 
 

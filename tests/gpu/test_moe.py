@@ -119,7 +119,7 @@ def one_token_each() -> StepInput:
         query_lens=ones,
         context_lens=ones,
         block_tables=1 + np.arange(NUM_SEQS, dtype=np.int32)[:, None],
-        sample_rows=np.arange(NUM_SEQS, dtype=np.int32),
+        sampled_sequences=np.arange(NUM_SEQS, dtype=np.int32),
         sampling=[GREEDY] * NUM_SEQS,
     )
 

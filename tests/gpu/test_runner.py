@@ -93,7 +93,7 @@ def step_of(
         query_lens=np.array([len(part) for part in parts], np.int32),
         context_lens=np.array(context_lens, np.int32),
         block_tables=tables_for(160, num_groups)[: len(parts)],
-        sample_rows=np.arange(len(parts), dtype=np.int32),
+        sampled_sequences=np.arange(len(parts), dtype=np.int32),
         sampling=[sampling] * len(parts),
         **members,
     )

@@ -216,7 +216,7 @@ class ShadowExecutor:
 
         If the row has a state row, that must have counted exactly the row's context.
         """
-        context = self.context(step, int(step.sample_rows[at]))
+        context = self.context(step, int(step.sampled_sequences[at]))
         token = next_token(context, step.sampling[at].choice_index)
         row = step.shapes.rows[at] if step.shapes else NO_ROW
         if step.shapes is None or row == NO_ROW:
@@ -311,7 +311,9 @@ class WindowedExecutor(ShadowExecutor):
                 for group in range(self.num_groups):
                     self.pool[self.slot(step, row, group, position)] = value
         drawn = []
-        for row, params in zip(step.sample_rows.tolist(), step.sampling, strict=True):
+        for row, params in zip(
+            step.sampled_sequences.tolist(), step.sampling, strict=True
+        ):
             length = step.context_lens[row]
             context = self.visible(step, row, length, length)
             drawn.append(next_token(context, params.choice_index))

@@ -5,9 +5,9 @@ and pulls that KV.
                        |                                |        |
                        `------- failure policy: recompute here, or fail
 
-All waiting happens on the transfer thread of rank 0. In each round, the borrower moves
-sequences and blocks according to the events that this thread has left. The id of a
-sequence is also the id of its pull.
+All waiting happens on the transfer thread of rank 0. In each round of the core, the
+borrower handles the events that the transfer thread has queued, which changes the states
+of sequences and blocks. The id of a sequence is also the id of its pull.
 """
 
 import logging
@@ -55,9 +55,9 @@ class Borrower(KVConnector):
     """Connects to prefill engines, pulls KV, and recovers from failed pulls.
 
     Args:
-        policy: what follows a failed pull. With `recompute` the prompt is computed
-            here; with `fail` the client receives the error. In both cases no text is
-            made from the bytes that failed.
+        policy: the reaction to a failed pull. With "recompute" the prompt is computed
+            here; with "fail" the client receives the error. In both cases no token is
+            computed from the bytes of the failed pull.
         quarantine_timeout_s: longest time that a request waits for blocks that only
             the end of hanging READs can free.
         rates: measurements that decide whether a hinted prefix is pulled.
@@ -76,11 +76,11 @@ class Borrower(KVConnector):
         self._policy = policy
         self._rates = rates
         self._engine_id = engine_id
-        # Sequences that wait for a lookup of their prefix on another engine.
+        # Sequences that wait for a lookup of their prefix on another engine, by id.
         self._looking_up: dict[str, Sequence] = {}
-        # Sequences that have a pull, which has not ended.
+        # Sequences with a pull that has not ended, by id.
         self._remote: dict[str, Sequence] = {}
-        # Blocks of ended pulls to which READs may still write.
+        # Blocks of ended pulls to which READs may still write, by id of the sequence.
         self._undrained: dict[str, list[int]] = {}
         self._deadlock = DeadlockTimer()
         self._quarantine = QuarantineTimer(quarantine_timeout_s)
@@ -104,18 +104,18 @@ class Borrower(KVConnector):
                 self.core.enqueue(sequence)
             return
         remote = sequence.pull.remote
-        # DecodeLeg checks that a reference has what the request asks for.
+        # engine/http/legs/decode_leg.py has checked the reference against the request.
         assert len(remote.first_tokens) in (0, len(sequence.choices))
         assert not sequence.is_scoring
-        # The first tokens of an offer come later, when the offer is sealed.
+        # The first tokens of an offer arrive later, when the offer is sealed.
         needs_first_token = request.max_tokens and not request.resumed_choices
         if needs_first_token and not (remote.first_tokens or sequence.pull.is_offer):
             self._counters.count_redrawn_first_token()
         self._hold_and_enqueue(sequence, remote)
 
     def _start_lookup(self, sequence: Sequence) -> bool:
-        """Asks the hinted engine for the beginning of the prompt, if a pull is likely
-        to be quicker than computing. True if a lookup was sent."""
+        """Asks the hinted engine for a prefix of the prompt, if a pull is likely to be
+        quicker than computing. Returns whether a lookup was sent."""
         hint = sequence.request.hint
         if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
             return False
@@ -132,7 +132,7 @@ class Borrower(KVConnector):
         min_tokens = self._rates.min_pull_tokens(key_of(hint))
         should_pull = min(hint.num_tokens, max_tokens) - num_cached >= min_tokens
         logger.debug(
-            "request %s: %d prompt tokens cached here, perhaps %d on %s, "
+            "request %s: %d prompt tokens cached here, up to %d on %s, "
             "pull threshold %g tokens: %s",
             sequence.request_id,
             num_cached,
@@ -170,7 +170,8 @@ class Borrower(KVConnector):
             self._hold_and_enqueue(sequence, remote)
 
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Keeps the lease of a remote prompt renewed while its sequence waits."""
+        """Renews the lease of a remote prompt from now on, and enqueues the sequence as
+        soon as it can be pulled."""
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._enqueue_when_ready(sequence, remote)
@@ -178,8 +179,9 @@ class Borrower(KVConnector):
     def _enqueue_when_ready(self, sequence: Sequence, remote: RemotePrefill) -> None:
         """Enqueues the sequence if the handshake is complete and the lease exists.
 
-        An offer has its lease once a part of its prompt is computed. Until then the
-        sequence must not hold blocks.
+        Otherwise starts the handshake, or waits for the lease: an offer gets a lease
+        once a part of its prompt is computed. Until then the sequence must not hold
+        blocks.
         """
         if not self._coordinator.can_pull_from(remote):
             self._coordinator.connect(remote)
@@ -192,7 +194,7 @@ class Borrower(KVConnector):
         start = sequence.num_computed
         stop = sequence.pull.num_to_pull(len(sequence.token_ids))
         if start >= stop:
-            # Every block was cached here: there is nothing to read or to fence.
+            # Every block was cached here, so there is nothing to pull.
             self._release_remote(sequence)
             scheduler.finish_pull(sequence)
             return
@@ -212,7 +214,7 @@ class Borrower(KVConnector):
             seconds = times.drawn - (times.pulled or times.admitted)
             self._rates.record_compute(sequence.accounting.num_recomputed, seconds)
         if sequence.pull is not None:
-            # The request ended with its first token, before any pull.
+            # The request has ended with its first token, before a pull.
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
@@ -232,9 +234,11 @@ class Borrower(KVConnector):
         self._coordinator.cancel(pull_id)
 
     def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
-        """Releases the lease on the prefill server once no READ is in flight.
+        """Ends the pull of a sequence, or the wait for it. The lease on the prefill
+        server is released once no READ is in flight.
 
-        With `lend`, another decode server may use the lease instead.
+        Args:
+            lend: keep the lease, so that another decode server may use it.
         """
         del self._remote[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, lend=lend)
@@ -258,7 +262,7 @@ class Borrower(KVConnector):
                 case PullFailed():
                     self._on_failed(event)
                 case PullStuck():
-                    # The sequence was aborted; quarantine as for a failed pull.
+                    # The sequence was aborted, and its READs hang.
                     allocator.quarantine(self._undrained.get(event.pull_id, []))
                 case PullDrained():
                     allocator.drained(self._undrained.pop(event.pull_id, []))
@@ -267,35 +271,39 @@ class Borrower(KVConnector):
         self._fail_blocked_on_quarantine()
 
     def _compute_pulls_without_capacity(self) -> None:
+        """Gives up the waiting pulls that hanging READs keep from starting. Their
+        prompts are computed here, or their requests fail."""
         scheduler = self.core.scheduler
         num_quarantined = scheduler.allocator.num_quarantined
         for sequence in pulls_without_capacity(scheduler):
             error = PullCircuitOpen(
-                f"hanging READs hold {num_quarantined} KV blocks, and a pull needs more "
-                "than are left"
+                f"hanging READs hold {num_quarantined} KV blocks, so this pull would "
+                "exceed the limit on blocks exposed to READs"
             )
             self._give_up_waiting_pull(sequence, error)
 
     def _break_deadlock(self) -> None:
+        """Gives up one waiting pull if this engine and another wait for each other."""
         victim = self._deadlock.find_victim(self.core.scheduler)
         if victim is not None:
             error = PullCircuitOpen(self._deadlock.explanation())
             self._give_up_waiting_pull(victim, error)
 
     def _fail_blocked_on_quarantine(self) -> None:
+        """Fails requests that have waited too long for quarantined blocks."""
         scheduler = self.core.scheduler
         for sequence in self._quarantine.find_overdue(scheduler):
             if sequence.phase is not Phase.WAITING:
-                continue  # it ended with another request of this loop
+                continue  # failing an earlier sequence of this loop ended this one
             if sequence.pull is not None:
                 self._release_remote(sequence, lend=True)
-            self._counters.count_blocked_request()
+            self._counters.count_quarantine_timeout()
             explanation = self._quarantine.explanation(scheduler)
             self.core.fail(sequence, Overloaded(explanation))
 
     def _on_decided(self, event: PeerDecided) -> None:
-        """A handshake succeeded or failed: its sequences are enqueued, or give up their
-        pulls."""
+        """Handles the end of a handshake: enqueues the sequences that waited for it, or
+        gives up their pulls if it failed."""
         new_sequences = [s for s in self._remote.values() if s.phase is Phase.NEW]
         for sequence in new_sequences:
             pull = sequence.pull
@@ -307,6 +315,7 @@ class Borrower(KVConnector):
                 self._give_up_waiting_pull(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
+        """Handles the lease of an offer: the first part of its prompt is computed."""
         sequence = self._remote.get(event.pull_id)
         if sequence is None or sequence.pull is None:
             return  # the request was aborted
@@ -314,8 +323,8 @@ class Borrower(KVConnector):
         self._enqueue_when_ready(sequence, sequence.pull.remote)
 
     def _on_sealed(self, event: PullSealed) -> None:
-        """The prefill server has drawn the first tokens. The stream begins before the
-        rest of its KV is here."""
+        """Handles the first tokens of an offer, which the prefill server has drawn. The
+        client receives them before all KV has been pulled."""
         sequence = self._remote.get(event.pull_id)
         if sequence is None:
             return
@@ -323,13 +332,13 @@ class Borrower(KVConnector):
         try:
             params = kv_params.parse(msgspec.json.decode(event.reference))
         except (KVParamsRejected, msgspec.DecodeError) as error:
-            # The KV is pulled all the same.
+            # The KV is pulled nevertheless.
             logger.warning(
                 "request %s: %s (drawing its first token here)", event.pull_id, error
             )
             self._counters.count_redrawn_first_token()
             return
-        # The client of a resumed request has its first tokens already.
+        # The client of a resumed request already has the first tokens.
         needs_first_token = bool(request.max_tokens and not request.resumed_choices)
         is_usable = needs_first_token and kv_params.are_first_tokens_of(
             params, request, request.sampling.seed
@@ -356,7 +365,8 @@ class Borrower(KVConnector):
         self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
 
     def _on_failed(self, event: PullFailed) -> None:
-        """Quarantines blocks to which a READ may still write."""
+        """Recomputes or fails the sequence of a failed pull. Quarantines the blocks to
+        which READs may still write."""
         if isinstance(event.error, KVCorrupt):
             self._counters.count_verify_failure()
         sequence = self._remote.pop(event.pull_id, None)
@@ -379,30 +389,31 @@ class Borrower(KVConnector):
         self._give_up_remote(sequence, event.error)
 
     def _give_up_waiting_pull(self, sequence: Sequence, error: BatonError) -> None:
-        """Gives up a pull before its first READ. If the request fails, another server
-        may use the KV."""
+        """Gives up a pull before its first READ. If the request then fails, another
+        server may use the lease."""
         self._release_remote(sequence, lend=not self._may_recompute(sequence))
         self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
-        """Recomputes or fails a sequence that holds no block and receives no KV."""
+        """Recomputes or fails a sequence that holds no blocks, after its pull was given
+        up with `error`."""
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._report_failure(sequence, error)
-        # Without a handshake nothing proves that the peer runs this model, so its first
-        # token may not be in our vocabulary. What was sent to the client already came
-        # from a verified peer, and stays.
+        # Without a handshake nothing proves that the peer runs this model, so the peer's
+        # first token may not be in our vocabulary. Tokens that were already sent to the
+        # client are kept: they came from a verified peer.
         sequence.discard_remote_results()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
-        elif sequence.accounting.was_admitted:  # it has waited its turn already
+        elif sequence.accounting.was_admitted:  # it has already waited in the queue
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)
 
     def _may_recompute(self, sequence: Sequence) -> bool:
-        """Whether a failed pull is followed by computing the prompt here. No client
-        requested the pull of a looked-up prefix, so its failure fails no request."""
+        """Whether the prompt is computed here after a failed pull. The failed pull of a
+        looked-up prefix never fails the request, because no client requested it."""
         return self._policy == "recompute" or sequence.request.remote is None
 
     def _report_failure(self, sequence: Sequence, error: BatonError) -> None:
@@ -425,7 +436,8 @@ class Borrower(KVConnector):
 
 
 def _without_address(error: BatonError, remote: RemotePrefill | None) -> BatonError:
-    """The error for the client. Only the log has the address of the prefill server."""
+    """Returns the error for the client, without the prefill server's address. Only the
+    log may contain the address."""
     if remote is None:
         return error
     message = error.message.replace(f"{remote.host}:{remote.port}", "its address")

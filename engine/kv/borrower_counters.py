@@ -1,4 +1,4 @@
-"""Counters of the borrower: lookups, pulls, their failures and recoveries."""
+"""Counts the lookups and pulls of KV from other engines, for metrics."""
 
 from collections import defaultdict
 
@@ -10,7 +10,11 @@ _LOOKUP_OUTCOMES = ("found", "none", "late", "computed")
 
 
 class BorrowerCounters:
-    """Totals by series (protocol.metrics)."""
+    """Totals of the borrower, by series (protocol/metrics.py).
+
+    Args:
+        policy: the failure policy, which is a label of the recoveries.
+    """
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
@@ -18,19 +22,24 @@ class BorrowerCounters:
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
     def count_rejected_params(self) -> None:
+        """Counts a request with kv_transfer_params that this engine cannot use."""
         self._totals["baton_kv_params_rejected"] += 1
 
     def count_redrawn_first_token(self) -> None:
+        """Counts a pulled prompt whose first token is drawn here."""
         self._totals["baton_kv_first_tokens_redrawn"] += 1
 
-    def count_blocked_request(self) -> None:
+    def count_quarantine_timeout(self) -> None:
+        """Counts a request that failed because quarantined blocks kept it waiting."""
         self._totals["baton_requests_locked_out"] += 1
 
     def count_lookup(self, outcome: str) -> None:
+        """Counts a hinted prefix. The outcome is one of _LOOKUP_OUTCOMES; "computed"
+        means that no lookup was sent."""
         self._totals[stat_key("baton_kv_lookups", outcome=outcome)] += 1
 
     def count_transfer(self, event: PullDone) -> None:
-        """Counts a pull that succeeded."""
+        """Counts a pull that succeeded, with its bytes, duration and verification."""
         key = stat_key("baton_kv_transfers", outcome="done", path=event.path)
         self._totals[key] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
@@ -57,10 +66,10 @@ class BorrowerCounters:
 
 
 def _zeros(policy: str) -> dict[str, float]:
-    """Counters that are exposed from the start.
+    """The counters that have the value 0 at the start.
 
-    A rate() over a counter misses the event with which the counter first appears, and
-    some of these events may happen only once.
+    A Prometheus rate() misses the event with which a counter first appears. Some events
+    happen only once, so their counters must be exposed before.
     """
     errors: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
     names = [

@@ -10,8 +10,8 @@ from protocol.messages import RemotePrefill
 
 
 class Connector(KVConnector):
-    """Every engine has both components. The request legs that it receives decide which
-    of them has work."""
+    """The connector of every engine. A prefill leg gives work to the lender, a decode
+    leg to the borrower."""
 
     def __init__(self, lender: Lender, borrower: Borrower) -> None:
         self._lender = lender
@@ -24,7 +24,7 @@ class Connector(KVConnector):
     def on_add(self, sequence: Sequence) -> None:
         pull = sequence.pull
         if pull is not None and self._lender.end_local_lease(pull.remote):
-            # This engine also computed the prompt, so its prefix cache has it.
+            # This engine itself computed the prompt, so its prefix cache has the KV.
             sequence.pull = None
         self._lender.offer_prompt(sequence)
         self._borrower.on_add(sequence)

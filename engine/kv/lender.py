@@ -1,9 +1,9 @@
 """The lender component of an engine: leases KV blocks to other engines.
 
-A leased block passes from USED to LEASED, and a signed reference tells the reader how
-to read it. The thread of the lease server owns the leases and answers borrowers without
-waiting for a step. The lender grants leases and, in each round, gives the blocks of
-ended leases back to the allocator.
+A leased block passes from USED to LEASED. A signed reference contains all that a reader
+needs to read the block. The thread of the lease server stores the leases and answers
+borrowers without waiting for a step. The lender grants leases. In each round of the
+core, it returns the blocks of ended leases to the allocator.
 """
 
 from itertools import islice
@@ -24,7 +24,8 @@ from protocol.messages import FirstToken, RemotePrefill, TokenLogprobs, http_req
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS_PER_ROUND = 4
-# Share of the pool that leases of lookups may take away from running sequences.
+# Lookups get no unused blocks of the prefix cache once leases take this share of the
+# pool.
 _MAX_LEASED_SHARE = 0.5
 
 
@@ -34,17 +35,18 @@ class Lender(KVConnector):
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
-        # Lease ids, by the ids of ended requests and of lookups.
-        self._by_request: dict[str, str] = {}
-        # Request ids by transfer id. If two requests have the same transfer id, the
-        # later one owns it.
-        self._offer_owners: dict[str, str] = {}
+        # The leases that have not ended: their ids, by request id or nonce of a lookup.
+        self._lease_ids: dict[str, str] = {}
+        # Request ids by transfer id. If two requests have the same transfer id, it
+        # belongs to the later request.
+        self._offering_requests: dict[str, str] = {}
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
-        self._was_deadlocked = False  # whether the scheduler was, in the last round
+        # Whether the scheduler was deadlocked in the last round.
+        self._was_deadlocked = False
 
     def offer_prompt(self, sequence: Sequence) -> None:
-        """Announces a new prompt with a transfer id, so that borrowers can subscribe to
-        it."""
+        """Announces a new prompt, so that borrowers can subscribe to it. Does nothing if
+        the request has no transfer id."""
         transfer_id = sequence.request.transfer_id
         if not transfer_id:
             return
@@ -60,20 +62,21 @@ class Lender(KVConnector):
                 config.block_size,
                 now,
             )
-        self._offer_owners[transfer_id] = sequence.request_id
+        self._offering_requests[transfer_id] = sequence.request_id
 
     def _transfer_id(self, sequence: Sequence) -> str:
-        """The transfer id of a sequence. It is empty if the request has none, or if a
-        later request has taken it over."""
+        """The transfer id of a sequence. Empty if the request has no transfer id, or if
+        the id now belongs to a later request."""
         transfer_id = sequence.request.transfer_id or ""
-        owner = self._offer_owners.get(transfer_id)
-        return transfer_id if owner == sequence.request_id else ""
+        request_id = self._offering_requests.get(transfer_id)
+        return transfer_id if request_id == sequence.request_id else ""
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Leases the full blocks of a prompt to its subscriber.
+        """Leases the prompt's blocks that are full and not yet leased, if a borrower has
+        subscribed to the prompt.
 
-        The blocks stay leased if the sequence is preempted. It then finds them in the
-        prefix index, so that it needs no others.
+        The blocks stay leased if the sequence is preempted. The sequence then finds
+        these blocks in the prefix index, so it does not need as many blocks again.
         """
         transfer_id = self._transfer_id(sequence)
         scheduler = self.core.scheduler
@@ -82,7 +85,8 @@ class Lender(KVConnector):
         if sequence.num_computed >= len(sequence.token_ids):
             return  # the prompt is complete: on_finish leases the rest
         if scheduler.limits.groups.drops_blocks:
-            return  # once preempted, it would not find what its windows have passed
+            # A preempted sequence would not find blocks before its windows again.
+            return
         with self._leases.offers() as (offers, _):
             first_block = offers.num_leased_blocks(transfer_id)
         num_full = sequence.num_computed // self._config.block_size
@@ -98,19 +102,23 @@ class Lender(KVConnector):
         *,
         seals: bool = False,
     ) -> str:
-        """Adds blocks to the lease of an offer. Returns the id of the lease; it is
-        empty if the lease has ended."""
+        """Adds blocks to the lease of an offer; the first blocks create the lease.
+        Returns the id of the lease; empty if the lease has ended.
+
+        Args:
+            seals: whether the blocks complete the prompt.
+        """
         with self._leases.offers() as (offers, now):
             lease_id = offers.grow(transfer_id, new_id(), block_ids, now, seals=seals)
         if lease_id:
             self.core.scheduler.allocator.lease(without_null_blocks(block_ids))
-            self._by_request[sequence.request_id] = lease_id
+            self._lease_ids[sequence.request_id] = lease_id
         return lease_id
 
     def on_end(self, sequence: Sequence) -> None:
         transfer_id = self._transfer_id(sequence)
         if transfer_id:
-            del self._offer_owners[transfer_id]
+            del self._offering_requests[transfer_id]
             with self._leases.offers() as (offers, now):
                 offers.withdraw(transfer_id, now)
 
@@ -119,7 +127,7 @@ class Lender(KVConnector):
         is_migrating = choices.migrating is sequence
         is_retained = sequence.request.retain_kv and choices.parent is sequence
         if not (is_migrating or is_retained):
-            return None  # choice 0 leases the KV for all choices
+            return None  # the client wants no KV, or choice 0 leases it for all choices
         # A migrated request with one choice also leases the KV of its outputs. Several
         # choices have only the prompt in common.
         includes_outputs = is_migrating and len(choices) == 1
@@ -128,14 +136,14 @@ class Lender(KVConnector):
             num_tokens = sequence.num_computed
         has_windows = self.core.scheduler.limits.groups.drops_blocks
         if is_migrating and not includes_outputs and has_windows:
-            return None  # the windows have passed the end of the prompt
+            return None  # blocks at the end of the prompt may have been released
         table = self.core.scheduler.tables.leased_table(sequence, num_tokens)
         transfer_id = self._transfer_id(sequence)
         block_ids, lease_id = self._lease_table(sequence, transfer_id, table)
         try:
             params = self._params(sequence, block_ids, lease_id, num_tokens)
         except Exception:
-            self._leases.abort(lease_id)  # no reader will learn of it
+            self._leases.abort(lease_id)  # no reader will get a reference to it
             raise
         if transfer_id:
             reference = msgspec.json.encode(params)
@@ -146,7 +154,8 @@ class Lender(KVConnector):
     def _lease_table(
         self, sequence: Sequence, transfer_id: str, table: list[int]
     ) -> tuple[list[int], str]:
-        """Leases all blocks of a table. Returns the leased blocks and the lease's id."""
+        """Leases all blocks of a table: in the lease of the offer, or else in a new
+        lease. Returns the leased blocks and the id of the lease."""
         with self._leases.offers() as (offers, _):
             leased = offers.leased_blocks(transfer_id)
         if leased:
@@ -154,16 +163,17 @@ class Lender(KVConnector):
             lease_id = self._grow_lease(sequence, transfer_id, rest, seals=True)
             if lease_id:
                 return [*leased, *rest], lease_id
-        # There is no lease that could grow. If one has ended, another reader may come.
+        # No lease can grow. If the offer's lease has ended, a second reader may still
+        # pull the KV.
         self.core.scheduler.allocator.lease(without_null_blocks(table))
         lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
-        self._by_request[sequence.request_id] = lease_id
+        self._lease_ids[sequence.request_id] = lease_id
         return table, lease_id
 
     def _params(
         self, sequence: Sequence, block_ids: list[int], lease_id: str, num_tokens: int
     ) -> dict[str, Any]:
-        """The kv_transfer_params of the response."""
+        """Returns the kv_transfer_params of the response, with a signed reference."""
         request = sequence.request
         sampling = request.sampling
         accounting = sequence.accounting
@@ -205,8 +215,11 @@ class Lender(KVConnector):
         num_tokens: int,
         **details: Any,
     ) -> RemotePrefill:
-        """A reference to leased blocks. If `dcp` ranks share tokens, each has its own
-        blocks, so that a reader sees every block of a table `dcp` times."""
+        """Returns a reference to leased blocks.
+
+        If `dcp` ranks share tokens, a block of a table is a block on each of these
+        ranks. The reference therefore names every block `dcp` times.
+        """
         config = self._config
         num_groups = self.core.scheduler.limits.groups.count
         num_blocks = -(-num_tokens // config.block_size) * num_groups
@@ -227,12 +240,13 @@ class Lender(KVConnector):
         )
 
     def on_abort_unknown(self, request_id: str) -> None:
-        """Ends the lease of a client that disconnected after its prompt was done."""
-        if lease_id := self._by_request.get(request_id):
+        """Ends the lease on a finished prompt after its client has disconnected."""
+        if lease_id := self._lease_ids.get(request_id):
             self._leases.abort(lease_id)
 
     def end_local_lease(self, remote: RemotePrefill) -> bool:
-        """Ends the lease of an unused reference if this engine made it. True if so."""
+        """Ends the lease of an unused reference if this engine made the reference.
+        Returns whether it did."""
         if remote.engine_id != self._config.engine_id:
             return False
         self._leases.abort(remote.lease_id)
@@ -243,8 +257,8 @@ class Lender(KVConnector):
             self.core.scheduler.allocator.end_lease(
                 without_null_blocks(ended.block_ids)
             )
-            if self._by_request.get(ended.request_id) == ended.lease_id:
-                del self._by_request[ended.request_id]
+            if self._lease_ids.get(ended.request_id) == ended.lease_id:
+                del self._lease_ids[ended.request_id]
         self._advance_leased_prompts()
         for _ in range(_MAX_LOOKUPS_PER_ROUND):
             if not self._leases.lookups:
@@ -255,18 +269,19 @@ class Lender(KVConnector):
         self.core.wake()  # more lookups wait for the next round
 
     def _advance_leased_prompts(self) -> None:
-        """Moves a prompt of which a part is leased to the head of the queue, if leases
+        """Moves a waiting prompt with leased blocks to the head of the queue, if leases
         keep every waiting request from running.
 
-        Its leases end only when its rest is computed. If there are several such
-        prompts, each gets its turn, because one may block another.
+        The lease ends only after the rest of the prompt is computed. If there are
+        several such prompts, each round moves the last of them, because one may keep
+        the others from running.
         """
         was_deadlocked = self._was_deadlocked
         self._was_deadlocked = self.core.scheduler.is_deadlocked
-        if not (was_deadlocked and self._was_deadlocked and self._by_request):
+        if not (was_deadlocked and self._was_deadlocked and self._lease_ids):
             return
         waiting = self.core.scheduler.waiting
-        leased_calls = {http_request_id(request_id) for request_id in self._by_request}
+        leased_calls = {http_request_id(request_id) for request_id in self._lease_ids}
         for sequence in reversed(waiting):
             if http_request_id(sequence.request_id) in leased_calls:
                 waiting.remove(sequence)
@@ -274,8 +289,11 @@ class Lender(KVConnector):
                 return
 
     def _look_up(self, lookup: Lookup) -> RemotePrefill | None:
-        """Leases the longest cached prefix of a prompt. Other sequences may use its
-        blocks at the same time."""
+        """Leases the longest cached prefix of a prompt, and counts the outcome. Returns
+        a reference, or None if the prefix is too short or too many blocks are leased.
+
+        Sequences of this engine may use the leased blocks at the same time.
+        """
         scheduler = self.core.scheduler
         cached_blocks: list[int] = []
         if scheduler.prefix is not None:
@@ -293,7 +311,7 @@ class Lender(KVConnector):
         self._lookups["found"] += 1
         scheduler.allocator.lease(without_null_blocks(block_ids))
         lease_id = self._leases.grant(lookup.nonce, block_ids, self._config.lease_s)
-        self._by_request[lookup.nonce] = lease_id
+        self._lease_ids[lookup.nonce] = lease_id
         return self._reference(
             lookup.nonce,
             block_ids,
@@ -304,10 +322,11 @@ class Lender(KVConnector):
         )
 
     def _leasable_prefix(self, block_ids: list[int]) -> list[int]:
-        """The blocks at the beginning of `block_ids` that leave enough others free.
+        """The leading blocks of `block_ids` that can be leased to a lookup.
 
-        Leases may take half of the pool, and nothing that the first waiting request
-        needs. Only blocks that no sequence uses count.
+        The leases may take half of the pool, but no block that the first waiting
+        request needs. Blocks that a sequence uses can always be leased, because they
+        are not available anyway.
         """
         scheduler = self.core.scheduler
         allocator = scheduler.allocator
@@ -327,13 +346,14 @@ class Lender(KVConnector):
                 break
             leasable.append(block)
         if scheduler.limits.groups.drops_blocks and len(leasable) < len(block_ids):
-            return []  # the windows of a shorter prefix may have been dropped
+            # The blocks in the windows at the end of a shorter prefix may be released.
+            return []
         return leasable
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()
         values = {
-            "baton_leases_held": float(len(self._by_request)),
+            "baton_leases_held": float(len(self._lease_ids)),
             "baton_lease_renewals": float(counters["renewed"]),
             "baton_lease_gone": float(counters["gone"]),
         }

@@ -1,5 +1,5 @@
-"""Decides whether to pull the beginning of a prompt or to compute it, from measurements
-of how long both took on this engine."""
+"""Decides whether this engine pulls the beginning of a prompt or computes it. Measured
+durations of pulls and of prefill on this engine are the basis."""
 
 import math
 import time
@@ -12,12 +12,13 @@ from kvcache.transfer.pulls.messages import PeerKey
 
 Borrow = Literal["auto", "always", "never"]
 
-# Latency of a lookup, an empty pull and its fence, until they have been measured.
+# Assumed latency of a lookup, an empty pull and its fence together, until a lookup has
+# been measured.
 _DEFAULT_LATENCY_S = 0.005
-_MIN_SAMPLE_BYTES = 1 << 20  # smaller pulls say nothing about the speed of a link
+_MIN_SAMPLE_BYTES = 1 << 20  # the latency dominates the duration of smaller pulls
 _MIN_SAMPLE_TOKENS = 16
-# Weight of a new measurement that is worse than the estimate. The first measurements of
-# a link include its setup, so that a worse one replaces the estimate only gradually.
+# Weight of a measurement that is worse than the estimate. The first measurements of a
+# link include the setup of the link, so a single bad one must not replace the estimate.
 _WORSE_WEIGHT = 0.3
 _ESTIMATE_LIFETIME_S = 60.0  # an unused link gets the default estimate after this time
 _MAX_PEERS = 1024
@@ -25,6 +26,8 @@ _MAX_PEERS = 1024
 
 @dataclass
 class _Link:
+    """Estimates for the link to one peer."""
+
     bytes_per_s: float
     latency_s: float
     created_at: float
@@ -34,9 +37,12 @@ class Rates:
     """Measured speeds of this engine and of its links to other engines.
 
     Args:
-        mode: `always` and `never` pull regardless of the measurements.
-        bytes_per_token: bytes of KV of a token, on all ranks.
+        mode: "always" and "never" decide without measurements.
+        bytes_per_token: bytes of a token's KV, summed over all ranks.
         default_bytes_per_s: assumed speed of a link without recent measurements.
+
+    Attributes:
+        seconds_per_token: time to compute a prompt token here; 0 until measured.
     """
 
     def __init__(
@@ -50,13 +56,12 @@ class Rates:
         self._bytes_per_token = bytes_per_token
         self._default_bytes_per_s = default_bytes_per_s
         self._clock = clock
-        # Time to compute a prompt token here; 0 until it has been measured.
         self.seconds_per_token = 0.0
         self._links: OrderedDict[PeerKey, _Link] = OrderedDict()
 
     def min_pull_tokens(self, peer: PeerKey) -> float:
-        """The number of tokens from which a pull from `peer` is quicker than computing;
-        infinity if it never is."""
+        """The smallest number of tokens that are pulled from `peer` quicker than computed
+        here; infinity if computing is always quicker."""
         if self._mode == "never":
             return math.inf
         if self._mode == "always" or not self.seconds_per_token:
@@ -66,8 +71,8 @@ class Rates:
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
-        """Records how long this engine took for a prompt, together with its other
-        work."""
+        """Records how long this engine took to compute `num_tokens` prompt tokens. The
+        time includes the engine's concurrent work."""
         if num_tokens < _MIN_SAMPLE_TOKENS:
             return
         measured = seconds / num_tokens
@@ -79,8 +84,8 @@ class Rates:
     def record_lookup(self, peer: PeerKey, seconds: float) -> None:
         """Records the time from a lookup to its answer."""
         link = self._link(peer)
-        # The peer answers lookups between two of its steps. The pull and its fence do
-        # not wait for a step, so the default latency is added for them.
+        # A peer answers lookups between two of its steps, so `seconds` may include a
+        # step. The pull and its fence wait for no step; the default stands for them.
         link.latency_s = _blend(
             link.latency_s, _DEFAULT_LATENCY_S + seconds, smaller_is_better=True
         )
@@ -104,7 +109,8 @@ class Rates:
 
 
 def _blend(estimate: float, measured: float, *, smaller_is_better: bool) -> float:
-    """Takes over a better measurement at once, and a worse one gradually."""
+    """Returns the new estimate: a measurement that is better than the estimate, or else
+    the estimate moved towards the measurement."""
     blended = (1 - _WORSE_WEIGHT) * estimate + _WORSE_WEIGHT * measured
     if smaller_is_better:
         return min(measured, blended)

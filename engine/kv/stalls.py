@@ -1,12 +1,12 @@
 """Waiting requests that cannot get KV blocks by waiting, and when to act on them.
 
-1. A pull needs blocks that only hanging READs could free, but computing the prompt
-   locally needs fewer: `pulls_without_capacity`.
+1. A pull would exceed the limit on blocks that READs may write to, because hanging READs
+   use up the limit. The prompt could be computed locally: `pulls_without_capacity`.
 2. Two engines each wait for blocks that are leased to the other: `DeadlockTimer`.
 3. A request needs more blocks than the pool has outside quarantine:
    `QuarantineTimer`.
 
-These functions only choose sequences. The borrower gives up the pulls or fails the
+This module only chooses sequences. The borrower gives up the pulls or fails the
 requests.
 """
 
@@ -16,11 +16,13 @@ import time
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Phase, Sequence
 
-_DEADLOCK_S = 5.0  # how long a deadlock lasts before a waiting pull is given up
+_DEADLOCK_S = 5.0  # a waiting pull is given up when a deadlock has lasted this long
 
 
 def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
-    """Waiting pulls that need the blocks of hanging READs, but can be computed before."""
+    """Waiting pulls that cannot start until hanging READs end, because quarantined blocks
+    count towards the limit of BlockAllocator.can_receive. Their prompts could be computed
+    here."""
     if not scheduler.allocator.num_quarantined:
         return []
     sequences = []
@@ -37,16 +39,20 @@ class DeadlockTimer:
     """Detects two engines that each wait for blocks leased to the other.
 
     A request that holds blocks of this engine may wait for blocks of another engine,
-    and those may be leased to a request that waits here. Neither would ever run. The
-    last waiting request with a pull breaks the cycle: it gives up its lease.
+    while the other engine's blocks are leased to a request that waits here. Neither
+    request would ever run. To break the cycle, the last waiting request with a pull
+    gives up its lease.
     """
 
     def __init__(self) -> None:
         self._deadlocked_since = math.inf
 
     def find_victim(self, scheduler: Scheduler) -> Sequence | None:
-        """The waiting pull to give up now. Without running sequences, one is given up
-        in each round once the deadlock is old enough; otherwise one per period."""
+        """Returns the waiting pull to give up now, or None. Called once in each round.
+
+        Once a deadlock has lasted _DEADLOCK_S, each round returns a pull. If sequences
+        run, the deadlock must last as long again before the next pull is returned.
+        """
         now = time.monotonic()
         if not scheduler.is_deadlocked:
             self._deadlocked_since = math.inf
@@ -63,14 +69,15 @@ class DeadlockTimer:
 
     @staticmethod
     def explanation() -> str:
+        """The reason for giving up a pull, for the error."""
         return (
             f"no waiting request got KV blocks for {_DEADLOCK_S} s, because running "
-            "requests or leases hold them all"
+            "requests or leases hold all blocks"
         )
 
 
 class QuarantineTimer:
-    """Measures how long each waiting request is blocked on quarantined blocks.
+    """Measures how long each waiting request has been blocked on quarantined blocks.
 
     Args:
         timeout_s: longest time that a request waits for blocks that only the end of
@@ -82,7 +89,8 @@ class QuarantineTimer:
         self._blocked_since: dict[Sequence, float] = {}
 
     def find_overdue(self, scheduler: Scheduler) -> list[Sequence]:
-        """The waiting requests that have been blocked for longer than the timeout."""
+        """Returns the waiting requests that have been blocked for longer than the
+        timeout. Called once in each round."""
         now = time.monotonic()
         blocked: list[Sequence] = []
         if scheduler.allocator.num_quarantined:
@@ -101,11 +109,12 @@ class QuarantineTimer:
         ]
 
     def explanation(self, scheduler: Scheduler) -> str:
+        """The reason for failing a request, for the error."""
         num_quarantined = scheduler.allocator.num_quarantined
         capacity = scheduler.allocator.capacity
         return (
-            "this request needs more KV blocks than are left: reads from a prefill "
-            f"server that hangs hold {num_quarantined} of {capacity} blocks, for longer "
-            f"than {self._timeout_s:g} s; raise --quarantine-timeout-s, or check the "
-            "prefill server"
+            f"this request needs more KV blocks than are left, because {num_quarantined} "
+            f"of {capacity} blocks have been held for more than {self._timeout_s:g} s by "
+            "pulls from a prefill server that does not respond; check the prefill server, "
+            "or raise --quarantine-timeout-s"
         )

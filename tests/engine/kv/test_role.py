@@ -187,7 +187,7 @@ def test_what_has_no_room_beside_a_hung_read_is_left_to_another_server(make_pair
     pair.failed(hung, "pull_timeout")
     pair.restart_prefill()  # from one whose READs hang nothing is pulled
     params = {**pair.prefill(large), "sender_releases": True}
-    assert "more than are left" in pair.failed(
+    assert "exceed the limit on blocks" in pair.failed(
         pair.submit(large, params), "pull_withheld"
     )
     pair.d.movers.resume()

@@ -1,4 +1,4 @@
-"""The frozen configuration of one engine, as it travels to each of its rank processes."""
+"""The frozen configuration of one engine, which is sent to each of its rank processes."""
 
 from typing import Final, Literal
 
@@ -14,22 +14,25 @@ _UNLIMITED_STEP_S: Final = 1.0
 
 
 class EngineConfig(KVOptions, ModelOptions):
-    """The server's options, by their names, and values derived from them at the start.
-    Facts that are learned later are stored elsewhere.
+    """The server's options, with their names, and values that are derived from the
+    options before the rank processes start.
 
     Attributes:
         incarnation: an id that is new at every start.
         scales: scales of FP8 KV, by layer and component.
+        threads: CPU threads of each rank; None for torch's default.
         meeting: path of a file through which the ranks' collectives connect.
-        side_channel_host: the address that is bound here.
-        side_channel_advertise: the address that peers use; empty if none is known.
+        side_channel_host: the address that the lease server binds.
+        side_channel_advertise: the address at which peers reach the lease server; empty
+            if none is known.
+        side_channel_port: the port of the lease server; 0 for any free port.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
     )
 
-    # Options that are no longer "auto".
+    # These options may be "auto" in the settings, but not here.
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
@@ -94,6 +97,6 @@ class EngineConfig(KVOptions, ModelOptions):
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
-            # It subscribes to offers and makes them: see protocol.kv_params.Offer.
+            # This engine makes offers and subscribes to them (protocol.kv_params.Offer).
             "subscribes": 1,
         }

@@ -1,5 +1,7 @@
-"""Checks that find impossible options before any process of the engine starts. No torch
-here."""
+"""Checks options against the model and the machine, before any engine process starts.
+
+This module does not import torch.
+"""
 
 from pathlib import Path
 from typing import Final
@@ -23,8 +25,8 @@ from protocol.settings.machine import free_host_bytes
 from protocol.settings.settings import EngineSettings
 
 _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# More than any GPU has. The actual size is checked later, by the rank on that GPU.
-_MAX_BYTES_OF_A_GPU: Final = 2**41
+# More than any GPU has. Each rank checks the actual memory of its GPU later.
+_MAX_GPU_BYTES: Final = 2**41
 
 
 class InvalidGeometry(ValueError):
@@ -34,7 +36,7 @@ class InvalidGeometry(ValueError):
 def read_config(
     model_dir: str | Path, options: EngineSettings | EngineConfig
 ) -> ModelConfig:
-    """A model's config.json, with the options applied."""
+    """Reads a model's config.json, and applies the options to it."""
     return load_config(
         model_dir,
         overrides=options.hf_overrides,
@@ -46,28 +48,29 @@ def read_config(
 def check_weights(
     config: EngineConfig, model: ModelConfig, free_bytes: int | None = None
 ) -> None:
-    """Checks the sizes of the weights, from which the sizes of all else follow.
+    """Checks that the files have the weights that config.json describes, and that the
+    memory can hold the weights.
 
     Args:
-        free_bytes: memory of this machine or container; None: what is free now.
+        free_bytes: free memory of this machine or container; None to measure it.
 
     Raises:
         ModelLoadError: the files do not have these weights.
-        InvalidGeometry: no memory can hold them.
+        InvalidGeometry: the memory cannot hold these weights.
     """
     fix = "use a smaller model, or a machine with more memory"
-    itemsize = ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
+    itemsize = ITEMSIZE.get(config.dtype, 1)  # check_geometry refuses other dtypes
     needed_bytes = weight_bytes(model, itemsize, keep_quantised=config.device == "cuda")
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
         max_bytes = free_host_bytes() if free_bytes is None else free_bytes
-        limit = "are free here"
+        limit = "are free on this machine"
         if config.load_format != "dummy":
             num_elements, fix = _unmapped_elements(config, model)
             needed_bytes = num_elements * itemsize
     else:
-        max_bytes = config.tp * _MAX_BYTES_OF_A_GPU
+        max_bytes = config.tp * _MAX_GPU_BYTES
         limit = f"is more than {config.tp} GPU(s) have"
     if needed_bytes > max_bytes:
         raise InvalidGeometry(
@@ -78,8 +81,8 @@ def check_weights(
 
 
 def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
-    """Elements of weights that take memory in addition to the mapped files, and the fix
-    that reduces them."""
+    """Returns the number of elements of weights that take memory in addition to the
+    mapped files, and a fix that reduces this number."""
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(
         stored[name] for name, dtype in _STORED_DTYPES.items() if dtype == config.dtype
@@ -87,12 +90,15 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
     copied = stored.total() - mapped
     fix = "use --no-pack-weights"
     if model.quantization:
-        # Quantised weights are dequantised, and one stored word has several of them.
+        # Quantised weights are copied when they are dequantised. A stored element may
+        # pack several weights, so the weights of the model are counted instead.
         copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - mapped)
     if copied > mapped:
         stored_type = max(_STORED_DTYPES, key=lambda name: stored[name])
-        fix = f"use --dtype {_STORED_DTYPES[stored_type]}, as which the files can be mapped"
-    # Experts are stacked, and packed weights are copied as well.
+        fix = (
+            f"use --dtype {_STORED_DTYPES[stored_type]}: files of this type are mapped"
+        )
+    # Stacking experts and packing weights copy all weights except the embeddings.
     if model.moe or (config.pack_weights and config.dtype == "float32"):
         embeddings = model.vocab_size * model.hidden_size
         copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - embeddings)
@@ -102,7 +108,8 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
-    """The layout of rank 0's smallest pool: one block and the null block.
+    """Checks the ranks and the lengths that the options request against the model.
+    Returns the layout of rank 0's smallest pool: one block and the null block.
 
     Raises:
         InvalidParallelism: `tp` ranks, in groups of `dcp`, cannot share the model.
@@ -111,10 +118,10 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
     check_parallelism(model, config.tp, config.dcp, config.ep)
     if config.max_model_len and config.max_model_len > model.max_position:
         raise InvalidGeometry(
-            f"--max-model-len is {config.max_model_len} tokens, but the model's positions "
-            f"end at {model.max_position}; use --max-model-len {model.max_position} or "
-            "less, or, if its rope is scaled to reach further, max_position_embeddings "
-            "of --hf-overrides"
+            f"--max-model-len is {config.max_model_len} tokens, but the model has only "
+            f"{model.max_position} positions; use --max-model-len {model.max_position} "
+            "or less, or, if the model's rope is scaled to more positions, set "
+            "max_position_embeddings with --hf-overrides"
         )
     return layout_of(config, model, num_blocks=2)
 
@@ -135,7 +142,7 @@ def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
 
 
 def kv_groups(model: ModelConfig) -> tuple[KVGroups, list[tuple[int, ...]]]:
-    """The groups of layers that have KV blocks of their own, and the layers of each."""
+    """The model's KV groups, and the layers of each group (see kvcache/groups.py)."""
     windows = [model.window_of(layer) for layer in range(model.num_layers)]
     return make_groups(windows, model.max_position)
 
@@ -147,28 +154,31 @@ def check_scales(config: EngineConfig, model: ModelConfig) -> None:
     if groups.count > 1 and set(config.scales) - {1.0}:
         raise InvalidGeometry(
             f"the scales of FP8 KV are {min(config.scales):g} to "
-            f"{max(config.scales):g}, but this model has KV in {groups.count} groups of "
-            "layers, by their windows, which are served with scales of 1 only: use "
-            "--kv-scales 1, or --kv-cache-dtype auto"
+            f"{max(config.scales):g}, but this model's layers have different attention "
+            "windows, and such models are served with scales of 1 only: use --kv-scales "
+            "1, or --kv-cache-dtype auto"
         )
 
 
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:
-    """Raises InvalidGeometry if the staging memory cannot hold two blocks of `layout`. A
-    peer's blocks may be larger; the planner checks them for each pull."""
+    """Raises InvalidGeometry if the staging memory cannot hold two blocks of `layout`.
+
+    A peer's blocks may be larger. The planner of a pull checks their size
+    (kvcache/transfer/plan).
+    """
     min_bytes = min_staging_bytes(layout)
     if config.staging_bytes < min_bytes:
         raise InvalidGeometry(
-            f"--staging-bytes is {config.staging_bytes}; a KV block of "
-            f"{config.block_size} tokens takes {layout.block_bytes} bytes on each rank, "
-            f"and two must fit: use --staging-bytes {min_bytes} or more, or a smaller "
-            "--block-size"
+            f"--staging-bytes is {config.staging_bytes}, but the staging memory must "
+            f"hold two KV blocks: a block of {config.block_size} tokens takes "
+            f"{layout.block_bytes} bytes on each rank; use --staging-bytes {min_bytes} or "
+            "more, or a smaller --block-size"
         )
 
 
 def check_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises UnsupportedPool, with the option that helps, if no rank's attention backend
-    can serve the model."""
+    """Raises UnsupportedPool if the attention backend cannot serve the model. The
+    message names the option that helps."""
     num_q_heads = model.num_heads // config.tp
     check_supported(
         config.attention_backend,
@@ -186,7 +196,11 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
 def attention_spec(
     config: EngineConfig, model: ModelConfig, num_q_heads: int
 ) -> AttentionSpec:
-    """The requirements for the attention backend of a rank with `num_q_heads` heads."""
+    """What the attention backend of a rank must support.
+
+    Args:
+        num_q_heads: number of query heads that the backend computes.
+    """
     has_window = {window is not None for window in model.layer_windows or (None,)}
     has_cap = bool(model.score_cap)
     return AttentionSpec(
@@ -203,11 +217,11 @@ def attention_spec(
 def step_limits(
     config: EngineConfig, model: ModelConfig, *, of_group: bool
 ) -> StepLimits:
-    """The largest steps of a rank's attention backend.
+    """The limits of the steps that a rank's attention backend computes.
 
     Args:
-        of_group: for the backend with the heads of all ranks that share tokens. Only
-            decodes use it.
+        of_group: whether the backend computes the heads of all ranks that share tokens.
+            Only decode steps use such a backend.
     """
     max_seqs = config.max_num_seqs
     if of_group:

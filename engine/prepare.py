@@ -1,7 +1,7 @@
-"""Derives the configuration of an engine from settings and model files, or the reason
-why it cannot start.
+"""Derives the configuration of an engine from settings and model files, or reports why
+the engine cannot start.
 
-Whatever can be checked without torch is checked here, before any process is started.
+All checks that need no torch are made here, before any engine process starts.
 """
 
 import json
@@ -37,9 +37,9 @@ from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")
 
-# For each field: the largest value of a request, and the largest value that is taken
-# from generation_config.json. Values above the latter have the same effect: so large a
-# temperature or penalty makes all tokens equally likely.
+# For each field: the largest value that a request may have, and the largest value that
+# generation_config.json may have. Larger values in the file are replaced by this second
+# limit, which has the same effect: all tokens are equally likely.
 _REQUEST_LIMITS: Final[dict[str, tuple[float, float]]] = {
     "temperature": (2, 1e6),
     "repetition_penalty": (100, 1e6),
@@ -55,7 +55,11 @@ class StartFailure(Exception):
 
 
 class Prepared(NamedTuple):
-    """A checked configuration, and the defaults for fields that a request omits."""
+    """A checked configuration.
+
+    Attributes:
+        defaults: the values of fields that a request omits.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
@@ -63,11 +67,11 @@ class Prepared(NamedTuple):
 
 
 def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepared:
-    """Checks the settings against the model and the machine.
+    """Makes the engine's configuration, and checks it against the model and the machine.
 
     Raises:
-        StartFailure, ValueError, OSError: options, model and machine do not fit
-            together.
+        StartFailure, ValueError, OSError: the options are wrong for this model or for
+            this machine.
     """
     model_config = read_config(model_dir, settings)
     defaults = _request_defaults(settings, model_dir)
@@ -77,10 +81,10 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
     try:
         check_attention(config, model_config)
     except UnsupportedPool:
-        # If the reason is that there is no GPU, the ranks report it more clearly.
+        # On a machine without a GPU, the ranks report the missing GPU more clearly.
         if config.device != "cuda" or _has_gpu():
             raise
-    # These are checked here because loading weights takes long.
+    # Check these now, because loading the weights takes long.
     check_staging(config, layout)
     bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
     config = config.model_copy(
@@ -91,8 +95,8 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
 
 
 def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
-    """The tokenizer, and the `system_fingerprint` of responses. This reads the files of
-    the weights."""
+    """Returns the tokenizer, and the `system_fingerprint` of responses, for which the
+    files of the weights are read."""
     config = prepared.config
     folder = Path(config.model_dir)
     template = Path(config.chat_template) if config.chat_template else None
@@ -106,7 +110,7 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
 
 
 def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
-    """Logs the end tokens of the model's files that the model cannot generate."""
+    """Warns of end tokens in the model's files that the model cannot generate."""
     if not tokenizer.unknown_eos_ids:
         return
     consequence = "no token ends a response"
@@ -114,7 +118,7 @@ def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
         eos_ids = ", ".join(map(str, tokenizer.eos_ids))
         consequence = f"responses end with {eos_ids}"
     logger.warning(
-        "%s: the end tokens %s are beyond the model's vocabulary and are left out; %s. "
+        "%s: the end tokens %s are not in the model's vocabulary and are ignored; %s. "
         "Correct eos_token_id in generation_config.json or config.json, or eos_token in "
         "tokenizer_config.json.",
         tokenizer.folder,
@@ -126,6 +130,7 @@ def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
 def engine_config(
     settings: EngineSettings, secret: bytes, model_dir: Path, model_config: ModelConfig
 ) -> EngineConfig:
+    """Makes the configuration, without checking it and without the scales of FP8 KV."""
     device = str(settings.device)
     if device == "auto":
         device = "cuda" if _has_gpu() else "cpu"
@@ -133,14 +138,14 @@ def engine_config(
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     elif dtype == "auto":
-        # The attention kernels and all matrix products of a GPU need 16 bits. Files in
-        # full precision or quantised (GGUF) name no 16-bit type.
+        # The attention kernels and all matrix products of a GPU need a 16-bit type.
+        # Models in full precision and quantised models (GGUF) name none.
         dtype = "float16" if model_config.dtype == "float16" else "bfloat16"
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}
     options |= {
         "engine_id": f"{settings.role}-{secrets.token_hex(8)}",
-        "incarnation": secrets.token_hex(8),  # unique to this start of any engine
+        "incarnation": secrets.token_hex(8),  # unique among all starts of all engines
         "model_dir": str(model_dir),
         "device": device,
         "devices": _devices(settings, device),
@@ -156,28 +161,31 @@ def engine_config(
 
 
 def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
-    """The defaults for fields that a request omits, in addition to OpenAI's."""
+    """Returns the values of fields that a request omits, in addition to OpenAI's
+    defaults. Logs them."""
     if settings.generation_config == "none":
         return GenerationConfig()
     defaults = read_generation_config(model_dir)
     fields = defaults.model_dump(exclude_unset=True)
     if fields:
         logger.info(
-            "Requests that omit them get %s, from the model's generation_config.json. "
-            "Use --generation-config none for OpenAI's defaults.",
+            "Requests that omit these fields get %s, from the model's "
+            "generation_config.json. Use --generation-config none for OpenAI's defaults.",
             ", ".join(f"{name} {value:g}" for name, value in fields.items()),
         )
     return defaults
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """The fields of generation_config.json that requests also have; none if there is no
-    such file.
+    """Reads the fields of generation_config.json that requests also have. Without the
+    file, no field is set.
 
-    A value beyond the limits of requests that transformers accepts is used, and logged.
+    transformers accepts some values that no request may have. Such a value is used, or
+    an equivalent one, and logged.
 
     Raises:
-        ModelLoadError: another value is not allowed in a request.
+        ModelLoadError: a value is wrong for requests and for transformers, or the file
+            is no JSON object.
     """
     path = folder / "generation_config.json"
     try:
@@ -206,7 +214,8 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _clamp_beyond_limits(values: dict[str, Any]) -> dict[str, float]:
-    """Replacements for the values that transformers accepts and requests may not have."""
+    """Returns replacements for the values that transformers accepts and that no request
+    may have."""
     clamped: dict[str, float] = {}
     for name, value in values.items():
         if name not in _REQUEST_LIMITS or type(value) not in (int, float):
@@ -222,7 +231,7 @@ def _clamp_beyond_limits(values: dict[str, Any]) -> dict[str, float]:
 def _kv_scales(
     settings: EngineSettings, model_dir: Path, model_config: ModelConfig
 ) -> tuple[float, ...]:
-    """The scales of FP8 KV; empty for another dtype."""
+    """Returns the scales of FP8 KV, and logs them; empty if KV is not FP8."""
     if settings.kv_cache_dtype == "auto":
         return ()
     scales = resolve_scales(
@@ -238,26 +247,30 @@ def _kv_scales(
 
 
 def _devices(settings: EngineSettings, device: str) -> list[int]:
-    """The GPU of each rank of an engine on `device`."""
+    """Returns the GPU numbers of the ranks.
+
+    Raises:
+        StartFailure: --devices names no GPU for some rank, or the device is the CPU.
+    """
     if settings.devices and device != "cuda":
         numbers = ",".join(map(str, settings.devices))
         raise StartFailure(
-            f"--devices {numbers} names GPUs and this server runs on the CPU (--device "
-            f"{settings.device}; is the driver there, and torch built with CUDA?): leave "
-            "it out, or see what `baton doctor` finds"
+            f"--devices {numbers} names GPUs, but this server runs on the CPU (--device "
+            f"{settings.device}): leave --devices out, or run `baton doctor` to find out "
+            "why no GPU is usable"
         )
     if not settings.devices:
         return list(range(settings.tp))
     if len(settings.devices) != settings.tp:
         raise StartFailure(
-            f"--devices names {len(settings.devices)} GPUs ({settings.devices}) for "
-            f"{settings.tp} ranks: name one for each, or change --tp"
+            f"--devices names {len(settings.devices)} GPUs ({settings.devices}), but "
+            f"there are {settings.tp} ranks: name one GPU for each rank, or change --tp"
         )
     return list(settings.devices)
 
 
 def _has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU. Does not load torch."""
+    """Whether this machine has an NVIDIA GPU. This does not load torch."""
     try:
         listing = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False

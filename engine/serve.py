@@ -1,5 +1,5 @@
-"""The main program of a server: engine processes, and HTTP in front of them. Both end
-together.
+"""The main program of a server: runs the engine's processes, and serves HTTP in front of
+them. If one side ends, the other side ends too.
 
     start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady
            -> requests are served
@@ -7,7 +7,7 @@ together.
            a rank process dies -> every open request gets its error -> this process ends
            with status 1
 
-No torch here: only the engine's processes load it.
+This module does not import torch: only the engine's processes load it.
 """
 
 import asyncio
@@ -41,10 +41,12 @@ from protocol.settings.settings import EngineSettings, describe
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's start
-_ENDING_TIMEOUT_S = 5.0  # for the processes of an engine that failed
-_KILLED_STATUS = 130  # the exit status, which is also that of `baton up`
-RANK = "engine.worker.worker"  # the program of a rank process
-_RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
+# Longest wait for a failed engine's processes to exit, which tells why they failed.
+_ENDING_TIMEOUT_S = 5.0
+_KILLED_STATUS = 130  # exit status after a second signal, as that of `baton up`
+RANK = "engine.worker.worker"  # the module that a rank process runs
+# Name of the thread that finds, downloads or converts the model.
+_RESOLVER_THREAD = "resolve-model"
 _LISTEN_BACKLOG = 2048
 
 HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster secret
@@ -53,11 +55,11 @@ HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster sec
 def run_server(
     settings: EngineSettings, hooks: HooksFactory, module: str = RANK
 ) -> int:
-    """Serves until a signal or POST /drain ends it. Returns the exit status.
+    """Runs a server until a signal or POST /drain ends it. Returns the exit status.
 
     Args:
-        hooks: makes what the HTTP side adds for the legs of a request.
-        module: the program of each rank process.
+        hooks: makes the server's hooks, which handle its kind of request legs.
+        module: the module that each rank process runs.
     """
     open_standard_streams()
     lifecycle.watch_parent()
@@ -72,8 +74,10 @@ def run_server(
         return uvloop.run(run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_describe_failure(error))
-        if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
-            # Exit directly, because Python would wait for the threads of a download.
+        if any(
+            thread.name.startswith(_RESOLVER_THREAD) for thread in threading.enumerate()
+        ):
+            # Exit directly, because Python would wait for the thread of a download.
             lifecycle.exit_now(1)
         return 1
 
@@ -87,9 +91,12 @@ def _describe_failure(error: Exception) -> str:
 class _Server:
     """One server, on the running event loop.
 
+    Args:
+        module: the module that each rank process runs.
+
     Attributes:
         failure: completes with the reason if the engine ends or hangs.
-        stop: completes when the server is to end.
+        stop: completes when the server is asked to shut down.
     """
 
     def __init__(
@@ -115,6 +122,11 @@ class _Server:
         self.stop: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> int:
+        """Serves until the server ends. Returns the exit status.
+
+        Raises:
+            StartFailure: the engine could not start, or failed later.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             self.loop.add_signal_handler(number, self._on_signal)
         try:
@@ -170,11 +182,12 @@ class _Server:
             # These files are read while the weights load, so that errors in them are
             # reported within a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            # Not on the event loop: this takes seconds with thousands of special tokens.
+            # In a thread, because this takes seconds with thousands of special tokens.
             await asyncio.to_thread(
                 api.set_model, tokenizer, fingerprint, prepared.defaults
             )
-            # Not earlier: requests are sent to the engine as soon as it is ready.
+            # The client starts last, because requests are sent to the engine as soon as
+            # the engine is ready.
             await client.start(link)
             watching = asyncio.create_task(api.access.watch())
             try:
@@ -195,15 +208,15 @@ class _Server:
         resolve = partial(
             resolve_model, self.settings.model, self.settings.revision, progress=report
         )
-        pool = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER)
+        pool = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER_THREAD)
         resolving = self.loop.run_in_executor(pool, resolve)
-        # The thread ends by itself. A server that is stopped does not wait for it.
+        # A server that is stopped does not wait for this thread.
         pool.shutdown(wait=False)
         return resolving
 
     async def _or_stop(self, work: Any) -> Any:
-        """Awaits `work`. Raises StartFailure if the server is stopped or its engine ends
-        first."""
+        """Awaits `work` and returns its result. If the server is stopped or its engine
+        ends first, cancels `work` and raises StartFailure."""
         task = asyncio.ensure_future(work)
         await asyncio.wait(
             {task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED
@@ -217,21 +230,26 @@ class _Server:
         raise StartFailure("stopped before it was ready")
 
     async def _serve(self, port: int, serving: asyncio.Future[None]) -> int:
+        """Serves requests from the moment the engine is ready, then shuts down in
+        order. Returns the exit status, or raises StartFailure if the engine failed.
+
+        Args:
+            serving: completes when the HTTP server has ended.
+        """
         client = self.api.client
         gc.collect()
-        # Garbage collection skips all existing objects: a scan of them would delay every
-        # stream.
+        # Garbage collection skips all existing objects from now on, because a scan of
+        # them would delay every stream.
         gc.freeze()
         url = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, url)
         lifecycle.report_ready({"port": port})
-        leave = self._register(port, client)
+        unregister = self._register(port, client)
         watching = asyncio.ensure_future(self._watch_for_hang(client))
         await _first_of(serving, self.stop, self.failure)
         watching.cancel()
-        # Proxies must learn first that this server leaves, because it refuses what they
-        # send from now on.
-        await leave()
+        # Unregister first, because this server refuses new requests from now on.
+        await unregister()
         deadline_s = self.loop.time() + self.settings.shutdown_grace_s / 2
         handing_over = asyncio.ensure_future(client.hand_over(deadline_s))
         await _first_of(serving, self.failure, handing_over)
@@ -241,9 +259,9 @@ class _Server:
         await self._drain(serving, client, deadline_s)
         failure = self.failure.result() if self.failure.done() else None
         if failure is not None:
-            # Clients receive this error rather than that the server is ending.
+            # Clients receive this error instead of the one about the shutdown.
             client.fail(failure)
-        # Every open request gets its one error, and the engine ends.
+        # Ends the engine, and every open request with an error.
         await client.close()
         await serving
         if failure is not None:
@@ -253,11 +271,12 @@ class _Server:
     def _register(
         self, port: int, client: EngineClient
     ) -> Callable[[], Awaitable[None]]:
-        """Registers with every proxy that the settings name. The returned function
-        removes the registrations."""
+        """Registers this server with every proxy that the settings name. Returns a
+        function that removes the registrations."""
         if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
-        # Imported here because aiohttp would take a fifth of this process's start.
+        # Imported here, because the import of aiohttp takes a fifth of the time in which
+        # this process starts.
         from engine.http.registrar import create_registrar
 
         registrar = create_registrar(self.settings, port, client.ready, self.secret)
@@ -268,8 +287,8 @@ class _Server:
         self, serving: asyncio.Future[None], client: EngineClient, deadline_s: float
     ) -> None:
         """Waits until open requests have finished and decode servers have pulled the KV
-        that is leased to them. It ends with the engine, or after half of the grace
-        time."""
+        that is leased to them, but no longer than until the engine fails or the deadline
+        has passed."""
         timeout_s = max(0.0, deadline_s - self.loop.time())
         await _first_of(serving, self.failure, timeout_s=timeout_s)
         while client.stats.get(LEASES, 0) and not self.failure.done():
@@ -278,12 +297,13 @@ class _Server:
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
 
     async def _watch_for_hang(self, client: EngineClient) -> None:
-        """Gives up an engine whose processes live but make no progress: a stopped rank,
-        a GPU or collective that hangs, or a shutdown that does.
+        """Reports the engine as failed if its processes live but make no progress, for
+        example because a rank is stopped, or a GPU, a collective or the engine's exit
+        hangs.
 
-        Its requests get their error, and the supervisor of this process starts it anew.
-        The silence is measured in checks instead of seconds: if this process or all of
-        them were stopped for a while, that is no failure of the engine.
+        Open requests then get an error, and this process exits, so that its supervisor
+        can restart it. The silence is measured in checks instead of seconds: if this
+        process or the whole machine was stopped for a while, no checks were made.
         """
         timeout_s = self.settings.hang_timeout_s
         interval_s = min(1.0, timeout_s / 4)
@@ -298,7 +318,7 @@ class _Server:
         if client.is_lost:
             await asyncio.sleep(_ENDING_TIMEOUT_S)
             reason = client.failure or (
-                "the engine closed its connection, and its process does not end"
+                "the engine closed its connection, but its process does not exit"
             )
         self._engine_ended(reason)
 

@@ -70,7 +70,7 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
         ({"tp": 3}, r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"),
         (
             {"max_model_len": 513},
-            "--max-model-len is 513 .* use --max-model-len 512 or less, .* of --hf-overrides",
+            "--max-model-len is 513 .* use --max-model-len 512 or less, .* with --hf-overrides",
         ),
     ],
 )

@@ -41,7 +41,8 @@ from protocol.settings.settings import EngineSettings, describe
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's start
-# Longest wait for a failed engine's processes to exit, which tells why they failed.
+# Longest wait for a failed engine's processes to exit. Their exit status is the reason
+# that clients and logs get.
 _ENDING_TIMEOUT_S = 5.0
 _KILLED_STATUS = 130  # exit status after a second signal, as that of `baton up`
 RANK = "engine.worker.worker"  # the module that a rank process runs

@@ -1,7 +1,7 @@
-"""One step as it travels from rank 0 to every rank, and its result.
+"""The input of one step, which rank 0 sends to every rank, and the result of the step.
 
-The scheduler's plan becomes flat host arrays, from which each rank derives positions
-and slots. On rank 0 the arrays stay in memory; they travel to the other ranks as
+The scheduler's plan becomes flat arrays on the host, from which each rank derives
+positions and slots. Rank 0 uses the arrays directly; the other ranks receive them as
 msgpack bytes.
 """
 
@@ -23,12 +23,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens whose logprobs are requested. Those of targets[i] follow from row
-    first_row + i of the T tokens of the step."""
+    """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i] follow
+    from the hidden state of row first_row + i, of the step's T rows."""
 
     first_row: int
     targets: list[int]
-    num_top: int  # most likely tokens to report for each position
+    num_top: int  # number of most likely tokens to report for each target
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +40,16 @@ class StepInput:
         token_ids: [T]; -1 - r stands for the token that row r of the step launched
             before this one draws.
         query_lens: [S] tokens to compute.
-        context_lens: [S] tokens of KV once they are computed.
+        context_lens: [S] tokens with KV after the step.
         block_tables: [S, max_blocks x groups], padded with the null block.
         sampled_sequences: [R] for each draw, the index in S of its sequence. If several
             choices draw from one sequence, its index is repeated.
-        sampling: [R], without what travels in `shapes`.
-        shapes: None if no row has a bias, penalty or ban.
-        is_masked: whether some row has a grammar. Nothing is then drawn before
-            PendingStep.draw.
+        sampling: [R] parameters of each draw, without logit_bias and grammar.
+        shapes: the changes to the logits of the draws; None if no draw has a bias,
+            penalties or banned tokens.
+        is_masked: whether some draw has a grammar. No token of the step is then drawn
+            before PendingStep.draw.
+        scores: the prompt tokens that need logprobs.
     """
 
     token_ids: Int64s
@@ -62,7 +64,7 @@ class StepInput:
 
     @property
     def positions(self) -> Int64s:
-        """[T] index of each token in its sequence."""
+        """The index of each token in its sequence, [T]."""
         starts = self.context_lens - self.query_lens
         offsets = np.cumsum(self.query_lens) - self.query_lens
         within = np.arange(len(self.token_ids), dtype=np.int64)
@@ -70,8 +72,8 @@ class StepInput:
         return positions
 
     def attention_batch(self, block_size: int, num_groups: int = 1) -> AttentionBatch:
-        """The step for an attention backend: the tables of all groups side by side, and
-        the slots of the first group."""
+        """The batch for the attention backend. Its block tables contain the blocks of all
+        KV groups in turn; its slots are those of the first group."""
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         blocks = self.block_tables[rows, positions // block_size * num_groups].astype(
@@ -86,14 +88,15 @@ class StepInput:
 
     @property
     def last_token_rows(self) -> Int64s:
-        """[R] rows of T whose hidden states the next tokens are drawn from."""
+        """The row of each draw, of the step's T rows, [R]. The token is drawn from the
+        hidden state of this row."""
         ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
         return ends[self.sampled_sequences]
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """The drawn tokens, in the order of `StepInput.sampled_sequences`, and the logprobs of
+    """The drawn tokens, in the order of `StepInput.sampled_sequences`. The logprobs of
     prompt tokens, in the order of `StepInput.scores`."""
 
     token_ids: list[int]  # [R]
@@ -104,8 +107,8 @@ class StepOutput:
 class StepFailed(Exception):
     """A step could not be launched, or its tokens could not be drawn.
 
-    The device is well, and no other rank has begun the step. The step, or one of its
-    sequences, may be launched again, which overwrites whatever is left of it.
+    The device still works, and no other rank has begun the step. The step, or a part of
+    it, may be launched again, which overwrites all KV that the failed step wrote.
     """
 
 
@@ -113,7 +116,7 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def draw(self, masks: Int32s) -> None:
-        """Draws the tokens of a masked step, before anything else is launched.
+        """Draws the tokens of a masked step. Must be called before the next launch.
 
         Args:
             masks: [R, ceil(V / 32)]; bit t % 32 of word t // 32 is set where a row may
@@ -135,21 +138,22 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight when another is launched."""
+        """How many launched steps may be unfinished when the next step is launched."""
 
     def launch(self, step: StepInput) -> PendingStep:
         """Launches a step.
 
         Raises:
-            StepFailed: the step did not begin; others may still be launched.
+            StepFailed: the step did not begin. Other steps may still be launched.
         """
 
 
 def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
-    """The arrays of a plan, which must not be empty.
+    """Makes the arrays of a step.
 
     Args:
-        book: the state rows of the engine's sequences.
+        scheduled: the sequences of the step; not empty.
+        book: assigns state rows to the draws.
     """
     sequences = [item.sequence for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)

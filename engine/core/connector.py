@@ -18,11 +18,12 @@ class CoreServices(Protocol):
         """Makes the sequence available to the scheduler."""
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
-        """Handles first tokens that another server drew, while the sequence waited or
-        its KV was pulled."""
+        """Handles first tokens that another server has drawn. Called while the sequence
+        waits, or while its KV is being pulled."""
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """Ends a request in any phase, with its one terminal event."""
+        """Ends the request of a sequence, in any phase, with an error. The error is the
+        terminal event of the request."""
 
     def wake(self) -> None:
         """Makes the core run another round. May be called from any thread."""
@@ -31,54 +32,57 @@ class CoreServices(Protocol):
 class KVConnector:
     """The hooks that make an engine a prefill or a decode engine.
 
-    A connector has threads of its own (leases, pulls), but changes sequences and blocks
-    only inside these calls, which all come from the core's thread. This base class
-    neither leases nor pulls.
+    A connector has its own threads for leases and pulls, but changes sequences and
+    blocks only inside the calls below, which all come from the core's thread. This base
+    class neither leases nor pulls.
     """
 
     def bind(self, core: CoreServices) -> None:
         self.core = core
 
     def on_add(self, sequence: Sequence) -> None:
-        """Called for a new request. The connector enqueues it, at once or when the
-        handshake with its peer is complete."""
+        """Called for a new request. The connector enqueues the sequence, immediately or
+        when its KV can be pulled."""
         self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
-        """Called when the sequence has RECEIVING blocks. The connector starts the pull
-        into them."""
+        """Called when a sequence has got RECEIVING blocks. The connector starts the pull
+        into these blocks."""
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Called when a step has computed more of a prompt with a transfer id, on every
-        rank."""
+        """Called after each step that computed tokens of a request with a transfer id.
+        The step has finished on every rank."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """Called when nothing more is computed for a request with a transfer id."""
+        """Called when a request with a transfer id has ended, with all its choices."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Called when a sequence has ended with a token and still has its blocks.
+        """Called when a sequence ends because of its last token, or because it migrates
+        to another server, but not because of an abort or an error.
 
-        The connector adds a reference to the blocks that it retains; the core then
-        releases those of the sequence. Returns the kv_transfer_params of the response.
+        The sequence still has its blocks. The connector may lease some of them; the core
+        releases the blocks of the sequence afterwards. Returns the kv_transfer_params of
+        the response, which refer to the leased blocks; None if there are none.
         """
         return None
 
     def on_abort(self, sequence: Sequence) -> bool:
-        """Called when a sequence is aborted. True if the connector has taken over its
-        RECEIVING blocks."""
+        """Called when a sequence ends by an abort or an error. Returns whether the
+        connector has taken over the RECEIVING blocks of the sequence. Otherwise the core
+        releases the sequence's blocks."""
         return False
 
     def on_abort_unknown(self, request_id: str) -> None:
-        """Called when a request is aborted that has already ended."""
+        """Called when a client aborts a request that has already ended here."""
 
     def on_release(self, remote: RemotePrefill) -> None:
-        """Called with a reference whose KV is not going to be used, for example because
-        its request was refused."""
+        """Called with a reference to KV that no request is going to use, for example
+        because the request was refused."""
 
     def poll(self) -> None:
-        """Handles the events that the connector's threads have left since the last
-        round."""
+        """Handles the events that the connector's threads have queued since the last
+        call."""
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -9,8 +9,8 @@ When nothing can be computed, the loop sleeps on its sockets, and the connector'
 threads wake it. Steps overlap as step_runner.py describes. If the next step may preempt
 a sequence, the round first takes the results of all launched steps.
 
-An exception that concerns one request ends that request alone. Every other one (the
-device, a collective, the accounting of blocks) ends the engine.
+An exception that concerns one request ends that request alone. Every other exception (of
+the device, a collective, the accounting of blocks) ends the engine.
 """
 
 import logging
@@ -45,9 +45,9 @@ from protocol.messages import (
 
 logger = logging.getLogger("baton.engine")
 
-_IDLE_WAIT_S = 1.0  # an idle loop also runs a round this often
-# The accounting of blocks is checked once after this idle time. With many blocks, the
-# check takes a while.
+_IDLE_WAIT_S = 1.0  # without input, an idle loop runs a round after this time
+# The accounting of blocks is checked once when the engine has been idle for this time,
+# because the check of many blocks would delay requests.
 _IDLE_BEFORE_CHECK_S = 5.0
 
 
@@ -104,7 +104,8 @@ class EngineCore(CoreServices):
                 self.scheduler.check_integrity()
 
     def round(self, messages: Sequenceable[EngineInput]) -> bool:
-        """One pass of the loop. True if another should follow at once."""
+        """Runs one pass of the loop. Returns whether the next pass should follow
+        immediately, without waiting for input."""
         for message in messages:
             self._handle(message)
         self.connector.poll()
@@ -117,7 +118,7 @@ class EngineCore(CoreServices):
             self._migrate()
         for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
-        for sequence, error in self.grammars.overdue():
+        for sequence, error in self.grammars.take_overdue():
             self.fail(sequence, error)
         plan = self.scheduler.schedule()
         self._begin(plan)
@@ -142,8 +143,8 @@ class EngineCore(CoreServices):
         for sequence in plan.stuck:
             capacity = self.scheduler.allocator.capacity
             error = Overloaded(
-                f"this request needs more than all {capacity} KV blocks and would wait "
-                "forever; raise --kv-cache-tokens or shorten it"
+                f"this request needs more than the {capacity} KV blocks of this server, "
+                "so it can never run; raise --kv-cache-tokens, or shorten the request"
             )
             self.fail(sequence, error)
         for sequence in plan.admitted:
@@ -183,8 +184,8 @@ class EngineCore(CoreServices):
             self.connector.on_abort_unknown(request_id)
 
     def _migrate(self) -> None:
-        """Hands over each migrating request once all its choices decode. Its client
-        then has all tokens that its KV is made of."""
+        """Hands over each migrating request once all its open choices decode. The client
+        has then received every token that has KV."""
         self.finish_steps(0)
         for request_id, parent in list(self._migrating.items()):
             open_choices = parent.choices.open_choices
@@ -227,7 +228,7 @@ class EngineCore(CoreServices):
                 ends.append((choice, reason))
         if ends or sequence.phase is Phase.RECEIVING:
             self._output.add_remote_results(sequence)
-        # A choice that ends with the token that came with it needs no block.
+        # A choice that ends with a first token from another server needs no blocks.
         self._end_choices(ends)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
@@ -268,7 +269,7 @@ class EngineCore(CoreServices):
                 item = replace(item, num_tokens=item.num_tokens - 1, draws=())
                 tokens = []
             if item.sequence.phase is not Phase.RUNNING:
-                continue  # it ended after the step was launched
+                continue  # the sequence ended after the step was launched
             try:
                 self._commit_item(item, tokens, item_scores)
             except (BlockError, AssertionError):
@@ -312,11 +313,11 @@ class EngineCore(CoreServices):
     def _draw(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
     ) -> Draw:
-        """Appends a drawn token. A choice that ends with it is marked here, and its end
-        is sent later."""
+        """Appends a drawn token to its choice. If the choice ends with this token, marks
+        the choice as ended; the caller sends the end."""
         sampling = sequence.sampling
         if sampling.grammar is not None and sampling.grammar.ending is not None:
-            # The grammar allowed no token, so that the drawn one is void.
+            # The grammar allowed no token, so the drawn token is dropped.
             sequence.choices.end(sequence)
             return Draw(sequence, None, None, "stop", sampling.grammar.ending.error)
         sequence.token_ids.append(token_id)
@@ -333,8 +334,8 @@ class EngineCore(CoreServices):
     # -- ends ---------------------------------------------------------------------
 
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
-        """Ends those of the given choices that have not ended. All are marked first, so
-        that a parent knows whether it has children left."""
+        """Ends the given choices, except those that have already ended. Marks all of them
+        first, because the end of a parent depends on whether children are left."""
         open_ends = [
             Draw(choice, reason=reason)
             for choice, reason in ends
@@ -346,7 +347,8 @@ class EngineCore(CoreServices):
             self._end(end)
 
     def _end(self, end: Draw) -> None:
-        """Releases a choice that is marked as ended, and sends its end."""
+        """Ends a choice that is marked as ended: leases or releases its blocks, and sends
+        its end to the client."""
         params: dict[str, Any] | None = None
         choice = end.sequence
         parent = choice.choices.parent
@@ -368,6 +370,7 @@ class EngineCore(CoreServices):
             self._forget(choice)
 
     def give_up(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a request because of an exception that concerns only this request."""
         logger.error(
             "The engine failed on request %s; ending this request alone.",
             sequence.request_id,
@@ -379,7 +382,7 @@ class EngineCore(CoreServices):
         )
 
     def _stop(self, sequence: Sequence) -> None:
-        """Ends a sequence in any phase."""
+        """Releases the blocks of a sequence in any phase, without sending anything."""
         if sequence.phase is Phase.FINISHED:
             return
         self.grammars.forget(sequence)
@@ -388,6 +391,7 @@ class EngineCore(CoreServices):
         sequence.phase = Phase.FINISHED
 
     def _forget(self, sequence: Sequence) -> None:
+        """Removes a request that has ended with all its choices."""
         self.sequences.pop(sequence.request_id, None)
         if sequence.request.transfer_id is not None:
             self.connector.on_end(sequence)
@@ -395,7 +399,7 @@ class EngineCore(CoreServices):
     # -- statistics ---------------------------------------------------------------
 
     def _report_stats(self) -> None:
-        if values := self._stats.due_report(self.stats, is_idle=self.is_idle):
+        if values := self._stats.take_due_report(self.stats, is_idle=self.is_idle):
             self.transport.send(EngineStats(values))
 
     def stats(self) -> dict[str, float]:

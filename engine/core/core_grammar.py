@@ -1,11 +1,11 @@
-"""Sequences that wait for their grammar to be compiled, or skip steps until their mask
-is ready. For the engine core's thread.
+"""The grammars of the engine core's sequences: compiles them and computes their masks on
+other threads. All functions run on the core's thread.
 
-    compiling      not queued before the grammar is compiled
-    awaiting_mask  in the running set; another thread still works on the mask
+    compiling      the sequence is queued once its grammar is compiled
+    awaiting_mask  the sequence is running, but skips steps until its mask is ready
 
-A step waits for its masks for a limited time. Rows whose mask is not ready by then are
-skipped in this step, and draw the same token in a later one.
+A step waits for its masks for a limited time. A draw without a mask is then skipped in
+this step, and the same token is drawn in a later step.
 """
 
 import time
@@ -20,8 +20,8 @@ from engine.text.grammar import GrammarCompiler, Int32s, step_masks
 from protocol.errors import GrammarFailed
 
 _MAX_MASK_WAIT_S = 0.05  # longest time that a step waits for its masks
-# This many masks of skipped rows may still be computed without delaying the masks of
-# the next step.
+# Unfinished masks of skipped draws occupy threads. As long as they are fewer than these
+# threads, they do not delay the masks of the next step.
 _MASK_THREADS = 4
 
 
@@ -48,8 +48,8 @@ class CoreGrammars:
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Gives a sequence its grammar state, if it has a grammar. False while another
-        thread compiles it.
+        """Gives a sequence its grammar state, if its request has a grammar. Returns False
+        while another thread compiles the grammar.
 
         Raises:
             GrammarFailed: the grammar cannot be compiled.
@@ -78,32 +78,36 @@ class CoreGrammars:
                     threads = self._slow if state.is_slow else self._quick
                     state.begin(choice.token_ids, choice.first_output, threads)
 
-    def masks(
+    def wait_for_masks(
         self, scheduled: Sequenceable[Scheduled], *, wait_for_all: bool = False
     ) -> tuple[Int32s, set[Sequence]]:
-        """Waits for the masks of a step (see `step_masks`).
+        """Waits for the masks of a step, at most _MAX_MASK_WAIT_S.
 
-        Returns them, and the sequences that are skipped in this step because a mask of
-        theirs is not ready. These skip further steps until it is.
+        Returns the masks (see `step_masks`), and the sequences with a mask that is not
+        ready. These sequences are skipped in this step, and in later steps until their
+        masks are ready.
+
+        Args:
+            wait_for_all: wait until all masks are ready.
         """
         states = [
             choice.sampling.grammar for item in scheduled for choice in item.draws
         ]
-        owners = [item.sequence for item in scheduled for _ in item.draws]
+        sequences = [item.sequence for item in scheduled for _ in item.draws]
         begun: list[tuple[Sequence, Future[None]]] = []
         awaited: list[Future[None]] = []
-        for owner, state in zip(owners, states, strict=True):
+        for sequence, state in zip(sequences, states, strict=True):
             if state is None or state.work is None:
                 continue
-            begun.append((owner, state.work))
+            begun.append((sequence, state.work))
             if wait_for_all or not state.is_slow:
                 awaited.append(state.work)
         wait_for(awaited, None if wait_for_all else _MAX_MASK_WAIT_S)
         skipped = set()
-        for owner, work in begun:
+        for sequence, work in begun:
             if not work.done():
-                skipped.add(owner)  # its children are skipped with it
-                self._await_mask(owner, work)
+                skipped.add(sequence)  # its children's draws are skipped as well
+                self._await_mask(sequence, work)
         return step_masks(states, self.compiler.vocab_size), skipped
 
     def _await_mask(self, sequence: Sequence, work: Future[None]) -> None:
@@ -114,9 +118,9 @@ class CoreGrammars:
         wake = self.compiler.on_compiled
         work.add_done_callback(lambda _: wake())
 
-    def overdue(self) -> list[tuple[Sequence, GrammarFailed]]:
-        """Sequences that waited too long for their mask, with their errors. The others
-        take part in steps again once their mask is ready."""
+    def take_overdue(self) -> list[tuple[Sequence, GrammarFailed]]:
+        """Returns the sequences that have waited too long for a mask, with their errors.
+        Lets the sequences with ready masks take part in steps again."""
         overdue = []
         for sequence, (work, deadline_s) in list(self.awaiting_mask.items()):
             is_finished = sequence.phase is Phase.FINISHED
@@ -129,14 +133,15 @@ class CoreGrammars:
             if not (is_finished or work.done() or has_ended):
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than "
-                    f"{self.timeout_s:g} s (--grammar-timeout-s) to find out what may "
-                    "follow by the request's grammar; use one that is less ambiguous, "
-                    "or fewer choices"
+                    f"{self.timeout_s:g} s (--grammar-timeout-s) to find out which tokens "
+                    "the request's grammar allows; use a less ambiguous grammar, or fewer "
+                    "choices"
                 )
                 overdue.append((sequence, error))
         return overdue
 
     def forget(self, sequence: Sequence) -> None:
+        """Stops waiting for the grammar and the mask of a sequence."""
         self.compiling.pop(sequence, None)
         if self.awaiting_mask.pop(sequence, None) is not None:
             sequence.sampling.awaits_mask = False

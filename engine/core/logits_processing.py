@@ -6,14 +6,14 @@
     frequency    is subtracted once for each time a token was drawn, presence once if it
                  was drawn at all (the OpenAI API's definition: outputs only);
     min_tokens   bans the stop tokens until this many tokens are drawn;
-    masks        forbid what a grammar does not allow.
+    masks        forbid the tokens that a grammar does not allow.
 
-Logprobs are those of the logits before these changes. If a grammar allows nothing but a
-banned token, that token is drawn.
+Reported logprobs are those of the logits before these changes. If a grammar allows only
+banned tokens, one of them is drawn nevertheless.
 
-On rank 0, `ShapeBook` assigns a state row to each sequence that needs one. What does
-not change (prompt, bias, penalties) travels to the ranks once, with the first step of
-the row. The `LogitShaper` of each rank counts drawn tokens on its device.
+On rank 0, `ShapeBook` assigns a state row to each sequence that needs one. The data that
+does not change (prompt, bias, penalties) is sent to the ranks once, with the first step
+that uses the row. The `LogitShaper` of each rank counts drawn tokens on its device.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -50,7 +50,7 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     """The initial state of a state row. It replaces the row's previous state."""
 
     row: int
-    prompt_ids: list[int]  # empty unless there are penalties, like output_ids
+    prompt_ids: list[int]  # empty without penalties, as is output_ids
     output_ids: list[int]
     penalties: tuple[float, float, float] | None  # presence, frequency, repetition
     bias: dict[int, float]
@@ -58,7 +58,7 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepShapes(msgspec.Struct, frozen=True, array_like=True):
-    """The changes to the logits of a step's R draws."""
+    """The changes to the logits of a step's R draws, as sent to the ranks."""
 
     rows: list[int]  # [R] state rows; NO_ROW for a draw without changes
     bans: list[bool]  # [R] whether the row's stop tokens are banned
@@ -68,20 +68,21 @@ class StepShapes(msgspec.Struct, frozen=True, array_like=True):
 class ShapeBook:
     """Assigns state rows to sequences.
 
-    The row of a sequence that no longer runs is reused. If a token was drawn without
-    the row's state, the row is set up anew, so that no notification is necessary.
+    The row of a sequence that no longer runs is reused. If a sequence has drawn a token
+    without its row, for example before a preemption, the row is set up anew.
     """
 
     def __init__(self) -> None:
-        # The row of each sequence, and the position of the next token that its state
-        # can be used for.
+        # The row of each sequence, and the only position at which the row's state is
+        # valid for the next draw.
         self._rows: dict[Sequence, tuple[int, int]] = {}
         self._free: list[int] = []
 
     def plan(
         self, drawing: Sequenceable[Sequence], positions: Sequenceable[int]
     ) -> StepShapes | None:
-        """The shapes of a step, or None if no row needs any.
+        """Assigns rows to the draws of a step. Returns the changes to the logits, or None
+        if no draw needs any.
 
         Args:
             drawing: the sequence of each draw.
@@ -161,8 +162,8 @@ class LogitShaper:
     """The state rows of one rank.
 
     `seen` [rows, V] int32 contains twice the number of times that a token was drawn,
-    plus one if the prompt has it. Only rows with penalties are ever written. On a CPU,
-    the others take no memory.
+    plus one if the prompt contains the token. Only rows with penalties are ever written.
+    On a CPU, rows without penalties therefore take no memory.
     """
 
     def __init__(
@@ -172,24 +173,24 @@ class LogitShaper:
         self.device = torch.device(device)
         self.seen = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._rows: dict[int, SamplingRow] = {}
-        # Tokens and values of the biases, as arrays, because there may be many and no
-        # step should iterate over them.
+        # Tokens and values of the biases, by row. They are arrays, because a step must
+        # not iterate over the many biases that a request may have.
         self._biases: dict[
             int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
         ] = {}
 
     def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
-        """Applies the setups of a step and uploads what its draws need. None if they
-        need nothing."""
+        """Applies the setups of a step, and copies the changes of its draws to the
+        device. Returns None if there are no changes."""
         if shapes is None:
             return None
         for setup in shapes.setups:
             self._set_up(setup)
         penalised: list[tuple[int, int]] = []
         penalties: list[tuple[float, float, float]] = []
-        bias_places: list[npt.NDArray[np.int64]] = []
+        bias_indices: list[npt.NDArray[np.int64]] = []
         bias_values: list[npt.NDArray[np.float32]] = []
-        ban_places: list[int] = []
+        ban_indices: list[int] = []
         for draw, row in enumerate(shapes.rows):
             if row == NO_ROW:
                 continue
@@ -197,7 +198,7 @@ class LogitShaper:
             start = draw * self.vocab_size  # in the flattened logits
             if setup.bias:
                 ids, values = self._biases[row]
-                bias_places.append(start + ids)
+                bias_indices.append(start + ids)
                 bias_values.append(values)
             if setup.penalties is not None:
                 penalised.append((draw, row))
@@ -205,20 +206,20 @@ class LogitShaper:
             if shapes.bans[draw]:
                 for token_id in setup.stop_token_ids:
                     if token_id < self.vocab_size:
-                        ban_places.append(start + token_id)
+                        ban_indices.append(start + token_id)
         return Shaping(
             seen=self.seen,
             penalised=self._to_device(penalised),
             penalties=self._to_device(penalties, torch.float32),
-            bias_places=self._to_device(_concatenate(bias_places)),
+            bias_indices=self._to_device(_concatenate(bias_indices)),
             bias=self._to_device(_concatenate(bias_values), torch.float32),
-            ban_places=self._to_device(ban_places),
+            ban_indices=self._to_device(ban_indices),
         )
 
     def masked(
         self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]
     ) -> "Shaping":
-        """`shaping` with masks, which are uploaded.
+        """Copies masks to the device. Returns `shaping` together with the masks.
 
         Args:
             masks: int32 [R, ceil(V / 32)]; bit t % 32 of word t // 32 is set where
@@ -242,7 +243,7 @@ class LogitShaper:
             row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
     def _unpack(self, masks: npt.NDArray[np.int32]) -> torch.Tensor:
-        """bool [R, V]"""
+        """Returns masks as bool [R, V] on the device."""
         if self.device.type == "cpu":
             octets = np.ascontiguousarray(masks).astype("<i4").view(np.uint8)
             bits = np.unpackbits(
@@ -259,7 +260,7 @@ class LogitShaper:
         values: Sequenceable[object] | npt.NDArray[Any],
         dtype: torch.dtype = torch.int64,
     ) -> torch.Tensor | None:
-        """None if there are no values."""
+        """Copies values to the device. Returns None if there are no values."""
         return to_device(values, self.device, dtype) if len(values) else None
 
 
@@ -272,30 +273,34 @@ class Shaping:
     """The changes to one step's logits, on the device.
 
     Attributes:
-        seen: see LogitShaper.
-        penalised: int64 [P, 2]: row of the step, state row.
+        seen: the counts of tokens; see LogitShaper.
+        penalised: int64 [P, 2]: index of the draw, state row.
         penalties: float32 [P, 3]: presence, frequency, repetition.
-        bias_places: int64 [n], into the flattened logits.
+        bias_indices: int64 [n], into the flattened logits.
         bias: float32 [n].
-        ban_places: int64 [m], into the flattened logits.
+        ban_indices: int64 [m], into the flattened logits.
         allowed: bool [R, V].
     """
 
     seen: torch.Tensor
     penalised: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
-    bias_places: torch.Tensor | None = None
+    bias_indices: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    ban_places: torch.Tensor | None = None
+    ban_indices: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """A changed copy of logits, float32 [R, V] without NaN and +inf, in which the
-        maximum of each row is finite."""
+        """Returns a changed copy of the logits.
+
+        Args:
+            logits: float32 [R, V], without NaN and +inf, with a finite maximum in each
+                row.
+        """
         shaped = logits.clone()
         flat = shaped.view(-1)
-        if self.bias_places is not None and self.bias is not None:
-            flat.index_add_(0, self.bias_places, self.bias)
+        if self.bias_indices is not None and self.bias is not None:
+            flat.index_add_(0, self.bias_indices, self.bias)
         if self.penalised is not None and self.penalties is not None:
             rows, states = self.penalised.unbind(1)
             presence, frequency, repetition = (
@@ -307,17 +312,17 @@ class Shaping:
             counts = seen >> 1
             penalty = frequency * counts + presence * (counts > 0)
             shaped[rows] = torch.where(seen > 0, repeated, before) - penalty
-        if self.ban_places is not None or self.allowed is not None:
+        if self.ban_indices is not None or self.allowed is not None:
             shaped.clamp_(min=_MIN_ALLOWED_LOGIT)
-        if self.ban_places is not None:
+        if self.ban_indices is not None:
             # index_fill_, because assigning a number would wait for the GPU.
-            flat.index_fill_(0, self.ban_places, _BANNED_LOGIT)
+            flat.index_fill_(0, self.ban_indices, _BANNED_LOGIT)
         if self.allowed is not None:
             shaped.masked_fill_(~self.allowed, float("-inf"))
         return shaped
 
     def count_drawn(self, token_ids: torch.Tensor) -> None:
-        """Counts the drawn tokens, int64 [R]."""
+        """Counts the drawn tokens, int64 [R], for the penalties of later draws."""
         if self.penalised is not None:
             rows, states = self.penalised.unbind(1)
             twice = torch.full_like(states, 2, dtype=torch.int32)

@@ -56,8 +56,9 @@ class OutputProcessor:
             self._compiled.append(sequence.request_id)
 
     def add_remote_results(self, sequence: Sequence) -> None:
-        """Adds what the prefill server computed, once and before any KV has moved: the
-        prompt's logprobs and the first token of every choice."""
+        """Adds the results of the prefill server that were not added before: the prompt's
+        logprobs and the first token of every choice. The client receives them before the
+        KV has been pulled."""
         if not sequence.is_scoring:
             self.add_prompt_logprobs(sequence)
         for choice in sequence.choices:
@@ -140,7 +141,8 @@ class CoreStats:
             self._totals["baton_engine_mixed_step_seconds"] += seconds
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Counts an admitted sequence and its hits in the prefix cache."""
+        """Counts an admitted sequence and its hits in the prefix cache. Records the time
+        of the first admission."""
         if sequence.times.admitted is None:
             sequence.times.admitted = time.monotonic()
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -154,13 +156,16 @@ class CoreStats:
             "baton_engine_log_lines_dropped": float(num_dropped_lines()),
         }
 
-    def due_report(
+    def take_due_report(
         self, collect: Callable[[], dict[str, float]], *, is_idle: bool
     ) -> dict[str, float] | None:
-        """The values to report now, or None.
+        """Returns the values to report now, or None if no report is due.
 
         An idle engine reports changes immediately. An engine with requests reports
-        changes once per interval, and unchanged values after MAX_SILENCE_S.
+        changes once per _REPORT_INTERVAL_S, and unchanged values after MAX_SILENCE_S.
+
+        Args:
+            collect: returns the current values.
         """
         now_s = time.monotonic()
         if not is_idle and now_s < self._due_s:

@@ -19,21 +19,22 @@ class Scheduled:
     draws: tuple[Sequence, ...]
 
     @classmethod
-    def next_of(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
+    def from_next_tokens(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
+        """Schedules the next `num_tokens` tokens of a sequence."""
         start = sequence.num_computed + sequence.num_launched
         is_last = num_tokens == sequence.num_uncomputed
         return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
 
     @property
     def is_prompt(self) -> bool:
-        """Whether this computes prompt tokens. A stream computes one token after its
-        prompt."""
+        """Whether these are prompt tokens. Otherwise this is the one token of a stream
+        that decodes."""
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property
     def scored(self) -> range:
-        """Indices of prompt tokens whose logprobs the step computes. The logprobs of a
-        token follow from the hidden state of the token before it."""
+        """Indices of the prompt tokens that get logprobs in the step. The logprobs of a
+        token follow from the hidden state of the preceding token."""
         logprobs = self.sequence.prompt_logprobs
         if logprobs is None:
             return range(0)
@@ -46,9 +47,10 @@ class Plan:
     """The outcome of one scheduling round.
 
     Attributes:
-        budget: tokens that the step has left.
-        admitted: sequences that got their blocks in this round.
+        budget: number of tokens that can still be added to the step.
+        admitted: sequences that got their first blocks in this round.
         receiving: those of `admitted` that wait for their pull.
+        preempted: sequences that lost their blocks in this round.
         stuck: sequences that need more blocks than the whole pool has.
     """
 
@@ -60,18 +62,18 @@ class Plan:
     stuck: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.scheduled.append(Scheduled.next_of(sequence, num_tokens))
+        self.scheduled.append(Scheduled.from_next_tokens(sequence, num_tokens))
         self.budget -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes back what was scheduled of a sequence."""
+        """Removes a sequence from the step."""
         for item in [item for item in self.scheduled if item.sequence is sequence]:
             self.scheduled.remove(item)
             self.budget += item.num_tokens
 
 
 def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
-    """The terms that determine how long a step with these sequences takes."""
+    """The work of a step with these sequences, from which its duration is estimated."""
     streams = 0
     context_tokens = 0
     prompt_tokens = 0

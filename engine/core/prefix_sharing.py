@@ -1,4 +1,4 @@
-"""Which cached blocks a sequence starts from, and whether it waits for a running
+"""Decides which cached blocks a sequence starts from, and whether it waits for a running
 sequence that computes the same prefix."""
 
 from collections.abc import Iterable
@@ -27,17 +27,17 @@ class PrefixSharing:
         self._prefix = prefix
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The table of cached blocks that a sequence can start from.
+        """Returns the table of cached blocks that a sequence can start from.
 
-        The last token is always computed, because its logits are needed. So is each
-        token before one whose logprobs have yet to be computed.
+        The last token is always computed, because its logits are needed. Each token
+        that precedes a prompt token with missing logprobs is computed as well.
         """
         if self._prefix is None:
             return []
         max_tokens = len(sequence.token_ids) - 1
         if sequence.pull is not None:
             max_tokens = min(max_tokens, sequence.num_to_admit)
-        elif sequence.choices.children:  # they fork off what it computes
+        elif sequence.choices.children:  # its children fork off the prompt
             max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
         logprobs = sequence.prompt_logprobs
         if logprobs is not None and not logprobs.is_complete:
@@ -51,43 +51,44 @@ class PrefixSharing:
         )
 
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether a running sequence computes a large part of what this one would
-        compute as well. It finds that part in the prefix index later."""
+        """Whether a sequence should wait, because a running sequence computes a large
+        part of the tokens that both need. The waiting sequence finds that part in the
+        prefix index later. Stores the reason in `sequence.awaited_prefix`."""
         if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:
-            # This runs in each round, so it must not compare tokens again.
-            owner, stop = sequence.awaited_prefix
-            if owner.phase is Phase.RUNNING and owner.num_computed < stop:
+            # This code runs in each round, so it must not compare all tokens again.
+            producer, stop = sequence.awaited_prefix
+            if producer.phase is Phase.RUNNING and producer.num_computed < stop:
                 return True
             sequence.awaited_prefix = None
-        owners = [s for s in running if s.num_computed < s.num_prompt_tokens]
-        if not owners:
+        producers = [s for s in running if s.num_computed < s.num_prompt_tokens]
+        if not producers:
             return False
         start = self._tables.num_tokens(self.match(sequence))
         num_uncached = len(sequence.token_ids) - start
         min_shared = min(_MIN_SHARED_TOKENS, num_uncached // 2)
-        for owner in owners:
-            num_shared = self._num_shared(sequence, owner, start)
+        for producer in producers:
+            num_shared = self._num_shared(sequence, producer, start)
             if num_shared and num_shared >= min_shared:
-                sequence.awaited_prefix = (owner, start + num_shared)
+                sequence.awaited_prefix = (producer, start + num_shared)
                 return True
         return False
 
-    def _num_shared(self, sequence: Sequence, owner: Sequence, start: int) -> int:
-        """Tokens of full blocks from `start` that both sequences have, after the same
-        tokens. Sequences with different salts share none."""
-        if sequence.request.cache_salt != owner.request.cache_salt:
+    def _num_shared(self, sequence: Sequence, producer: Sequence, start: int) -> int:
+        """Returns how many tokens from `start` on are equal in both sequences, in full
+        blocks; 0 if the tokens before `start` or the salts differ."""
+        if sequence.request.cache_salt != producer.request.cache_salt:
             return 0
         size = self._limits.block_size
         tokens = sequence.token_ids
-        owner_tokens = owner.token_ids
+        producer_tokens = producer.token_ids
         stop = start
-        last_start = min(len(tokens) - 1, owner.num_prompt_tokens) - size
+        last_start = min(len(tokens) - 1, producer.num_prompt_tokens) - size
         while stop <= last_start:
-            if tokens[stop : stop + size] != owner_tokens[stop : stop + size]:
+            if tokens[stop : stop + size] != producer_tokens[stop : stop + size]:
                 break
             stop += size
-        if stop == start or tokens[:start] != owner_tokens[:start]:
+        if stop == start or tokens[:start] != producer_tokens[:start]:
             return 0
         return stop - start

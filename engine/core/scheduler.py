@@ -4,27 +4,27 @@ the block allocator and the prefix index.
 Policy, in order:
 1. Sequences that decode come first, so that a long prompt delays them by at most one
    chunk.
-2. Running prompts get the rest of the token budget, in order of admission. Shorter
-   waiting prompts get at most half of it. Streams may limit the budget for prompts
-   (budget/prompt_limit.py).
+2. Running prompts get the rest of the token budget, in order of admission. Up to half
+   of this rest is reserved for waiting prompts that are much shorter. Streams may limit
+   the budget for prompts (budget/prompt_limit.py).
 3. Waiting sequences are admitted in the order of waiting.py, when blocks for all their
-   tokens are available. Each shares the blocks that the prefix index has, and allocates
-   the rest.
+   tokens are available. A sequence shares the blocks that the prefix index has, and
+   allocates the other blocks.
 
-A waiting sequence lets others pass in three cases. It needs more blocks than are
-outside quarantine; it waits for a pull while too many blocks are being written to; or a
-running sequence computes its prefix (prefix_sharing.py).
+Later requests may be admitted before a waiting sequence in three cases: the sequence
+needs more blocks than are outside quarantine; it waits for a pull while too many blocks
+are being written to; or a running sequence computes its prefix (prefix_sharing.py).
 
 When a running sequence needs a block and none is available, the latest admitted one is
 preempted: its blocks are released, and it waits at the head of the queue. A sequence
-that fits the pool alone always ends. Engines accept no others (worker/memory.py); if
-one does not fit nevertheless, it is `stuck`.
+that fits the pool alone therefore always ends. An engine accepts no longer sequences
+(worker/memory.py). A sequence that does not fit nevertheless is `stuck`.
 
 A sequence with a `pull` is not computed. Its new blocks become RECEIVING
 and a pull fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this.
 
-A step may be planned while others have not finished (step_ledger.py). No sequence is
-preempted while a launched step uses it (`may_preempt`).
+A step may be planned while launched steps have not finished (step_ledger.py). No
+sequence is preempted while a launched step uses its blocks (`may_preempt`).
 """
 
 from collections import deque
@@ -85,8 +85,9 @@ class Scheduler:
     def is_deadlocked(self) -> bool:
         """Whether waiting requests cannot get blocks until leases or hanging READs end.
 
-        Without running sequences that is so if any request waits. Otherwise it is so if
-        the first waiting request would fit once all leased blocks are returned.
+        If no sequence runs, the scheduler is deadlocked as soon as a request waits. If
+        sequences run, it is deadlocked if the first waiting request lacks blocks, and
+        would have enough if all leased blocks were returned.
         """
         if not self.waiting or self.receiving:
             return False
@@ -99,8 +100,8 @@ class Scheduler:
         return 0 < num_missing <= self.allocator.counts()[BlockState.LEASED]
 
     def is_blocked_on_quarantine(self, sequence: Sequence) -> bool:
-        """Whether only the end of hanging READs can give a waiting sequence its
-        blocks."""
+        """Whether a waiting sequence needs more blocks than are outside quarantine, so
+        that hanging READs must end first."""
         num_quarantined = self.allocator.num_quarantined
         if not num_quarantined:
             return False
@@ -110,8 +111,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         is_too_long = len(sequence.token_ids) > self.limits.max_model_len
         has_too_many_choices = len(sequence.choices) > self.limits.max_num_seqs
-        assert not is_too_long, "it would wait forever"
-        assert not has_too_many_choices, "it would wait forever"
+        assert not is_too_long, "a sequence that is too long would wait forever"
+        assert not has_too_many_choices, "too many choices would wait forever"
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         enqueue(self.waiting, sequence)
@@ -119,8 +120,8 @@ class Scheduler:
     # -- one round ----------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Decides the next step. If nothing can be computed now, `scheduled` is
-        empty."""
+        """Plans the next step, which includes admissions and preemptions. If no token
+        can be computed now, the plan's `scheduled` is empty."""
         plan = Plan(self.limits.max_num_batched_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -143,8 +144,8 @@ class Scheduler:
         return plan
 
     def _limit_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
-        """Limits the prompt tokens of a step with streams. A sequence whose KV is being
-        pulled counts as a stream already."""
+        """Limits the prompt tokens of a step with streams. A sequence with a pull in
+        progress already counts as a stream."""
         if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
             limit = self._prompt_limit.prompt_tokens(
                 plan.scheduled, prefilling, self._waiting_for_steps()
@@ -152,7 +153,7 @@ class Scheduler:
             plan.budget = min(plan.budget, limit)
 
     def _waiting_for_steps(self) -> Sequenceable[Sequence]:
-        """The waiting prompts, if the first one waits for steps and not for blocks."""
+        """The waiting prompts, if the first of them waits for steps and not for blocks."""
         if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
             return ()
         first = self.waiting[0]
@@ -163,8 +164,8 @@ class Scheduler:
     def _reserve_for_short_prompts(
         self, prefilling: list[Sequence], budget: int
     ) -> int:
-        """Tokens of the step that running prompts leave to short waiting ones. None are
-        left if these would not get their blocks."""
+        """Returns how many tokens of the step are reserved for short waiting prompts; 0
+        if there are not enough blocks for these prompts."""
         prefill_tokens = sum(work_of(s, s.num_uncomputed) for s in prefilling)
         prompts = select_short_prompts(self.waiting, prefill_tokens, budget)
         needed = len(self.running) + len(prompts)
@@ -197,10 +198,11 @@ class Scheduler:
     def _allocate_for_step(
         self, sequence: Sequence, num_tokens: int, plan: Plan
     ) -> bool:
-        """Allocates the blocks of a step, if necessary by preempting other sequences.
-        False if the sequence itself was preempted."""
-        places = self.tables.places_for_next(sequence, num_tokens)
-        num_blocks = len(places)
+        """Allocates the blocks that a sequence needs in a step, and preempts the latest
+        admitted sequences if necessary. Returns False if the sequence itself was
+        preempted."""
+        entries = self.tables.entries_for_next(sequence, num_tokens)
+        num_blocks = len(entries)
         while not self.allocator.can_allocate(num_blocks):
             victim = self.running[-1]
             plan.remove(victim)
@@ -210,23 +212,23 @@ class Scheduler:
                     plan.stuck.append(sequence)
                 return False
         blocks = self.allocator.allocate(num_blocks)
-        self.limits.groups.fill_entries(sequence.block_ids, places, blocks)
+        self.limits.groups.fill_entries(sequence.block_ids, entries, blocks)
         return True
 
     def may_preempt(self) -> bool:
-        """Whether the running sequences may need more blocks for the next step than are
-        available. `schedule` then takes blocks away, so that every launched step must
-        have finished."""
+        """Whether the next `schedule` may preempt sequences, because the running
+        sequences may need more blocks than are available. All launched steps must have
+        finished before that call."""
         budget = self.limits.max_num_batched_tokens
         needed = 0
         for sequence in self.running:
             num_tokens = min(sequence.num_uncomputed, budget)
-            needed += len(self.tables.places_for_next(sequence, num_tokens))
+            needed += len(self.tables.entries_for_next(sequence, num_tokens))
         return not self.allocator.can_allocate(needed)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         assert not self.steps.is_in_launched_step(victim), (
-            "preempted while a launched step uses it"
+            "preempted while a launched step uses its blocks"
         )
         self.running.remove(victim)
         self._release_blocks(victim)
@@ -271,13 +273,13 @@ class Scheduler:
                 plan.add(sequence, min(sequence.num_uncomputed, plan.budget))
 
     def _num_choices(self) -> int:
-        """Choices that run, receive, or have yet to fork off one that does."""
+        """The number of choices that run or receive KV, and of their children."""
         sequences = (*self.running, *self.receiving.values())
         return sum(1 + len(sequence.choices.children) for sequence in sequences)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Shares cached blocks and allocates the others. If there are too few, it
-        changes nothing and returns False."""
+        """Gives a waiting sequence its blocks: shares cached blocks, and allocates the
+        other blocks. If there are too few blocks, changes nothing and returns False."""
         num_tokens = sequence.num_to_admit
         table = self._sharing.match(sequence)
         start = self.tables.num_tokens(table)
@@ -286,16 +288,16 @@ class Scheduler:
             self.allocator.state(block) is BlockState.CACHED for block in hits
         )
         num_free = self.allocator.num_available - num_idle - self._num_spare(sequence)
-        # A long sequence that does not fit comes here in each round. This cheap check
-        # comes first for that reason.
+        # A long sequence that does not fit is tried in each round, so a cheap check
+        # comes first.
         if num_free < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
             return False
-        places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
-        if num_free < len(places):
+        entries = self.tables.entries_to_admit(sequence, table, num_tokens, budget)
+        if num_free < len(entries):
             return False
         self.allocator.share(hits)
-        fresh_blocks = self.allocator.allocate(len(places))
-        self.limits.groups.fill_entries(table, places, fresh_blocks)
+        fresh_blocks = self.allocator.allocate(len(entries))
+        self.limits.groups.fill_entries(table, entries, fresh_blocks)
         sequence.block_ids = table
         sequence.num_computed = start
         if self.limits.groups.drops_blocks:
@@ -308,8 +310,9 @@ class Scheduler:
         return True
 
     def _num_spare(self, sequence: Sequence) -> int:
-        """Blocks that stay available when a sequence is admitted: one for each running
-        sequence, so that the admission causes no preemption."""
+        """The number of blocks that must stay available when a sequence is admitted: one
+        for each running sequence and each child, so that the admission does not cause a
+        preemption in the next step."""
         if not self.running:
             return 0
         return len(self.running) + len(sequence.choices.children)
@@ -319,7 +322,8 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence without blocks at the head of the queue."""
+        """Puts a sequence without blocks at the head of the queue, where no request can
+        overtake it."""
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN
@@ -389,9 +393,10 @@ class Scheduler:
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Makes a child run. It computes the last, partial block of the prompt itself.
+        """Lets a child run in shared blocks of the parent.
 
-        If it has no output while its parent has, it also computes the last prompt token.
+        The child computes the prompt's tokens after the last full block itself. A child
+        without outputs always computes the last prompt token, to draw from its logits.
         """
         child.fork_from(parent)
         child.num_computed = self._num_forked(parent, child)
@@ -403,7 +408,7 @@ class Scheduler:
         self._run(child)
 
     def _num_forked(self, parent: Sequence, child: Sequence) -> int:
-        """The prompt tokens whose blocks a choice shares with choice 0."""
+        """The number of prompt tokens in the blocks that a child shares with choice 0."""
         num_tokens = parent.num_prompt_tokens
         if not child.num_outputs:
             num_tokens -= 1
@@ -415,18 +420,19 @@ class Scheduler:
         self.steps.launch(scheduled)
 
     def step_finished(self, seconds: float | None = None) -> None:
-        """The oldest launched step has ended on every rank, after `seconds`."""
+        """Records that the oldest launched step has ended on every rank, after
+        `seconds`."""
         self.steps.finish(seconds)
 
-    def step_undrawn(self, scheduled: Sequenceable[Scheduled]) -> None:
-        """The only launched step has ended without drawing tokens. It is to be run
-        again."""
+    def draw_failed(self, scheduled: Sequenceable[Scheduled]) -> None:
+        """Records that the only launched step has ended without drawing its tokens. Its
+        sequences must compute the same tokens again."""
         self.step_finished()
         for item in scheduled:
             item.sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
 
     def commit(self, item: Scheduled) -> None:
-        """A finished step wrote the KV of what was scheduled."""
+        """Records that a finished step has written the KV of a sequence's tokens."""
         sequence = item.sequence
         num_before = sequence.num_computed
         num_prompt_tokens = sequence.num_prompt_tokens
@@ -437,11 +443,11 @@ class Scheduler:
         self._publish(sequence, num_before)
 
     def _publish(self, sequence: Sequence, num_before: int) -> None:
-        """Adds the blocks that became full to the prefix index (I4), and releases those
-        that are no longer needed.
+        """Adds the blocks that became full to the prefix index (invariant I4 of
+        docs/design.md), and releases the blocks that are no longer needed.
 
         Args:
-            num_before: tokens that were computed at the last call.
+            num_before: tokens with KV before the step or pull.
         """
         num_full = sequence.num_computed // self.limits.block_size
         if self.prefix is not None and num_full != num_before // self.limits.block_size:
@@ -489,8 +495,7 @@ class Scheduler:
         return {name: float(value) for name, value in values.items()}
 
     def check_integrity(self) -> None:
-        """Raises if the blocks do not add up, or if an idle scheduler has blocks in
-        use."""
+        """Raises an error if the counts of blocks do not add up."""
         self.allocator.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()

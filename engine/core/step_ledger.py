@@ -1,7 +1,8 @@
-"""Accounting of launched steps: what each costs, and which blocks it may still use.
+"""Accounting of launched steps: the work of each step, and the blocks that it may still
+use.
 
 Blocks return to the allocator only when every launched step that refers to them has
-finished (I8). Steps finish in the order of their launches.
+finished (invariant I8 of docs/design.md). Steps finish in the order of their launches.
 """
 
 from collections import deque
@@ -28,11 +29,11 @@ class StepLedger:
         self._prefill_budget = prefill_budget
         self._loads: deque[Load] = deque()  # of the launched steps
         self._num_finished = 0
-        # Numbers of steps, and the blocks to release when each has finished.
+        # Blocks to release, each list with the number of the step that must finish first.
         self.deferred_releases: list[tuple[int, list[int]]] = []
 
     def launch(self, scheduled: Sequenceable[Scheduled]) -> None:
-        """Records a launch with all its sequences."""
+        """Records that a step was launched, also in its sequences."""
         self._loads.append(load_of(scheduled))
         number = self._num_finished + len(self._loads)
         row = 0
@@ -46,7 +47,8 @@ class StepLedger:
                 row += len(item.draws)
 
     def finish(self, seconds: float | None) -> None:
-        """The oldest launched step no longer reads or writes any block, on any rank.
+        """Records that the oldest launched step no longer reads or writes any block, on
+        any rank. Releases the blocks that waited for this.
 
         Args:
             seconds: the duration of the step; None if it was not measured.

@@ -1,15 +1,15 @@
 """Launches steps and waits for their results.
 
-On a GPU (`Executor.depth`), a step may be in flight while the next one is planned and
-launched, as if no sequence ended in the first. The extra token of a sequence that did
-end is dropped. A sequence that cannot be planned so, because its choices fork off with
-the result, skips a step. Nothing is planned while a long step is in flight.
+On a GPU, the next step is planned and launched while a step is in flight
+(`Executor.depth`), as if no sequence ended in the step in flight. If a sequence did end,
+its extra token is dropped. A sequence skips the next step if the plan depends on the
+result, for example because choices fork off it. While a long step is in flight, no step
+is planned.
 
-A step with grammars is launched up to its logits. Its tokens are drawn once the masks
-are ready, which depend on the tokens of the step before.
+A step with grammars is launched up to its logits. Its tokens are drawn when the masks
+are ready, which depend on the tokens of the previous step.
 
-If a step cannot be launched or drawn, while the device is well and no other rank has
-begun it, its sequences are retried one at a time.
+If a step raises StepFailed, its sequences are retried one at a time.
 """
 
 import logging
@@ -36,21 +36,21 @@ from engine.core.sequence import Phase, Sequence
 logger = logging.getLogger("baton.engine")
 
 _POLL_INTERVAL_S = 0.00005  # between two checks whether a step has ended
-# The duration of a step with at least this many tokens is proportional to them. That of
-# a smaller one is the time to read the weights.
+# The duration of a step with at least this many tokens is proportional to their number.
+# The duration of a smaller step is mostly the time to read the weights.
 _PROPORTIONAL_TOKENS = 1024
 _LONG_STEP_S = 0.1
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched step whose result has not been taken."""
+    """A launched step with a result that has not been taken."""
 
     scheduled: list[Scheduled]
     pending: PendingStep
     num_tokens: int
     started_s: float
-    # Sequences that draw nothing in this step, because their mask was not ready.
+    # Sequences that draw no token in this step, because their mask was not ready.
     skipped: set[Sequence] = field(default_factory=set)
 
 
@@ -67,14 +67,14 @@ class StepEvents(Protocol):
         """Applies the result of a step to its sequences."""
 
     def give_up(self, sequence: Sequence, error: Exception) -> None:
-        """Ends the request for which the engine failed."""
+        """Ends a request because of an exception that concerns only this request."""
 
 
 class StepRunner:
     """The launched steps of one core, in order.
 
     Attributes:
-        in_flight: launched steps whose results have not been taken.
+        in_flight: launched steps with results that have not been taken, oldest first.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StepRunner:
         self._last_finish_s = 0.0
 
     def run(self, scheduled: list[Scheduled]) -> None:
-        """Launches a step, or its sequences one at a time if that fails."""
+        """Launches a step. If the launch fails, runs its sequences one at a time."""
         try:
             self._launch_any(scheduled)
         except StepFailed as error:
@@ -123,17 +123,18 @@ class StepRunner:
         for item in scheduled:
             sequence = item.sequence
             if sequence.phase is not Phase.RUNNING or not sequence.num_uncomputed:
-                continue  # it ended with the step before
+                continue  # the sequence ended with the previous step
             num_tokens = min(item.num_tokens, sequence.num_uncomputed)
             try:
-                self._launch_any([Scheduled.next_of(sequence, num_tokens)])
+                self._launch_any([Scheduled.from_next_tokens(sequence, num_tokens)])
             except StepFailed as single_error:
                 self._events.give_up(sequence, single_error)
             self.finish_steps(0)
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
-        """Fills the masks while the step computes its logits. If another step is in
-        flight, that begins when its tokens are known."""
+        """Launches a step up to its logits, while other threads compute its masks. Draws
+        its tokens when the masks are ready. If another step is in flight, the threads
+        start when the tokens of that step are known."""
         is_first = not self.in_flight
         if is_first:
             self._grammars.begin_masks(scheduled)
@@ -141,20 +142,20 @@ class StepRunner:
             pending = self._launch(scheduled, step)
         except StepFailed:
             if is_first:
-                # Other threads fill the masks; wait until they have ended.
-                self._grammars.masks(scheduled, wait_for_all=True)
+                # Wait for the threads that compute the masks.
+                self._grammars.wait_for_masks(scheduled, wait_for_all=True)
             raise
         if not is_first:
             self.finish_steps(1)
             self._grammars.begin_masks(scheduled)
-        masks, skipped = self._grammars.masks(scheduled)
+        masks, skipped = self._grammars.wait_for_masks(scheduled)
         try:
             pending.draw(masks)
         except StepFailed:
             self.in_flight.pop()  # no other step was in flight
-            self._scheduler.step_undrawn(scheduled)
+            self._scheduler.draw_failed(scheduled)
             raise
-        for sequence in skipped:  # its last token must be computed again
+        for sequence in skipped:  # the last token must be computed again to draw
             sequence.unlaunch(1, drew=True)
         self.in_flight[-1].skipped.update(skipped)
 
@@ -167,7 +168,8 @@ class StepRunner:
         return pending
 
     def finish_steps(self, num_left: int) -> None:
-        """Takes the results of all launched steps but the last `num_left`."""
+        """Waits for all launched steps except the last `num_left`, and commits their
+        results."""
         while len(self.in_flight) > num_left:
             self._wait_for(self.in_flight[0].pending)
             step = self.in_flight.popleft()
@@ -190,8 +192,8 @@ class StepRunner:
         Requests that arrive while a step runs start their pulls immediately, and their
         first tokens are sent. Most pulls finish before the next step is planned.
         """
-        # An engine whose device hangs must not appear to be alive, so that messages are
-        # no longer served after this time.
+        # While messages are served, the engine appears to be alive. If the device hangs,
+        # the engine must not appear to be alive, so serving ends at this time.
         serve_until_s = time.monotonic() + MAX_SILENCE_S
         while not pending.has_ended():
             if time.monotonic() < serve_until_s:
@@ -199,11 +201,11 @@ class StepRunner:
             time.sleep(_POLL_INTERVAL_S)
 
     def is_long_step_in_flight(self) -> bool:
-        """Whether the last launched step takes so long that the next one is planned
-        only after it.
+        """Whether the last launched step takes so long that the next step is planned only
+        after its end.
 
-        Requests that arrive while it runs then wait for one step instead of two. That
-        is worth the millisecond in which the device is idle.
+        Requests that arrive while the long step runs then wait for one step instead of
+        two. In return, the device is idle for about a millisecond.
         """
         if not self.in_flight:
             return False

@@ -1,8 +1,10 @@
-"""Which blocks a sequence's block table lacks, and which it no longer needs.
+"""Calculates which blocks a sequence's block table lacks, and which blocks the sequence
+no longer needs.
 
 With several KV groups (kvcache/groups.py), a table has one block of each group for
-every block_size tokens. Blocks of groups with a window are allocated step by step. They
-are released once no sequence that may continue from them looks back so far.
+every block_size tokens. Blocks of groups with a window are allocated step by step. Such
+a block is released when it lies before the windows of all sequences that may continue
+from it.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -20,10 +22,12 @@ class SchedulerLimits:
     """The limits of a step and of a sequence.
 
     Attributes:
-        max_model_len: tokens of a sequence, prompt and outputs.
+        max_num_seqs: largest number of running choices.
+        max_num_batched_tokens: largest number of tokens of a step.
+        max_model_len: largest number of tokens of a sequence, prompt and outputs.
         block_size: tokens of a block.
-        step_target: target duration of a step with streams. None: prompts are not
-            limited.
+        step_target: target duration of a step with streams; None if prompts do not have
+            to be limited for it.
     """
 
     max_num_seqs: int
@@ -43,24 +47,30 @@ class BlockTables:
         self._max_step_tokens = limits.max_num_batched_tokens
 
     def num_tokens(self, table: Sequenceable[int]) -> int:
-        """Tokens that a table has space for."""
+        """The number of tokens that a table has blocks for."""
         return len(table) // self._groups.count * self._block_size
 
     def num_blocks_for(self, sequence: Sequence, num_tokens: int) -> int:
-        """Most blocks that a waiting sequence needs at a time for `num_tokens`."""
+        """The largest number of blocks that a waiting sequence needs at the same time
+        until it has KV of `num_tokens` tokens."""
         pulled = 0
         if sequence.pull is not None:
             pulled = sequence.pull.num_to_pull(len(sequence.token_ids))
         step = min(max(num_tokens - pulled, 0), self._max_step_tokens)
         return self._groups.num_blocks_for(num_tokens, step, self._block_size)
 
-    def places_to_admit(
+    def entries_to_admit(
         self, sequence: Sequence, table: list[int], num_tokens: int, budget: int
     ) -> list[int]:
-        """The places of `table` that need a block before a sequence can be admitted.
+        """The entries of `table` that need a block before a sequence can be admitted.
 
-        Groups without a window need blocks for all `num_tokens`. Groups with a window
-        need them only for the tokens that are pulled, or else computed first.
+        Groups without a window need blocks for all `num_tokens` tokens. Groups with a
+        window need blocks for the tokens that are pulled. Without a pull, they need
+        blocks for the tokens of the first step.
+
+        Args:
+            table: the cached blocks that the sequence starts from.
+            budget: tokens that the sequence can compute in the first step.
         """
         groups = self._groups
         start = self.num_tokens(table)
@@ -78,9 +88,11 @@ class BlockTables:
         ]
         return groups.missing_entries(table, token_ranges, self._block_size)
 
-    def places_for_next(self, sequence: Sequence, num_tokens: int) -> Sequenceable[int]:
-        """The places that a running sequence needs blocks for, to compute `num_tokens`
-        more."""
+    def entries_for_next(
+        self, sequence: Sequence, num_tokens: int
+    ) -> Sequenceable[int]:
+        """The entries of a running sequence's table that need a block before the sequence
+        can compute its next `num_tokens` tokens."""
         groups = self._groups
         table = sequence.block_ids
         start = sequence.num_computed + sequence.num_launched
@@ -96,8 +108,8 @@ class BlockTables:
         return sequence.block_ids[: num_full * self._groups.count]
 
     def publishable(self, sequence: Sequence, num_full: int) -> list[int]:
-        """As `full`, with the null block in place of blocks that a pull has filled only
-        partially."""
+        """Returns the table of the first `num_full` blocks of each group, for the prefix
+        index. The null block replaces blocks that a pull has filled only partially."""
         count = self._groups.count
         table = self.full(sequence, num_full)
         for group, (window, first) in enumerate(
@@ -105,8 +117,8 @@ class BlockTables:
         ):
             if window is not None:
                 num_partial = min(first, num_full)
-                places = slice(group, num_partial * count, count)
-                table[places] = [NULL_BLOCK] * num_partial
+                partial_entries = slice(group, num_partial * count, count)
+                table[partial_entries] = [NULL_BLOCK] * num_partial
         return table
 
     def fresh(self, sequence: Sequence) -> list[int]:
@@ -117,26 +129,27 @@ class BlockTables:
         )
 
     def resume_limit(self, sequence: Sequence, num_tokens: int) -> int:
-        """The fewest of the first `num_tokens` from which any sequence may continue.
+        """The smallest number of tokens after which any sequence may continue from the
+        first `num_tokens` tokens of this sequence.
 
-        All choices but the first compute the prompt's last block themselves, and so
-        does a borrower of leased blocks, whatever its block size.
+        Choices other than choice 0 compute the prompt's last block themselves. A
+        borrower of leased blocks may do so too, and its blocks may be larger.
         """
         if not self._groups.drops_blocks:
             return max(0, num_tokens)
         limits = [num_tokens]
         if sequence.request.retain_kv:
-            of_last_block = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
-            limits.append(sequence.num_prompt_tokens - of_last_block)
+            max_last_block = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
+            limits.append(sequence.num_prompt_tokens - max_last_block)
         if sequence.choices.children:
             num_full = (sequence.num_prompt_tokens - 1) // self._block_size
             limits.append(num_full * self._block_size)
         return max(0, min(limits))
 
     def mark_partial_blocks(self, sequence: Sequence) -> None:
-        """Records where complete blocks begin after a pull. A pull into a group with a
-        window may begin in the middle of a block, which is then no block of the
-        prefix."""
+        """Records, in `sequence.complete_from`, where complete blocks begin after a pull.
+        In a group with a window, a pull may begin in the middle of a block. This block
+        must not be added to the prefix index."""
         if not self._groups.drops_blocks:
             return
         assert sequence.pull is not None
@@ -149,7 +162,7 @@ class BlockTables:
         ]
 
     def leased_table(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The table that is leased for the first `num_tokens`."""
+        """Returns the table that is leased for the first `num_tokens` tokens."""
         limit = num_tokens
         if sequence.choices.migrating is not sequence:
             limit = self.resume_limit(sequence, num_tokens)
@@ -158,22 +171,22 @@ class BlockTables:
         )
 
     def take_passed_blocks(self, sequence: Sequence) -> list[int]:
-        """Removes from the table the blocks that lie before the windows of all
-        sequences that may continue from it. Returns these blocks."""
+        """Removes the blocks from a sequence's table that lie before the windows of all
+        sequences that may continue from the table. Returns the removed blocks."""
         groups = self._groups
         if not groups.drops_blocks:
             return []
         limit = self.resume_limit(sequence, sequence.num_computed)
         released_until = sequence.retained_from or [0] * groups.count
         sequence.retained_from = groups.first_needed_blocks(limit, self._block_size)
-        places = sorted(
+        entries = sorted(
             block * groups.count + group
             for group, (start, stop) in enumerate(
                 zip(released_until, sequence.retained_from, strict=True)
             )
             for block in range(start, stop)
         )
-        passed = without_null_blocks(sequence.block_ids[place] for place in places)
-        for place in places:
-            sequence.block_ids[place] = NULL_BLOCK
+        passed = without_null_blocks(sequence.block_ids[entry] for entry in entries)
+        for entry in entries:
+            sequence.block_ids[entry] = NULL_BLOCK
         return passed

@@ -7,8 +7,9 @@
 4. Requests of different API keys are served in turn, in equal shares of work.
 5. Otherwise, requests are served in order of arrival.
 
-A request is overtaken at most `MAX_OVERTAKEN` times. Short prompts together overtake it
-for no longer than it would have kept them waiting.
+A request is overtaken at most `MAX_OVERTAKEN` times. If a short prompt overtakes a long
+one, the ratio of their work decides how much this counts. All short prompts that
+overtake a long prompt therefore take no more work than the long prompt.
 """
 
 from collections import Counter, deque
@@ -19,36 +20,39 @@ from engine.core.sequence import Sequence
 MAX_OVERTAKEN = 64
 LONG_PROMPT_TOKENS = 1024  # a prompt of at least this length may be overtaken
 _SHORTER_FACTOR = 4  # how many times shorter a prompt must be to overtake
-# A prompt token with logprobs counts as this many usual ones. For each, the logits of
-# the whole vocabulary are computed and sorted. With small models, this takes longer
-# than the model itself.
+# A prompt token with logprobs counts as this many prompt tokens without logprobs. The
+# logits of the whole vocabulary are computed and sorted for each such token. With small
+# models, this takes longer than the model itself.
 SCORED_WEIGHT = 4
 _MAX_SHORT_PROMPTS = 64  # waiting sequences that are considered in each step
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Inserts a sequence at its place in the queue."""
+    """Inserts a sequence into the queue according to the rules of this module. Counts it
+    in the sequences that it overtakes."""
     shares, share = _completed_shares(waiting, sequence)
-    place = len(waiting)
-    while place:
-        earlier = waiting[place - 1]
+    index = len(waiting)
+    while index:
+        earlier = waiting[index - 1]
         cost = _overtaking_cost(sequence, earlier)
         if not cost and _competes_by_key(sequence, earlier):
-            cost = int(share < shares[place - 1])
+            cost = int(share < shares[index - 1])
         if not cost or earlier.num_overtaken + cost > MAX_OVERTAKEN:
             break
         earlier.num_overtaken += cost
-        place -= 1
-    waiting.insert(place, sequence)
+        index -= 1
+    waiting.insert(index, sequence)
 
 
 def _completed_shares(
     waiting: deque[Sequence], sequence: Sequence
 ) -> tuple[list[int], int]:
-    """The work that each key has completed when each of its requests has been served.
+    """For each request, returns the work that its key has completed once this request
+    has been served.
 
-    Returns one value for each request of `waiting`, and one for `sequence` if it is
-    served last. Served in ascending order, keys get equal shares.
+    Returns one value for each request of `waiting`, and the value of `sequence` if it
+    is served last. If requests are served in ascending order of these values, all keys
+    get equal shares of work.
     """
     completed = Counter[str]()
     shares = []
@@ -67,18 +71,19 @@ def _competes_by_key(later: Sequence, earlier: Sequence) -> bool:
 
 
 def _urgency(sequence: Sequence) -> tuple[bool, int]:
-    """A sort key: smaller is more urgent."""
+    """Returns a sort key, which is smaller for more urgent sequences."""
     return not sequence.request.resumed_choices, sequence.request.priority
 
 
 def work_of(sequence: Sequence, num_tokens: int) -> int:
-    """The work to compute `num_tokens` of a sequence, in usual prompt tokens."""
+    """Returns the work to compute `num_tokens` tokens of a sequence, as a number of
+    prompt tokens without logprobs."""
     return num_tokens * (SCORED_WEIGHT if sequence.is_scoring else 1)
 
 
 def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
-    """What counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0 if it must
-    not."""
+    """Returns how much counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0 if
+    it must not overtake."""
     later_urgency = _urgency(later)
     earlier_urgency = _urgency(earlier)
     if later_urgency != earlier_urgency:
@@ -91,8 +96,8 @@ def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
 
 
 def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a sequence takes much less work than a prompt of `num_tokens`, which is
-    long."""
+    """Whether a prompt of `num_tokens` tokens is long, and a sequence takes much less
+    work than this prompt."""
     work = work_of(sequence, len(sequence.token_ids))
     is_short = work * _SHORTER_FACTOR <= num_tokens
     is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS
@@ -102,13 +107,13 @@ def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
 def select_short_prompts(
     waiting: deque[Sequence], prefill_tokens: int, budget: int
 ) -> list[Sequence]:
-    """The waiting prompts that the next step computes before running prompts.
+    """Returns the waiting prompts that the next step computes before running prompts.
 
-    They are the first of the queue, much shorter than the running prompts, and take at
-    most half of the step.
+    The returned prompts are the first of the queue, are much shorter than the running
+    prompts, and take at most half of the step.
 
     Args:
-        prefill_tokens: work that the running prompts have left.
+        prefill_tokens: the remaining work of all running prompts.
         budget: tokens of the step.
     """
     num_left = budget // 2

@@ -115,6 +115,6 @@ class QuarantineTimer:
         return (
             f"this request needs more KV blocks than are left, because {num_quarantined} "
             f"of {capacity} blocks have been held for more than {self._timeout_s:g} s by "
-            "pulls from a prefill server that does not respond; check the prefill server, "
-            "or raise --quarantine-timeout-s"
+            "pulls from a prefill server that does not respond; check that server, or "
+            "raise --quarantine-timeout-s"
         )

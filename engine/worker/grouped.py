@@ -90,7 +90,7 @@ class GroupedBackend(AttentionBackend):
         ends = np.cumsum(query_lens, dtype=np.int64)
         starts = np.repeat(batch.context_lens - ends, query_lens)
         positions = np.arange(len(rows)) + starts
-        # The slots of padding are in the null block, whose number is 0.
+        # The slots of padding are in the null block, which has the number 0.
         slots = batch.slot_mapping % block_size
         blocks = tables[rows, positions // block_size].astype(np.int64)
         slots[: len(rows)] += blocks * block_size

@@ -233,8 +233,7 @@ class ModelRunner:
     @property
     def depth(self) -> int:
         """How many launched steps may be unfinished when the next step is launched. On a
-        CPU the step itself runs on the host, so the host cannot prepare the next step
-        meanwhile."""
+        CPU this is 0, because the launch itself computes the step."""
         return 1 if self.device.type == "cuda" else 0
 
     def execute(self, step: StepInput) -> StepOutput:

@@ -41,12 +41,12 @@ from protocol.messages import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30  # float32 would round a smaller temperature to 0
 # On a CPU, top_k, top_p and min_p are applied to this many of the likeliest tokens at
-# first. The number grows by the factor until it includes all allowed tokens.
+# first. The number is multiplied until the tokens include all allowed tokens.
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
 # Prompt tokens are scored in chunks of this many rows, with which the matmul reaches
 # full speed. The allocator reuses the memory of such small logits for the next chunk.
-# It would return the memory of larger logits, and new memory costs page faults.
+# The memory of larger logits would be returned, and new memory costs page faults.
 _SCORED_ROWS = 64
 
 
@@ -123,9 +123,9 @@ def sample(
         shaping.count_drawn(token_ids)
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
-    total = unshaped.logsumexp(-1, keepdim=True)
+    log_total = unshaped.logsumexp(-1, keepdim=True)
     return SampledTokens(
-        token_ids, _logprobs(unshaped, total, token_ids, batch.max_logprobs)
+        token_ids, _logprobs(unshaped, log_total, token_ids, batch.max_logprobs)
     )
 
 
@@ -252,7 +252,7 @@ def _smallest_allowed(
 
 def _logprobs(
     logits: torch.Tensor,
-    total: torch.Tensor | float,
+    log_total: torch.Tensor | float,
     token_ids: torch.Tensor,
     num_top: int,
 ) -> Logprobs:
@@ -260,13 +260,13 @@ def _logprobs(
 
     Args:
         logits: float32 [S, V].
-        total: [S, 1], the logarithm of the sum of each row's exponentials; 0 if `logits`
-            are logprobs already.
+        log_total: [S, 1], the logarithm of the sum of each row's exponentials; 0 if
+            `logits` are logprobs already.
     """
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     ranks = _ranks(logits, chosen, top)
-    return Logprobs((chosen - total).squeeze(1), top_ids, top - total, ranks)
+    return Logprobs((chosen - log_total).squeeze(1), top_ids, top - log_total, ranks)
 
 
 def _ranks(

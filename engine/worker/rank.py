@@ -49,7 +49,7 @@ class Rank:
         self.runner = ModelRunner(config, model_config, parallel, report)
         self._number = rank
         report("sizing the KV pool")
-        self.size = pool_size(config, model_config, self.runner)
+        self.size = measure_pool_size(config, model_config, self.runner)
         self.num_blocks = links.agree(self.size.num_blocks, int, min)
         pool = self.runner.allocate(self.num_blocks).pool
         self.runner.capture_graphs()
@@ -95,7 +95,7 @@ class Rank:
         return KERNELS.num_late
 
 
-def pool_size(
+def measure_pool_size(
     config: EngineConfig, model_config: ModelConfig, runner: ModelRunner
 ) -> PoolSize:
     """Returns the size of the largest pool that this rank can hold, or of the pool that
@@ -128,8 +128,8 @@ def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device: str = config.device
     if config.device == "cuda":
         device = f"cuda:{config.devices[rank]}"
-    # Wait until all ranks have started: the links wait ten minutes for them, the process
-    # group only one.
+    # Wait here until all ranks have started: the links wait ten minutes for them, but the
+    # process group waits only one minute.
     links.agree(0, int, max)
     return Parallel.connect(
         rank,

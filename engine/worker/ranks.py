@@ -185,8 +185,8 @@ def raise_if_rank_lost(
 def is_exiting(pid: int) -> bool:
     """Whether a process has exited or is exiting.
 
-    Exiting takes seconds if the process holds GPU memory, and the connections of the
-    process break only at the end.
+    Exiting takes seconds if the process holds GPU memory. The connections of the process
+    break only when the exit is complete.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

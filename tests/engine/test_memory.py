@@ -21,7 +21,7 @@ from engine.worker.memory import (
     decide_max_model_len,
     size_pool,
 )
-from engine.worker.rank import pool_size
+from engine.worker.rank import measure_pool_size
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
 from model.config import load_config, parse_config
@@ -211,7 +211,7 @@ def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
     model: Any = SimpleNamespace(max_position=256)
     options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
     config = _BASE.model_copy(update={"transfer": transfer, **options})
-    assert pool_size(config, model, runner).num_blocks == 300 - staged - 4
+    assert measure_pool_size(config, model, runner).num_blocks == 300 - staged - 4
 
 
 def test_a_block_of_latents_in_fp8_takes_a_copy_of_one_layer_besides():

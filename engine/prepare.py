@@ -185,7 +185,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
     Raises:
         ModelLoadError: a value is wrong for requests and for transformers, or the file
-            is no JSON object.
+            is not a JSON object.
     """
     path = folder / "generation_config.json"
     try:

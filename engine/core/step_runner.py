@@ -106,7 +106,7 @@ class StepRunner:
         try:
             step = build_step(scheduled, self._shape_book)
         except Exception as error:
-            raise StepFailed(f"building its arrays failed: {error!r}") from error
+            raise StepFailed(f"building the step's arrays failed: {error!r}") from error
         self._events.flush()  # first tokens must not wait for the step
         if step.is_masked:
             self._launch_masked(scheduled, step)

@@ -238,7 +238,7 @@ class Borrower(KVConnector):
         server is released once no READ is in flight.
 
         Args:
-            lend: keep the lease, so that another decode server may use it.
+            lend: the lease is kept instead, so that another decode server may use it.
         """
         del self._remote[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, lend=lend)

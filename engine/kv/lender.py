@@ -37,7 +37,7 @@ class Lender(KVConnector):
         self._leases = leases
         # The leases that have not ended: their ids, by request id or nonce of a lookup.
         self._lease_ids: dict[str, str] = {}
-        # Request ids by transfer id. If two requests have the same transfer id, it
+        # Request ids by transfer id. If two requests use the same transfer id, the id
         # belongs to the later request.
         self._offering_requests: dict[str, str] = {}
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)

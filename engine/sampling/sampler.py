@@ -57,7 +57,7 @@ class Logprobs(NamedTuple):
     chosen: torch.Tensor  # float32 [S]
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
-    ranks: torch.Tensor  # int64 [S], number of tokens at least as likely as the chosen
+    ranks: torch.Tensor  # int64 [S], tokens at least as likely as the chosen one
 
     def on_host(self) -> "Logprobs":
         """Returns a copy on the host. A copy from a GPU is complete only once the device

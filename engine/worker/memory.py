@@ -69,7 +69,7 @@ def max_sequence_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
 def make_memory(
     config: EngineConfig, model_config: ModelConfig, model: CausalLM, pool: KVPool
 ) -> RankMemory:
-    """Makes the attention backend for a pool. Returns both."""
+    """Makes the attention backend for a pool. Returns the pool and the backend."""
     spec = model.attention_spec
     context = model.parallel.context
     sizes: Any = {"head_dim": model_config.kv_dim, "scale": spec.scale}

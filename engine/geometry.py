@@ -171,8 +171,8 @@ def check_staging(config: EngineConfig, layout: KVLayout) -> None:
         raise InvalidGeometry(
             f"--staging-bytes is {config.staging_bytes}, but the staging memory must "
             f"hold two KV blocks: a block of {config.block_size} tokens takes "
-            f"{layout.block_bytes} bytes on each rank; use --staging-bytes {min_bytes} or "
-            "more, or a smaller --block-size"
+            f"{layout.block_bytes} bytes on each rank; use --staging-bytes {min_bytes} "
+            "or more, or a smaller --block-size"
         )
 
 

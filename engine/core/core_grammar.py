@@ -133,9 +133,9 @@ class CoreGrammars:
             if not (is_finished or work.done() or has_ended):
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than "
-                    f"{self.timeout_s:g} s (--grammar-timeout-s) to find out which tokens "
-                    "the request's grammar allows; use a less ambiguous grammar, or fewer "
-                    "choices"
+                    f"{self.timeout_s:g} s (--grammar-timeout-s) to find out which "
+                    "tokens the request's grammar allows; use a less ambiguous grammar, "
+                    "or fewer choices"
                 )
                 overdue.append((sequence, error))
         return overdue

@@ -189,7 +189,7 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
         model,
         4 * weight_bytes(model, 1, keep_quantised=False),
     )
-    with pytest.raises(InvalidGeometry, match="use --dtype float32, as which"):
+    with pytest.raises(InvalidGeometry, match="use --dtype float32: files"):
         check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
     with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
@@ -210,5 +210,5 @@ def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_wei
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
     check_weights(_changed(model_dir=str(tmp_path), dtype="bfloat16"), model, 4)
-    with pytest.raises(InvalidGeometry, match="use --dtype bfloat16, as which"):
+    with pytest.raises(InvalidGeometry, match="use --dtype bfloat16: files"):
         check_weights(_changed(model_dir=str(tmp_path)), model, 4)

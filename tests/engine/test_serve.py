@@ -222,7 +222,7 @@ async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatc
 
 def test_gpus_are_not_named_to_a_server_on_the_cpu():
     with pytest.raises(
-        StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"
+        StartFailure, match=r"--devices 0,1 names GPUs, .*`baton doctor`"
     ):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")
 

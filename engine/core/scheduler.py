@@ -322,8 +322,7 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence without blocks at the head of the queue, where no request can
-        overtake it."""
+        """Puts a sequence without blocks first in the queue; no request overtakes it."""
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN
@@ -420,8 +419,7 @@ class Scheduler:
         self.steps.launch(scheduled)
 
     def step_finished(self, seconds: float | None = None) -> None:
-        """Records that the oldest launched step has ended on every rank, after
-        `seconds`."""
+        """Records that the oldest launched step has ended on every rank."""
         self.steps.finish(seconds)
 
     def draw_failed(self, scheduled: Sequenceable[Scheduled]) -> None:

@@ -18,7 +18,7 @@ from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
-from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
+from kvcache.transfer.plan.plan import Planner, TransferPlan, join_plans
 from model.config import load_config
 from model.sizes import check_parallelism
 from protocol.settings.options import (
@@ -156,7 +156,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
             planner.make_transfer((token_range.start, token_range.stop), *block_tables)
             for token_range, *block_tables in zip(token_ranges, *tables, strict=True)
         )
-        plan = joined([planner.plan(transfer, costs) for transfer in transfers])
+        plan = join_plans([planner.plan(transfer, costs) for transfer in transfers])
         token_counts = decode_rank.stripe.num_local(np.array([hit, tokens]))
         num_hit, num_total = token_counts.tolist()
         rank = {

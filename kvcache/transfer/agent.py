@@ -70,7 +70,7 @@ class TransferAgent(ABC):
     name: str  # unique among all engines, now and later
 
     @abstractmethod
-    def another(self) -> "TransferAgent":
+    def new_sibling(self) -> "TransferAgent":
         """A new agent of the same device and options, without memory and peers."""
 
     def bind_thread(self) -> None:  # noqa: B027 - most agents need nothing

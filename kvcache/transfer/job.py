@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.transfer.agent import ReadHandle, ReadState
-from kvcache.transfer.move.place import launches
+from kvcache.transfer.move.place import split_into_launches
 from kvcache.transfer.peer import Peer
 from kvcache.transfer.peer_link import PeerLink
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, Transfer
@@ -178,7 +178,7 @@ class ReadJob(TransferJob):
             return True
         if self._plan.transfer.converts:
             return False
-        self._staging.leave(self.pull_id)
+        self._staging.leave_queue(self.pull_id)
         self._staging = None
         return True
 
@@ -190,7 +190,7 @@ class ReadJob(TransferJob):
 
     def release_staging(self) -> None:
         if self._staging is not None:
-            self._staging.leave(self.pull_id)
+            self._staging.leave_queue(self.pull_id)
 
     def post(self) -> bool:
         link = self._link or self.peer.connect()
@@ -282,7 +282,7 @@ class ReadJob(TransferJob):
         if not self._slot_bytes:
             self._staging = None
         elif self._staging is not None:
-            self._staging.enter(self.pull_id)
+            self._staging.join_queue(self.pull_id)
 
     def _begin_step(self) -> _Posting | None:
         """The READs of the next step.
@@ -379,7 +379,9 @@ class MappedJob(TransferJob):
             )
         transfers = peer.transfers(self.pull)
         for transfer in transfers:
-            self._pending.extend(launches(transfer.copies(), self._placer.launch_bytes))
+            self._pending.extend(
+                split_into_launches(transfer.copies(), self._placer.launch_bytes)
+            )
             self.nbytes += transfer.useful_bytes
         self.bytes_read = self.nbytes
         self._transfer = transfers[0]
@@ -392,7 +394,7 @@ class MappedJob(TransferJob):
             False if the placer accepts nothing now.
         """
         copy = self._pending[0]
-        max_bytes = self._placer.max_launch_bytes(copy, transfer.factors)
+        max_bytes = self._placer.claim_launch_bytes(copy, transfer.scale_factors)
         if max_bytes == 0:
             return False
         # One piece is launched even if it exceeds the limit.
@@ -403,5 +405,5 @@ class MappedJob(TransferJob):
             self._pending.appendleft(copy.part(num_pieces, num_left))
             copy = copy.part(0, num_pieces)
         memory = self.peer.memories[copy.owner]
-        self._active.append(self._placer.launch(copy, memory, transfer.factors))
+        self._active.append(self._placer.launch(copy, memory, transfer.scale_factors))
         return True

@@ -83,7 +83,7 @@ class NixlAgent(TransferAgent):
         self._active = 0
         self._has_failed = False  # True once a READ has failed
 
-    def another(self) -> "NixlAgent":
+    def new_sibling(self) -> "NixlAgent":
         return NixlAgent(self._prefix, device_id=self._device_id)
 
     def bind_thread(self) -> None:

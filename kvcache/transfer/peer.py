@@ -12,7 +12,7 @@ from kvcache.transfer.peer_link import PeerLink
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.endpoint import PlanError, endpoints_of, head_groups
-from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
+from kvcache.transfer.plan.plan import Planner, TransferPlan, join_plans
 from kvcache.transfer.pulls.messages import PeerKey, Pull
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
@@ -100,7 +100,7 @@ class Peer:
         with _as_incompatible():
             planner = self._get_planner()
             plans = [planner.plan(part, costs) for part in self.transfers(pull)]
-            return joined(plans)
+            return join_plans(plans)
 
     def _get_planner(self) -> Planner:
         if self._planner is None:

@@ -149,7 +149,7 @@ class PeerLink:
         allow_short_naps()
         agent = None
         try:
-            agent = self._rank.agent.another()
+            agent = self._rank.agent.new_sibling()
             self.agent = agent
             self._rank.register_with(agent)
             self._connect(agent)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.verify.digest import Digester
 from protocol.errors import KVCorrupt
 from tests.kvcache.test_digest import part_of, scoped_cases
@@ -48,8 +48,10 @@ def test_kernel_computes_the_same_digest_as_torch(scoped_case, widen, piece_byte
 class CorruptingPlacer(CudaPlacer):
     """Flips one bit with each launch."""
 
-    def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
-        super()._place(copy, source, factors)
+    def _place(
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
+    ) -> None:
+        super()._place(copy, source, scale_factors)
         self._pool.flat_bytes[int(copy.targets[0])] ^= 4
 
 

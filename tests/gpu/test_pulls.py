@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.move.place import Placer, launches
+from kvcache.transfer.move.place import Placer, split_into_launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from tests.rigs.cluster import wait_until
@@ -68,7 +68,7 @@ def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch
     result = target.tensor.cpu().clone()
     for copy in transfer.copies():
         source = sources[copy.owner].flat_bytes.cpu()
-        place_units(copy, source, result, transfer.factors)
+        place_units(copy, source, result, transfer.scale_factors)
     return result.view(-1).view(torch.uint8)
 
 
@@ -89,8 +89,8 @@ def check(
     memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
     torch.cuda.synchronize()  # placers have streams of their own
     tokens = [
-        placer.launch(copy, memories[copy.owner], transfer.factors)
-        for copy in launches(transfer.copies(), launch_bytes)
+        placer.launch(copy, memories[copy.owner], transfer.scale_factors)
+        for copy in split_into_launches(transfer.copies(), launch_bytes)
     ]
     torch.cuda.synchronize()
     assert all(map(placer.finished, tokens))
@@ -292,7 +292,7 @@ BIG = {"num_blocks": 4096, "block_size": 8}
 def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
     made, source, target, long_run_bytes
 ):
-    settings = {"connection_timeout_s": 0.5}
+    settings = {"side_channel_timeout_s": 0.5}
     decode = decode_on(target, made, 1, long_run_bytes, settings=settings, **BIG)
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info(source)[0]

@@ -50,7 +50,7 @@ class MemoryAgent(TransferAgent):
         self._network = network or _Network()
         self._begin()
 
-    def another(self) -> "MemoryAgent":
+    def new_sibling(self) -> "MemoryAgent":
         made = copy(self)
         made._begin()
         return made

@@ -18,13 +18,13 @@ from kvcache.transfer.move.cuda_placer import (
 )
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
 from kvcache.transfer.move.place import ALL_BYTES, Placer
-from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.endpoint import IntArray
 from protocol.handshake import RankMetadata
 
 
 def locate(
-    copy: BlockCopy, factors: Factors
+    copy: BlockCopy, scale_factors: ScaleFactors
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
     """Return the pairs of units that a copy pairs, and the factor of each pair.
 
@@ -32,7 +32,7 @@ def locate(
         Unit indices of the source and of the target, i64[n] each, and the factors by
         which elements are multiplied, float32[n].
     """
-    kind, units_per_piece, parameters = units_of(copy, factors)
+    kind, units_per_piece, parameters = units_of(copy, scale_factors)
     p = [int(value) for value in parameters[:NUM_PARAMETERS]]
     number = np.arange(len(copy.sources) * units_per_piece, dtype=np.int64)
     number, source = _divide(number, p[:3])
@@ -46,7 +46,7 @@ def locate(
     sources, targets = piece_units(copy, kind)
     source = source + sources[number]
     target = target + targets[number]
-    if factors is None:
+    if scale_factors is None:
         return source, target, np.ones(len(source), np.float32)
     scales = parameters[NUM_PARAMETERS:].astype(np.int32).view(np.float32)
     return source, target, scales[factor]
@@ -60,13 +60,18 @@ def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
 
 
 def place_units(
-    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
+    copy: BlockCopy,
+    source: torch.Tensor,
+    pool: torch.Tensor,
+    scale_factors: ScaleFactors,
 ) -> None:
     """Like `place`, with the kernel's index arithmetic. All arguments are on the
     CPU.
     """
-    kind = kind_of(copy.source, copy.target, factors)
-    reads, writes, scales = (torch.from_numpy(array) for array in locate(copy, factors))
+    kind = kind_of(copy.source, copy.target, scale_factors)
+    reads, writes, scales = (
+        torch.from_numpy(array) for array in locate(copy, scale_factors)
+    )
     if not len(reads):
         return
     assert len(writes.unique()) == len(writes)
@@ -116,16 +121,18 @@ class MemoryPlacer(Placer):
         self.mapped.append(address)
         return Memory(address, bytes_at(address, rank.nbytes), close)
 
-    def max_launch_bytes(self, copy: BlockCopy, factors: Factors) -> int:
+    def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
         return self.rooms.pop(0) if self.rooms else ALL_BYTES
 
-    def launch(self, copy: BlockCopy, source: Memory, factors: Factors) -> Any:
+    def launch(
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
+    ) -> Any:
         if self.num_failing:
             self.num_failing -= 1
             self.num_failed += 1
             raise RuntimeError("a launch failed")
         assert source.bytes is not None
-        place_units(copy, source.bytes, self._pool.tensor, factors)
+        place_units(copy, source.bytes, self._pool.tensor, scale_factors)
 
     def finished(self, token: Any) -> bool:
         return not self.stalled

@@ -1,4 +1,4 @@
-"""Moving block copies by torch, by a kernel or by copy engines.
+"""Carries out block copies with torch, with a kernel or with copy engines.
 
-The source is mapped memory of a peer, or staging memory.
+The source of a copy is mapped memory of a peer, or staging memory.
 """

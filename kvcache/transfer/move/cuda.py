@@ -1,7 +1,7 @@
 """Calls of the CUDA driver that torch does not offer.
 
-They begin batches of copies, and share memory with other processes of this host. All
-act on the device that is current in the calling thread. Addresses are plain integers.
+The calls begin batches of copies, and share memory with other processes of this host.
+All calls act on the calling thread's current device. Addresses are plain integers.
 """
 
 import ctypes
@@ -32,12 +32,16 @@ def copies_batches() -> bool:
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
-    """Queues copies of `width` bytes between addresses, by the copy engines.
+    """Queues copies of `width` bytes each, by the copy engines.
 
     The copies are made in no particular order.
+
+    Args:
+        sources, targets: i64[n], addresses.
+        stream: a handle of the CUDA stream.
     """
     widths = np.full(len(sources), width)
-    # One set of attributes is for the first copy and all that follow it.
+    # One set of attributes holds for the first copy and for all copies after it.
     first_copy = np.zeros(1, np.int64)
     attributes = np.zeros(1, _ATTRIBUTES)
     attributes["order"] = _STREAM_ORDER
@@ -61,8 +65,8 @@ def _pointer(array: np.ndarray[Any, Any]) -> c_void_p:
     return c_void_p(array.ctypes.data)
 
 
-# Memory of other processes of this host. A process that maps an allocation keeps it
-# alive: after the death of its owner it is freed when the mapping is closed.
+# The functions below share memory with processes of this host. If the owner of an
+# allocation dies, the memory is freed when the last process has closed its mapping.
 
 
 class _IpcHandle(ctypes.Structure):
@@ -70,7 +74,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def export_handle(address: int) -> tuple[bytes, int]:
-    """The CUDA IPC handle for device memory, for another process.
+    """The CUDA IPC handle with which another process can map device memory.
 
     Returns:
         The handle of the allocation that contains `address`, and the offset in bytes of

@@ -1,17 +1,18 @@
 """Placing on a GPU with copy engines and a kernel, concurrently with the decode batch.
 
-Copy engines take no multiprocessor from the decode batch, and move long runs, many in
-one call, nearly as fast as a plain copy. They carry out copies whose pieces are one run
-each. The kernel carries out all other copies. Torch places the copies for which the
-kernel cannot be compiled.
+Copy engines take no multiprocessor from the decode batch. They move many long runs in
+one call, nearly as fast as a plain copy does. They carry out the copies with one long
+run per piece. The kernel carries out all other copies. If the kernel cannot be compiled
+for a copy, torch places it.
 
 The kernel (place_kernel.py) moves *units* of up to 16 bytes. It numbers the units of a
 copy piece by piece, and inside a piece in the order of the source, so that units with
-neighbouring numbers are neighbours in the source's memory. Five divisions turn a unit's
-number into its position on every axis. Two tables contain where its piece begins on
-either side, and two sets of strides give the rest, all in units. So no list of runs is
-made, whatever the orders, block sizes, heads and dtypes. If elements change their
-scale, the same divisions give a unit's layer and component, and so its factor.
+neighbouring numbers are neighbours in the source's memory. Five divisions turn the
+number of a unit into its piece and its index on every axis. Two tables have the offset
+of each piece at the source and at the target. Two sets of strides give the offset of
+the unit inside the piece. All offsets are in units. So no list of runs is needed, for
+any orders, block sizes, heads and dtypes. If elements change their scale, the same
+divisions give the layer and the component of a unit, which select its scale factor.
 """
 
 import sys
@@ -28,7 +29,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move import cuda
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
 from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
-from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
 from protocol.handshake import FP8, ITEMSIZE, RankMetadata
 from protocol.process.logging import get_logger
@@ -36,21 +37,25 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # the largest word that a thread moves at once
-NUM_PARAMETERS = 3 + 4 * 6  # without the factors
+NUM_PARAMETERS = 3 + 4 * 6  # without the scale factors
 MAX_UNITS = (1 << 31) - 1  # of one launch: unit numbers have 32 bits
-# Thread blocks of one launch. More are hardly faster, and leave less to other kernels.
+# Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
+# other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
 # Placing out of staging memory uses all multiprocessors, but only for a tenth of the
 # time that reading takes.
 _STAGING_PROGRAMS = 132
-LONG_RUN_BYTES = 2 << 20  # copy engines move shorter runs slower than the kernel
-# While a batch is computed, the kernel costs it some 1 ms per GiB, however many
-# multiprocessors it uses. So the kernel is paced, and copy engines take all runs for
-# which they reach a third of its speed or more.
+# Copy engines move runs of at least this size as fast as the kernel, or faster.
+LONG_RUN_BYTES = 2 << 20
+# While a batch is computed, the placing kernel slows the batch by about 1 ms per GiB,
+# however many multiprocessors the kernel uses. So the rate of the kernel is limited,
+# and copy engines take every run of at least _BUSY_RUN_BYTES. For runs of that size,
+# copy engines reach a third of the kernel's speed.
 PACED_BYTES_PER_S = 90e9
 _PACED_LAUNCH_BYTES = 16 << 20
 _BUSY_RUN_BYTES = 64 << 10
-_MAX_ENGINE_COPIES = 128  # of a launch: they are begun in 0.1 to 0.6 ms
+# Copies of one launch by copy engines. Starting 128 copies takes 0.1 to 0.6 ms.
+_MAX_ENGINE_COPIES = 128
 
 
 class Kind(NamedTuple):
@@ -58,8 +63,8 @@ class Kind(NamedTuple):
 
     source_dtype: str
     target_dtype: str
-    unit_elements: int  # on either side
-    scaled: bool
+    unit_elements: int  # elements of a unit, equal on both sides
+    scaled: bool  # elements are multiplied by scale factors
 
 
 class Units(NamedTuple):
@@ -67,12 +72,11 @@ class Units(NamedTuple):
 
     Attributes:
         units_per_piece: number of units in one piece.
-        parameters: i64[NUM_PARAMETERS + factors]. They start with the number of units
-            in one head of one token, as a divisor (3 numbers). Then follow 6 numbers
-            for each axis, innermost of the source first: its size as a divisor (3), its
-            stride at the source, its stride at the target, and the number of factors
-            (of layers and components) that a step on it skips. Last come the factors'
-            float32 bits.
+        parameters: i64[NUM_PARAMETERS + number of scale factors]. The first 3 numbers
+            are the number of units in one head of one token, as a divisor. Then each
+            axis has 6 numbers, innermost of the source first: its size as a divisor
+            (3), its stride at the source, its stride at the target, and its stride in
+            the scale factors. Last come the float32 bits of the scale factors.
     """
 
     kind: Kind
@@ -80,23 +84,24 @@ class Units(NamedTuple):
     parameters: IntArray
 
 
-def kind_of(source: KVLayout, target: KVLayout, factors: Factors) -> Kind:
+def kind_of(source: KVLayout, target: KVLayout, scale_factors: ScaleFactors) -> Kind:
     """The kernel that places a copy.
 
-    A unit has the largest power of two of elements that divides a head's elements, and
-    that takes at most 16 bytes on either side.
+    The number of elements in a unit is the largest power of two that divides head_dim
+    and takes at most 16 bytes on either side.
     """
     max_elements = UNIT_BYTES // max(source.itemsize, target.itemsize)
     largest_power_of_two = source.head_dim & -source.head_dim
     elements = min(max_elements, largest_power_of_two)
-    return Kind(source.dtype, target.dtype, elements, factors is not None)
+    return Kind(source.dtype, target.dtype, elements, scale_factors is not None)
 
 
 def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
     """All kernels that may be needed to place KV of any peer into a pool.
 
     Args:
-        convert: include KV of other dtypes and scales.
+        target: the layout of the pool.
+        convert: include the kernels for peers with different dtypes and scales.
     """
     dtypes = tuple(ITEMSIZE) if convert else (target.dtype,)
     for dtype in dtypes:
@@ -106,13 +111,13 @@ def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
             yield kind_of(source, target, (1.0,))
 
 
-def units_of(copy: BlockCopy, factors: Factors) -> Units:
+def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
     """Describes a copy as units.
 
     Raises:
-        PlanError: one piece has too many units to number.
+        PlanError: one piece has more than MAX_UNITS units.
     """
-    kind = kind_of(copy.source, copy.target, factors)
+    kind = kind_of(copy.source, copy.target, scale_factors)
     sizes = axes_of(copy)
     factor_strides = {"L": copy.source.num_components, "C": 1}
     units_per_piece = copy.source.head_dim // kind.unit_elements
@@ -128,7 +133,8 @@ def units_of(copy: BlockCopy, factors: Factors) -> Units:
             f"a block of the peer has {units_per_piece} units to place, "
             f"more than {MAX_UNITS}; use smaller blocks"
         )
-    bits = np.array(factors or (), np.float32).view(np.int32).astype(np.int64)
+    factors = np.array(scale_factors or (), np.float32)
+    bits = factors.view(np.int32).astype(np.int64)
     parameters = np.concatenate((np.array(values, np.int64), bits))
     return Units(kind, units_per_piece, parameters)
 
@@ -142,24 +148,25 @@ def piece_units(copy: BlockCopy, kind: Kind) -> tuple[IntArray, IntArray]:
 
 
 def divisor(size: int) -> tuple[int, int, int]:
-    """Numbers that replace a division by a multiplication and a shift.
+    """Numbers by which a division becomes a multiplication and a shift.
 
     Returns:
         (d, magic, shift) with n // d == (n * magic) >> shift for 0 <= n < 2**31, and
         n * magic < 2**63.
 
-    With s the bits of d - 1, magic = ceil(2**(31 + s) / d) is too large by less than
-    2**s / d. That error times n stays below 2**(31 + s) / d, which is too little to
-    reach the next integer.
+    Proof: let d be `size`, s the number of bits of d - 1, and shift = 31 + s. Then
+    magic = ceil(2**shift / d) exceeds 2**shift / d by less than 1 <= 2**s / d. So
+    n * magic / 2**shift exceeds n / d by less than n / 2**shift <= 1 / d, which is too
+    little to reach the next integer.
     """
     bits = (size - 1).bit_length()
     shift = 31 + bits
     return size, -(-(1 << shift) // size), shift
 
 
-def run_bytes_of(copy: BlockCopy, factors: Factors) -> int:
-    """Bytes of a piece that is one run and keeps its elements; otherwise 0."""
-    converts = factors is not None or copy.source.dtype != copy.target.dtype
+def run_bytes_of(copy: BlockCopy, scale_factors: ScaleFactors) -> int:
+    """Bytes of a piece if it is one run and needs no conversion; otherwise 0."""
+    converts = scale_factors is not None or copy.source.dtype != copy.target.dtype
     if converts or copy.shape.axes:
         return 0
     return copy.piece_bytes
@@ -169,15 +176,14 @@ class CudaPlacer(Placer):
     """Places with copy engines and the kernel.
 
     Args:
-        pool: the pool of this rank, on a GPU. It is written, and its device reads.
-        num_programs: thread blocks of one launch; more are faster and leave less to
-            other kernels.
-        long_run_bytes: copy engines move runs of at least this size; 0 gives them all
-            runs that they can copy.
+        pool: the pool of this rank, on a GPU. The copies write to this pool, and its
+            device runs them.
+        num_programs: thread blocks of one launch; see NUM_PROGRAMS.
+        long_run_bytes: copy engines move runs of at least this size; 0: all runs.
         busy: returns True while a batch is computed on this device.
     """
 
-    launch_bytes = 1 << 30  # some 2.8 ms over NVLink; max_launch_bytes is often less
+    launch_bytes = 1 << 30  # takes about 2.8 ms over NVLink
 
     def __init__(
         self,
@@ -191,14 +197,17 @@ class CudaPlacer(Placer):
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
-        self._paced_until = (
-            0.0  # by time.perf_counter; the kernel is not launched before
-        )
+        # While a batch is computed, the kernel is not launched before this time, by
+        # time.perf_counter.
+        self._next_paced_launch_s = 0.0
         # Kernels that cannot be compiled, and the reasons.
         self._failed: dict[Kind, str] = {}
 
     def compile(self, *, convert: bool) -> None:
-        """Compiles every kernel of `kinds_into`, before a peer is met."""
+        """Compiles every kernel of `kinds_into`, before the first peer connects.
+
+        If a kernel cannot be compiled, a warning is logged and torch does its work.
+        """
         for kind in kinds_into(self._pool.layout, convert=convert):
             try:
                 with torch.cuda.device(self._pool.device):
@@ -208,8 +217,8 @@ class CudaPlacer(Placer):
         if self._failed:
             reasons = "; ".join(sorted(set(self._failed.values())))
             logger.warning(
-                "some kernels that place KV cannot be compiled: %s; "
-                "torch places that KV, which is slower",
+                "some kernels that place KV cannot be compiled: %s; torch places KV "
+                "instead, which is slower",
                 reasons,
             )
 
@@ -224,30 +233,32 @@ class CudaPlacer(Placer):
                 )
         return open_on_gpu(rank, self._pool.device)
 
-    def max_launch_bytes(self, copy: BlockCopy, factors: Factors) -> int:
-        if self._is_for_engines(copy, factors):
+    def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
+        if self._is_for_engines(copy, scale_factors):
             return _MAX_ENGINE_COPIES * copy.piece_bytes
         if not self._busy():
             return ALL_BYTES
         now = time.perf_counter()
-        if now < self._paced_until:
+        if now < self._next_paced_launch_s:
             return 0
-        # The next launch may follow earlier by up to one interval if this one was late.
+        # If this launch is late, the next one may catch up, by at most one interval.
         interval_s = _PACED_LAUNCH_BYTES / PACED_BYTES_PER_S
-        self._paced_until = max(self._paced_until + interval_s, now)
+        self._next_paced_launch_s = max(self._next_paced_launch_s + interval_s, now)
         return _PACED_LAUNCH_BYTES
 
-    def _is_for_engines(self, copy: BlockCopy, factors: Factors) -> bool:
+    def _is_for_engines(self, copy: BlockCopy, scale_factors: ScaleFactors) -> bool:
         """True if copy engines carry out this copy, not the kernel."""
         long_bytes = self._long_run_bytes
         if self._busy():
             long_bytes = min(long_bytes, _BUSY_RUN_BYTES)
-        is_long = run_bytes_of(copy, factors) >= max(long_bytes, 1)
+        is_long = run_bytes_of(copy, scale_factors) >= max(long_bytes, 1)
         return is_long and cuda.copies_batches()
 
-    def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
+    def _place(
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
+    ) -> None:
         assert self._stream is not None
-        if self._is_for_engines(copy, factors):
+        if self._is_for_engines(copy, scale_factors):
             cuda.copy_runs(
                 copy.sources + source.address,
                 copy.targets + self._pool.base_address,
@@ -255,18 +266,19 @@ class CudaPlacer(Placer):
                 self._stream.cuda_stream,
             )
         else:
-            self._place_by_kernel(copy, source, factors)
+            self._place_by_kernel(copy, source, scale_factors)
 
     def _place_by_kernel(
-        self, copy: BlockCopy, source: Memory, factors: Factors
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
     ) -> None:
-        units = units_of(copy, factors)
+        units = units_of(copy, scale_factors)
         if units.kind in self._failed:
-            super()._place(copy, source, factors)
+            super()._place(copy, source, scale_factors)
             return
         tables = (units.parameters, *piece_units(copy, units.kind))
         host_tables = torch.from_numpy(np.concatenate(tables)).pin_memory()
-        # This memory may be freed at once: its next use comes later on this stream.
+        # The device tables may be freed right after the launch: torch reuses their
+        # memory only for later work on this stream.
         device_tables = torch.split(
             host_tables.to(self._pool.device, non_blocking=True),
             [len(table) for table in tables],
@@ -286,11 +298,11 @@ class CudaPlacer(Placer):
 
 
 def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
-    """The placer of a pool: compiled for all peers on a GPU, torch's on a CPU.
+    """Makes the placer of a pool: on a GPU a compiled CudaPlacer, on a CPU a Placer.
 
     Args:
-        convert: as of `CudaPlacer.compile`.
-        options: as of CudaPlacer.
+        convert: compile also the kernels that convert dtypes and scales.
+        options: further arguments of CudaPlacer.
     """
     if pool.device.type == "cpu":
         return Placer(pool)
@@ -300,9 +312,9 @@ def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
 
 
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
-    """A fast placer out of staging memory.
+    """Makes a placer for copies out of staging memory.
 
-    READs use the copy engines, so it does not.
+    On a GPU it uses the kernel alone, because READs need the copy engines.
     """
     return placer_for(
         pool,

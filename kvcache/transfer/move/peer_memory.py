@@ -1,8 +1,8 @@
-"""A peer's KV pool in the address space of this process, where both are on one host.
+"""Maps a KV pool of a peer on the same host into this process's address space.
 
-A pool on the CPU is a memory file (kvcache/shared_memory.py) that is mapped read-only.
-A pool on a GPU is opened with CUDA IPC, and readable by the device that is current. The
-memory stays readable after the death of its owner, until it is closed here.
+A pool on the CPU is a memory file (kvcache/shared_memory.py), which is mapped
+read-only. A pool on a GPU is opened with CUDA IPC for the current device. The memory
+stays readable after the death of the peer, until it is closed here.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-# Identifies this process and its forks: processes of two containers may have equal
-# pids.
+# Identifies this process and its forks. A pid does not: processes in two containers may
+# have equal pids.
 _PROCESS = secrets.token_bytes(16)
 
 
@@ -38,10 +38,11 @@ class MappableRecord(msgspec.Struct, kw_only=True):
     """A rank's pool, as offered to processes of its own host.
 
     Attributes:
-        handle: of CUDA IPC; empty for host memory.
-        offset: bytes from the allocation's base to the pool.
-        fd: the owner's file descriptor of host memory that others may map.
-        token: proves the identity of host memory; for a GPU, of the owner's process.
+        host: `host_id` of the owner.
+        handle: the CUDA IPC handle of the allocation; empty for host memory.
+        offset: bytes from the start of the allocation to the pool.
+        fd: the file descriptor of the memory file, in the owner; -1 on a GPU.
+        token: SharedMemory.token; on a GPU, an id of the owner's process.
     """
 
     host: str
@@ -59,10 +60,11 @@ def _do_nothing() -> None:
 class Memory:
     """The source of placed copies: a peer's mapped pool, or a slot of staging memory.
 
-    A peer's pool stays mapped until `close`, or until this object is freed.
+    A peer's pool stays mapped until `close`. Host memory is also unmapped when this
+    object is freed.
 
     Attributes:
-        bytes: u8[n], a view of the memory if torch is to read it.
+        bytes: u8[n], a view of the memory; None if torch does not read the memory.
         close: unmaps the memory; must not be called before the last copy has ended.
     """
 
@@ -84,7 +86,10 @@ def host_id() -> str:
 
 
 def offer(pool: KVPool) -> dict[str, Any]:
-    """The record in RankMetadata.extra by which processes of this host map the pool."""
+    """The entry of RankMetadata.extra with which processes of this host map the pool.
+
+    Empty, after a warning, if the pool cannot be shared.
+    """
     record = MappableRecord(host=host_id(), token=_PROCESS)
     if pool.shared is not None:
         record.fd = pool.shared.fd
@@ -119,7 +124,7 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
 
 
 def offered(rank: RankMetadata) -> MappableRecord:
-    """The offer of a peer's rank on this host.
+    """Reads the offer in a rank's metadata; the rank must be on this host.
 
     Raises:
         NotMappable: the rank offers nothing usable, or is on another host.
@@ -162,14 +167,15 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     """Opens a rank's pool on a GPU, for `device` to read.
 
     Raises:
-        NotMappable: as of `open_host`.
+        NotMappable: the rank is on another host, offers no such memory, or has ended;
+            or `device` cannot access the memory.
     """
     record = offered(rank)
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"the peer's KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)
     is_same_process = (record.token, rank.pid) == (_PROCESS, os.getpid())
-    if is_same_process:  # perhaps on another device
+    if is_same_process:  # the pool may still be on another device
         try:
             if rank.device_id != (device.index or 0):
                 cuda.enable_peer_access(rank.device_id)
@@ -186,8 +192,8 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     if record.offset + rank.nbytes > size:
         cuda.close_handle(opened)
         raise NotMappable(
-            f"the peer's allocation has {size} bytes, but its offer says "
-            f"{record.offset + rank.nbytes}"
+            f"the peer's allocation has {size} bytes, but the peer offers "
+            f"{record.offset + rank.nbytes} bytes"
         )
 
     def close() -> None:

@@ -1,9 +1,10 @@
 """Placing block copies with torch. On GPUs CudaPlacer (cuda_placer.py) is faster.
 
 Torch makes strided copies between views of two memories. A view has the shape [pieces,
-heads, layers, components, tokens, elements] and its pieces are equally spaced. Blocks
-of a pool are scattered, but the pieces of one block and the blocks of a slot are
-equally spaced. Each series of equally spaced pieces is one copy.
+heads, layers, components, tokens, elements], and the pieces of a view are equally
+spaced. A sequence's blocks are scattered over a pool, but the pieces of one block and
+the blocks of a slot are equally spaced. Each series of equally spaced pieces is one
+copy of torch.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import Memory, open_host
-from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.steps import Step
 from protocol.handshake import RankMetadata
 
@@ -30,8 +31,8 @@ _MAX_SLOTS = 4  # of staging memory
 class Placer:
     """Copies into one rank's pool with torch.
 
-    On a CPU the calling thread copies, on a GPU a stream of the placer. A placer is
-    used by one thread, the one that calls `bind_thread`.
+    On a CPU the calling thread copies. On a GPU the copies run on the placer's stream.
+    Only the thread that has called `bind_thread` may use a placer.
     """
 
     launch_bytes = 16 << 20  # bound of a launch: 2 to 4 ms of copying on a CPU
@@ -57,25 +58,28 @@ class Placer:
         """
         return open_host(rank)
 
-    def max_launch_bytes(self, copy: BlockCopy, factors: Factors) -> int:
-        """The largest part of a copy, in bytes, that a launch may take now.
+    def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
+        """Returns how many bytes of a copy may be launched now; 0: none.
 
-        0 means that nothing may be launched for now.
+        The caller launches that much at once: a placer with a limited rate counts the
+        bytes as launched.
         """
         return ALL_BYTES
 
-    def launch(self, copy: BlockCopy, source: Memory, factors: Factors) -> Any:
-        """Begins to place pieces.
+    def launch(
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
+    ) -> Any:
+        """Begins to place all pieces of a copy.
 
         Returns:
             A token for `finished`.
         """
         if self._stream is None:
-            self._place(copy, source, factors)
+            self._place(copy, source, scale_factors)
             return None
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             try:
-                self._place(copy, source, factors)
+                self._place(copy, source, scale_factors)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
             except Exception:
@@ -91,9 +95,10 @@ class Placer:
         return token is None or bool(token.query())
 
     def retire(self, tokens: deque[Any]) -> None:
-        """Removes the oldest launches from the queue, as far as they have ended.
+        """Removes launches that have ended from the front of a queue.
 
-        Raises the error of a launch that failed.
+        Stops at the first launch that has not ended. Raises the error of a launch that
+        failed.
         """
         while tokens:
             oldest = tokens.popleft()
@@ -101,20 +106,22 @@ class Placer:
                 tokens.appendleft(oldest)
                 return
 
-    def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
+    def _place(
+        self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
+    ) -> None:
         assert source.bytes is not None
-        place(copy, source.bytes, self._pool.tensor, factors)
+        place(copy, source.bytes, self._pool.tensor, scale_factors)
 
 
 class StagingBuffer:
     """A rank's staging memory: `nbytes` on the pool's device, in two slots or more.
 
-    It is owned by one pull at a time; other pulls that need it queue. READs fill a slot
-    in the peer's layout; `place` copies it into the pool. A slot is reused only after
-    the copies out of it have finished (I8).
+    One pull at a time owns all slots; other pulls wait in a queue. READs fill a slot in
+    the peer's layout, then `place` copies the slot into the pool. A slot is reused only
+    after the copies out of it have finished (I8).
 
     Args:
-        placer: used by this buffer only.
+        placer: used by this buffer alone.
 
     Raises:
         ValueError: `nbytes` cannot be allocated.
@@ -122,7 +129,9 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer) -> None:
         self.nbytes = nbytes
-        try:  # on a CPU the memory is not resident before it is used
+        # On a CPU, pages are allocated at first write, so only a far too large size
+        # fails here.
+        try:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         except RuntimeError:
             message = (
@@ -131,7 +140,7 @@ class StagingBuffer:
             )
             raise ValueError(message) from None
         self._placer = placer
-        self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
+        self._queue: deque[str] = deque()  # pull ids; the first pull owns all slots
         # Launches that have not been retired, by slot.
         self._launches: list[deque[Any]] = [deque() for _ in range(_MAX_SLOTS)]
 
@@ -144,23 +153,23 @@ class StagingBuffer:
         return int(self._memory.data_ptr())
 
     def num_slots(self, slot_bytes: int) -> int:
-        """The number of slots of that size.
+        """The number of slots of `slot_bytes` that the memory is divided into.
 
-        It is at least two, as a chunk takes at most half the memory.
+        The number is at least two, because a chunk takes at most half the memory.
         """
         return min(self.nbytes // slot_bytes, _MAX_SLOTS)
 
-    def enter(self, pull_id: str) -> None:
-        """Adds a pull to the queue."""
+    def join_queue(self, pull_id: str) -> None:
+        """Queues a pull for the memory. The first pull in the queue owns all slots."""
         self._queue.append(pull_id)
 
     @property
     def owner(self) -> str | None:
-        """The pull that may use the slots."""
+        """The id of the pull that may use the slots; None if no pull is queued."""
         return self._queue[0] if self._queue else None
 
-    def leave(self, pull_id: str) -> None:
-        """Removes a pull from the queue.
+    def leave_queue(self, pull_id: str) -> None:
+        """Removes a pull from the queue, if it is there.
 
         Must not be called while a READ of the pull into a slot is active.
         """
@@ -176,30 +185,36 @@ class StagingBuffer:
         return not self._launches[slot]
 
     def place(self, step: Step, slot: int, slot_bytes: int) -> None:
-        """Begins to copy the slot's KV into the pool.
+        """Begins to copy the KV of a step from its slot into the pool.
 
-        The copies have ended when `is_free` is true.
+        The copies have ended when `is_free(slot)` is true.
         """
         start = slot * slot_bytes
         memory = Memory(
             self.base_address + start, self._memory[start : start + slot_bytes]
         )
         for copy in step.copies:
-            token = self._placer.launch(copy, memory, step.transfer.factors)
-            # Registered one by one: if a later launch raises, this one is waited for.
+            token = self._placer.launch(copy, memory, step.transfer.scale_factors)
+            # Each launch is registered at once. If a later launch raises, `is_free`
+            # still waits for this one.
             self._launches[slot].append(token)
 
 
-def launches(copies: Iterable[BlockCopy], chunk_bytes: int) -> Iterator[BlockCopy]:
-    """Divides copies into parts of at most `chunk_bytes`, or of one piece."""
+def split_into_launches(
+    copies: Iterable[BlockCopy], max_bytes: int
+) -> Iterator[BlockCopy]:
+    """Divides copies into parts of at most `max_bytes`, but of at least one piece."""
     for copy in copies:
-        count = max(1, chunk_bytes // copy.piece_bytes)
+        count = max(1, max_bytes // copy.piece_bytes)
         for first in range(0, len(copy.sources), count):
             yield copy.part(first, count)
 
 
 def place(
-    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors = None
+    copy: BlockCopy,
+    source: torch.Tensor,
+    pool: torch.Tensor,
+    scale_factors: ScaleFactors = None,
 ) -> None:
     """Copies pieces into the pool, and converts them if dtype or scales differ.
 
@@ -208,18 +223,17 @@ def place(
     Args:
         source: u8, contiguous; `copy.sources` count from its start.
         pool: the rank's whole KV pool, contiguous, on the source's device.
-        factors: of the elements, by layer and component.
     """
-    convert = _converter(copy, pool, factors)
+    convert = _converter(copy, pool, scale_factors)
     target = pool.view(-1)
-    if copy.source.dtype == copy.target.dtype and factors is None:
+    if copy.source.dtype == copy.target.dtype and scale_factors is None:
         row_bytes = copy.source.head_dim * copy.source.itemsize
         alignment = source.data_ptr() | target.data_ptr() | row_bytes
         dtype = next(word for word in _WORDS if alignment % word.itemsize == 0)
-        source = _as(source, dtype)
+        source = _view_as(source, dtype)
         target = target.view(torch.uint8).view(dtype)
     else:
-        source = _as(source, getattr(torch, copy.source.dtype))
+        source = _view_as(source, getattr(torch, copy.source.dtype))
     for first, count, source_step, target_step in _equally_spaced(copy):
         source_start = int(copy.sources[first])
         target_start = int(copy.targets[first])
@@ -228,8 +242,8 @@ def place(
         write.copy_(convert(read))
 
 
-def _as(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory as elements of `dtype`, without a rest below one element."""
+def _view_as(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A view of bytes as elements of `dtype`, without an incomplete last element."""
     return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
@@ -245,21 +259,22 @@ def axes_of(copy: BlockCopy) -> dict[str, int]:
 
 
 def _converter(
-    copy: BlockCopy, pool: torch.Tensor, factors: Factors
+    copy: BlockCopy, pool: torch.Tensor, scale_factors: ScaleFactors
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that converts a view of the source for the pool.
 
-    A copy of torch converts the dtype by itself, except for FP8's largest numbers. It
-    applies no factors.
+    A copy of torch converts the dtype by itself, but it neither clamps to FP8's largest
+    number nor multiplies by scale factors. The function does only what is left to do.
     """
     is_fp8_conversion = (
         pool.dtype is fp8.DTYPE and copy.source.dtype != copy.target.dtype
     )
-    if factors is None and not is_fp8_conversion:
+    if scale_factors is None and not is_fp8_conversion:
         return lambda part: part
     layers = copy.target.num_layers
     components = copy.target.num_components
-    scale = torch.tensor(factors or [1.0] * (layers * components), device=pool.device)
+    factors = scale_factors or [1.0] * (layers * components)
+    scale = torch.tensor(factors, device=pool.device)
     # The last two axes of a view are tokens and elements.
     scale = scale.view(layers, components, 1, 1)
     return lambda part: fp8.to_stored(part.float() * scale, pool.dtype)
@@ -273,7 +288,12 @@ def _view(
     start: int,
     step: int,
 ) -> torch.Tensor:
-    """A view of `count` pieces from byte `start` on, `step` bytes apart."""
+    """A view of `count` pieces. The first starts at byte `start`, others `step` apart.
+
+    Args:
+        layout: the layout of the memory that `words` is.
+        words: the memory, as words or elements.
+    """
     word_bytes = words.element_size()
     sizes = axes_of(copy)
     row_words = layout.head_dim * layout.itemsize // word_bytes
@@ -290,7 +310,7 @@ def _equally_spaced(copy: BlockCopy) -> Iterator[tuple[int, int, int, int]]:
 
     Yields:
         (first piece, number of pieces, bytes from one piece to the next at the source,
-        the same at the target).
+        bytes from one piece to the next at the target).
     """
     source_steps = np.diff(copy.sources).tolist()
     target_steps = np.diff(copy.targets).tolist()

@@ -1,11 +1,11 @@
 """The placing kernel: the arithmetic of cuda_placer.py on a GPU.
 
-This is the only file of the package that imports Triton.
+This is the only file of kvcache/transfer/ that imports Triton.
 
-One variant is compiled for each width of a unit, and for each pair of dtypes where they
-differ. The geometry is passed as numbers in memory, so a new peer compiles nothing. Few
-programs run, each of which processes tiles of units in turn. Reading over NVLink needs
-many bytes in flight, not many multiprocessors; the others remain for the decode batch.
+One variant is compiled for each width of a unit, and for each pair of different dtypes.
+The geometry is passed as numbers in memory, so a new peer compiles nothing. Only a few
+programs run, and each processes tiles of units in turn. Reading over NVLink needs many
+bytes in flight, but not many multiprocessors; most of them remain for the decode batch.
 """
 
 import triton
@@ -39,10 +39,11 @@ def launch(
     num_programs: int,
     *numbers: int,
 ) -> None:
-    """Queues the kernel on the current stream, and compiles it before if necessary.
+    """Queues the kernel on the current stream; compiles the kernel at the first call.
 
     Args:
-        source, target, unit_elements, scaled: as of cuda_placer.Kind.
+        source, target, unit_elements, scaled: the fields of cuda_placer.Kind.
+        num_programs: number of thread blocks.
         numbers: the kernel's arguments: the addresses of the two memories, of the
             parameters, and of the piece offsets on either side; the number of units.
     """
@@ -62,7 +63,7 @@ def launch(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _divisor(p):  # type: ignore[no-untyped-def]
-    """The (d, magic, shift) at p, see cuda_placer.divisor."""
+    """Loads the (d, magic, shift) at p; see cuda_placer.divisor."""
     return (
         tl.load(p).to(tl.int32),
         tl.load(p + 1).to(tl.uint64),
@@ -72,7 +73,7 @@ def _divisor(p):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _axis(p):  # type: ignore[no-untyped-def]
-    """The strides of an axis at p: of source, target and factors."""
+    """Loads an axis' three strides at p: of the source, the target and the factors."""
     return tl.load(p), tl.load(p + 1), tl.load(p + 2).to(tl.int32)
 
 
@@ -98,7 +99,12 @@ def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-unt
 def _walk(  # type: ignore[no-untyped-def]
     number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
 ):
-    """Divides all four axes out of the unit numbers; the rest is the piece number."""
+    """Divides all four axes out of the unit numbers, which leaves the piece numbers.
+
+    Returns:
+        The piece numbers, the offsets of the units in their pieces (at the source and
+        at the target), and the indices of the units' scale factors.
+    """
     source = unit.to(tl.int64)
     target = source
     factor = unit * 0
@@ -140,10 +146,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Places units, see cuda_placer.py.
+    """Places units; see cuda_placer.py.
 
-    Offsets p + k are indices into its parameters. The parameters are read once, since
-    reading them in the loop would take twice the registers.
+    p + k points to number k of cuda_placer.Units.parameters. The parameters are read
+    before the loop, because reading them in the loop would take twice the registers.
     """
     p = parameters.to(tl.pointer_type(tl.int64))
     source_pieces = sources.to(tl.pointer_type(tl.int64))

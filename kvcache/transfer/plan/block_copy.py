@@ -9,11 +9,12 @@ make one BlockCopy, the only thing that is ever read, placed or counted:
     descriptors(copies)   READs of the longest runs that are contiguous on both sides
     place                 strided copies, by torch (move/place.py) or by a kernel
 
-A run starts as the elements of one head of one token. An axis whose stride is the run's
-length on BOTH sides lengthens the run by its size. This repeats until no axis does; the
-other axes give the offsets of an outer product. Both sides are mixed-radix numbers, so
-no division of a piece has fewer runs. Runs of different pieces that follow each other
-on both sides are merged.
+A run starts as the elements of one head of one token. If an axis has the length of the
+run as its stride on BOTH sides, the run is multiplied by the size of the axis. This is
+repeated until there is no such axis. The axes that are left give the offsets of the
+runs, as an outer product. Offsets on both sides are mixed-radix numbers, so a piece
+cannot be divided into fewer runs. Runs of different pieces that follow each other on
+both sides are merged.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +28,9 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import Endpoint, HeadGroup, IntArray, PlanError
 
-# Factors of the elements, by layer and component; None: the scales are equal.
-Factors = tuple[float, ...] | None
+# Stored elements are multiplied by these factors (endpoint.scale_factors): one for each
+# layer and component, layers outermost. None: the scales of both sides are equal.
+ScaleFactors = tuple[float, ...] | None
 
 
 class Side(NamedTuple):
@@ -39,15 +41,16 @@ class Side(NamedTuple):
     head: int = 0  # first head to copy, counted in this memory
     base: int = 0  # bytes to the memory's first block
 
-    def places(self, tokens: IntArray) -> IntArray:
-        """Byte offsets of tokens.
+    def byte_offsets(self, tokens: IntArray) -> IntArray:
+        """Byte offsets of tokens in the memory.
 
-        Each is the offset of the first copied head's first element in layer 0.
+        The offset of a token is that of its first element in layer 0 and component 0 of
+        the first copied head.
         """
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
-        places: IntArray = self.blocks[ordinals] * strides["B"] + within * strides["N"]
-        return places + (self.base + self.head * strides["H"])
+        offsets: IntArray = self.blocks[ordinals] * strides["B"] + within * strides["N"]
+        return offsets + (self.base + self.head * strides["H"])
 
 
 class BlockCopy(NamedTuple):
@@ -103,7 +106,8 @@ class Shape(NamedTuple):
 class ReadDescriptors(NamedTuple):
     """The runs to read from one rank of P.
 
-    Three i64[n], in bytes; offsets count from the base of a memory.
+    Offsets and lengths are i64[n], in bytes. Remote offsets count from the base of the
+    rank's pool, local offsets from the base of the memory that is read into.
     """
 
     remote_rank: int
@@ -131,7 +135,7 @@ def pieces(
     """Cuts tokens [start, stop) at every block border of both sides.
 
     Returns:
-        For each length of pieces: (length, first tokens of the pieces).
+        For each length that occurs: (length, the first token of each piece).
     """
     if start >= stop:
         return ()
@@ -157,8 +161,10 @@ def cut(
     """Cuts tokens of a sequence into copies between two paged memories.
 
     Args:
-        is_from_owner: bool[n], the source's blocks that are read from this owner; None:
-            all of them.
+        owner: as in BlockCopy.
+        heads: number of heads to copy.
+        is_from_owner: bool[n], for each block of the source: whether it is read from
+            this owner; None: all blocks are.
     """
     source_size = source.layout.block_size
     target_size = target.layout.block_size
@@ -172,8 +178,8 @@ def cut(
                 target=target.layout,
                 heads=heads,
                 tokens=length,
-                sources=source.places(starts),
-                targets=target.places(starts),
+                sources=source.byte_offsets(starts),
+                targets=target.byte_offsets(starts),
             )
 
 
@@ -181,17 +187,20 @@ def cut(
 class Transfer:
     """The KV that one rank of D wants of one sequence.
 
-    It consists of all layers and components of the rank's heads. With a dcp, tokens and
-    blocks are those of this rank.
+    The KV is that of all layers and components of the rank's heads. If D has a dcp
+    above 1, tokens and blocks are counted on this rank alone.
 
     Attributes:
-        remote: by rank.
+        local: the rank of D.
+        remote: the ranks of P, by rank.
         groups: the wanted heads, by their owners.
+        tokens: the wanted tokens.
         local_blocks: i64, D's block table from token 0 on.
         remote_blocks: i64, P's block table from token 0 on.
-        lanes: i64, for each block of P, the rank of its holder in the holder's
-            context-parallel group.
-        shift: where heads have copies, rotates the owners that blocks are read from.
+        lanes: i64, for each block of P: the number, in a context-parallel group, of the
+            rank that stores the block.
+        shift: if several ranks of P hold the same head, blocks with different values of
+            (index + shift) are read from different ranks.
     """
 
     local: Endpoint
@@ -203,7 +212,7 @@ class Transfer:
     remote_blocks: IntArray
     lanes: IntArray
     shift: int
-    factors: Factors
+    scale_factors: ScaleFactors
 
     @property
     def block_size(self) -> int:
@@ -221,7 +230,7 @@ class Transfer:
     @property
     def converts(self) -> bool:
         """True if the two sides differ in dtype or scales."""
-        if self.factors is not None:
+        if self.scale_factors is not None:
             return True
         return self.local.layout.dtype != self.remote[0].layout.dtype
 
@@ -252,7 +261,7 @@ class Transfer:
             yield from self.copies_from(group, group.heads, side, tokens or self.tokens)
 
     def target(self, group: HeadGroup) -> Side:
-        """The place of a group's heads in D's pool."""
+        """The target of copies of a group's heads: D's pool."""
         first = self.local.heads(self.total_kv_heads).start
         return Side(
             self.local.layout, self.local_blocks, head=group.heads.start - first
@@ -261,9 +270,13 @@ class Transfer:
     def copies_from(
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
-        """Copies of `heads` into `target`.
+        """Copies of `heads` from the ranks of P that own a group into `target`.
 
-        The group's owners take turns, block by block.
+        If several ranks hold copies of the heads, they take turns, block by block.
+
+        Args:
+            heads: heads of the model: those of the group, or more heads that all owners
+                of the group hold.
         """
         dcp = self.remote[0].dcp
         num_copies = len(group.owners) // dcp
@@ -316,9 +329,9 @@ def check_blocks(
 
 
 def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
-    """The fewest READs for all these copies, by rank of P.
+    """One READ per rank of P that carries out all copies from this rank.
 
-    Runs are in the target's order.
+    Each READ has the fewest possible runs, in the order of the target.
     """
     runs_by_owner: dict[int, list[_Runs]] = {}
     for copy in copies:
@@ -339,7 +352,7 @@ def count_descriptors(copies: Iterable[BlockCopy]) -> int:
 
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
-    """The runs of a piece, for sides of the same dtype."""
+    """The runs of a piece. Both sides must have the same dtype."""
     source_strides = source.byte_strides
     target_strides = target.byte_strides
     sizes = {
@@ -367,27 +380,31 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
 def _joined_pieces(copy: BlockCopy) -> _Runs:
     """The first run of each piece, with neighbours merged.
 
-    The other runs of the pieces merge in the same way.
+    All further runs of the pieces merge in the same way.
     """
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
     return _merge(_Runs(copy.sources, copy.targets, lengths))
 
 
 def _expand(copy: BlockCopy) -> _Runs:
-    """The copy's runs: an outer product, in the target's order if it has one."""
+    """All runs of a copy, as an outer product of the first runs and the axes.
+
+    The runs are in the order of the target, if the pieces do not interleave there.
+    """
     first_runs = _joined_pieces(copy)
     axes = copy.shape.axes
     target_extent = int(first_runs.targets[-1] - first_runs.targets[0])
-    factors: list[_Runs] = []
+    terms: list[_Runs] = []
     for axis in axes:
         index = np.arange(axis.size)
         source_offsets = index * axis.source_stride
         target_offsets = index * axis.target_stride
-        factors.append(_Runs(source_offsets, target_offsets, lengths=index * 0))
-    # Axes with a longer stride than the pieces' extent are outside of the pieces.
-    num_outside = sum(axis.target_stride > target_extent for axis in axes)
-    factors.insert(num_outside, first_runs)
-    return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*factors, strict=True)))
+        terms.append(_Runs(source_offsets, target_offsets, lengths=index * 0))
+    # For the target's order, the first runs come after the axes with strides that are
+    # longer than the distance from the first piece to the last one.
+    num_longer_axes = sum(axis.target_stride > target_extent for axis in axes)
+    terms.insert(num_longer_axes, first_runs)
+    return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*terms, strict=True)))
 
 
 def _outer_sum(first: IntArray, second: IntArray) -> IntArray:

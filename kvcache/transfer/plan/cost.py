@@ -1,9 +1,10 @@
 """The cost of moving bytes over a link, for the planner, measured at first contact.
 
-Two probes separate the cost of a descriptor from the cost of a byte: one has a few long
-runs, the other many short runs. Both read the peer's null block, which always exists
-and contains no KV. The caller carries out the READs and measures their time. The long
-probe grows only while it is quick, so that a slow link is not busy with it for seconds.
+Two probes separate the cost of a descriptor from the cost of a byte: the long probe has
+a few long runs, the short probe has many short runs. Both read the peer's null block,
+which always exists and contains no KV. The caller carries out the READs and measures
+their time. The long probe is repeated with more bytes only while it is quick, so that
+probing does not occupy a slow link for seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descrip
 from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_PROBE_BYTES = 256 << 10
-_PROBE_GROWTH = 4  # factor between two long probes
+_PROBE_GROWTH = 4  # factor from the bytes of one long probe to those of the next one
 _MIN_PROBE_S = 0.002  # a long probe that takes less is too short to measure the link
 _NUM_SHORT_RUNS = 512
 _SHORT_RUN_BYTES = 256
@@ -24,11 +25,14 @@ _SHORT_RUN_BYTES = 256
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of one link, above 0, measured at first contact or configured.
+    """Constants of one link, measured at first contact or configured. All are above 0.
 
     Attributes:
-        overlaps: one chunk can be read while another is placed; False if READs are CPU
-            copies.
+        per_descriptor_s: seconds of a READ for each run.
+        bytes_per_s: speed of READs, without the time per run.
+        reformat_bytes_per_s: speed of placing out of staging memory.
+        overlaps: a chunk can be read while the previous chunk is placed; False if READs
+            are CPU copies.
     """
 
     per_descriptor_s: float
@@ -50,7 +54,7 @@ class CostModel:
         """The model of configured numbers; None if there are none.
 
         Args:
-            numbers: us per descriptor, GB/s of reading, GB/s of placing.
+            numbers: us per descriptor, GB/s of reading, GB/s of placing; or empty.
             device: "cpu" or "cuda".
         """
         if not numbers:
@@ -64,7 +68,7 @@ class CostModel:
         )
 
     def read_s(self, descriptors: int, nbytes: int) -> float:
-        """Seconds to read `nbytes` in `descriptors` pieces."""
+        """Seconds to read `nbytes` in `descriptors` runs."""
         return descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
     def staged_s(
@@ -73,14 +77,15 @@ class CostModel:
         """Seconds of a staged transfer.
 
         Args:
-            read_s: seconds of reading alone.
-            place_s: seconds of placing alone.
+            read_s: seconds of reading all chunks, if nothing is placed.
+            place_s: seconds of placing all chunks, if nothing is read.
+            chunks: number of chunks.
             last_share: share of the last chunk in all bytes.
         """
         if not self.overlaps:
             return read_s + place_s
-        # Reading and placing overlap, except for reading the first chunk or placing the
-        # last one.
+        # Reading and placing overlap, except for reading the first chunk and placing
+        # the last chunk. The slower of the two decides.
         return max(read_s + place_s * last_share, place_s + read_s / chunks)
 
 
@@ -109,22 +114,27 @@ def measure_link(
     max_bytes: int,
     read: Callable[[ReadDescriptors], Sample],
 ) -> tuple[Sample, Sample]:
-    """Measures a probe of few long runs and one of many short runs.
+    """Measures the long probe and the short probe.
 
     Args:
+        remote: the rank of P to read from.
         target_bytes: size of the memory that is read into; runs may overwrite each
             other.
-        max_bytes: bound of the long probe.
-        read: carries out a probe; local offsets count from the start of that memory.
+        max_bytes: bound of the bytes of the long probe.
+        read: carries out a probe and measures its time. Local offsets count from the
+            start of the memory that is read into.
+
+    Returns:
+        The samples of the long probe and of the short probe.
     """
     short_bytes = _NUM_SHORT_RUNS * _SHORT_RUN_BYTES
     short_probe = probe(remote, target_bytes, short_bytes, _SHORT_RUN_BYTES)
-    read(short_probe)  # connects, and makes the memory resident
+    read(short_probe)  # not measured: the first READ connects and faults memory in
     short = read(short_probe)
     nbytes = _FIRST_PROBE_BYTES
     long = read(probe(remote, target_bytes, min(nbytes, max_bytes)))
-    # The largest probe is read twice: the first time was also the first use of some of
-    # the memory.
+    # The largest probe is read twice, because the first time includes the first use of
+    # some of the memory.
     while long.seconds < _MIN_PROBE_S and nbytes < max_bytes * _PROBE_GROWTH:
         nbytes *= _PROBE_GROWTH
         long = read(probe(remote, target_bytes, min(nbytes, max_bytes)))
@@ -134,13 +144,15 @@ def measure_link(
 def probe(
     remote: Endpoint, target_bytes: int, nbytes: int, run_bytes: int | None = None
 ) -> ReadDescriptors:
-    """About `nbytes` of READs of the null block, repeated, in the longest possible
-    runs.
+    """A READ of about `nbytes` out of the null block, in runs of equal size.
+
+    The READ repeats the null block if that is smaller. Runs are as long as the layout
+    and `run_bytes` allow.
 
     Args:
-        target_bytes: size of the memory that is read into; later runs overwrite the
-            first ones.
-        run_bytes: bound of a run.
+        target_bytes: size of the memory that is read into. If it is smaller than
+            `nbytes`, runs overwrite each other.
+        run_bytes: bound of a run; None: no bound.
     """
     layout = remote.layout
     start = np.zeros(1, np.int64)
@@ -169,11 +181,12 @@ def probe(
 
 
 def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel:
-    """The two constants that explain both samples, and the default speed of placing.
+    """The costs that explain both samples, with the default speed of placing.
 
-    A run of a probe costs p + bytes / w, which gives two equations in p and 1 / w. If
-    noise makes a solution negative, a negligible value replaces it. If the posting
-    thread copies, placing is such a copy as well, and nothing overlaps.
+    A run of a probe takes p + bytes / w seconds. The samples give two equations in p
+    and 1 / w. If noise makes a solution negative, a negligible value replaces it. If
+    READs ended within their posts, READs are copies by the CPU: placing is no faster
+    than such a copy, and does not overlap reading.
 
     Raises:
         ValueError: both samples have the same bytes per run.
@@ -181,7 +194,8 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
     if determinant == 0:
         raise ValueError(
-            f"probes {long} and {short} are alike; use runs of two lengths"
+            f"both probes have runs of {long.nbytes // long.descriptors} bytes, so the "
+            "cost of a descriptor cannot be told from the cost of a byte"
         )
     per_descriptor = long.seconds * short.nbytes - short.seconds * long.nbytes
     per_byte = long.descriptors * short.seconds - short.descriptors * long.seconds

@@ -1,10 +1,10 @@
 """The KV heads of each rank, and the ranks of P from which a rank of D reads its heads.
 
-Ranks hold contiguous ranges of the model's KV heads. Where there are more ranks than
-heads (GQA with few heads, or the one latent "head" of MLA), neighbouring ranks hold
-copies of the same head. A rank of D reads each of its heads from the ranks of P that
-hold it. Several holders share the work block by block, so that no rank of P is a hot
-spot.
+Ranks hold contiguous ranges of the model's KV heads. If there are more ranks than heads
+(GQA with few heads, or the one latent "head" of MLA), neighbouring ranks hold copies of
+the same head. A rank of D reads each of its heads from the ranks of P that hold the
+head. If several ranks of P hold it, they take turns, block by block, so that none of
+them becomes a hot spot.
 
 Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the
 same heads, each for the tokens of its own stripe (kvcache/stripe.py).
@@ -24,7 +24,7 @@ from protocol.handshake import EngineMetadata
 
 
 def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:
-    """Factors that convert stored elements for a pool with other scales.
+    """Factors that convert stored elements of `source` into elements of `target`.
 
     Returns:
         One factor for each layer and component, layers outermost; None if all are 1.
@@ -44,7 +44,7 @@ class Endpoint:
     """The geometry of one rank of an engine.
 
     Attributes:
-        layout: of the layers of one group.
+        layout: the layout of the rank's pool, with the layers of one layer group.
         scales: as in KVPool: empty, or one for each layer and component.
         dcp: number of neighbouring ranks that share a sequence's tokens; divides tp.
         groups: the layer groups of the model.
@@ -68,7 +68,7 @@ class Endpoint:
 
 
 def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
-    """The geometry of a peer's ranks, by rank."""
+    """The geometry of each rank of a peer, in the order of the ranks."""
     compat = metadata.compat
     groups = KVGroups.from_wire(compat.kv_windows)
     # With several groups all scales are 1.
@@ -97,9 +97,9 @@ class HeadGroup(NamedTuple):
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
-    """The heads that `rank` of `tp` holds.
+    """The heads that `rank` of `tp` ranks holds.
 
-    A rank holds at least one head; heads are copied where tp exceeds total_heads.
+    A rank holds at least one head. If tp exceeds total_heads, ranks hold copies.
     """
     assert 0 <= rank < tp and total_heads > 0, (rank, tp, total_heads)
     start = rank * total_heads // tp
@@ -110,7 +110,12 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
 def head_groups(
     local_heads: range, remote_tp: int, total_heads: int, remote_dcp: int = 1
 ) -> tuple[HeadGroup, ...]:
-    """Groups the heads that a rank of D wants by their owners on P."""
+    """Groups the heads that a rank of D reads by the ranks of P that own them.
+
+    Args:
+        local_heads: the heads of the rank of D.
+        remote_tp, remote_dcp: tp and dcp of P, as in Endpoint.
+    """
     num_positions = remote_tp // remote_dcp
     rank_heads = [
         heads_of(rank // remote_dcp, num_positions, total_heads)
@@ -133,12 +138,15 @@ def check_endpoints(
     *,
     convert: bool = False,
 ) -> None:
-    """Refuses geometries that no plan can bridge.
+    """Refuses geometries between which no plan can move KV.
 
-    The peer's metadata has passed check_consistent before.
+    The peer's metadata must have passed check_consistent (protocol/metadata_rules.py).
+
+    Args:
+        convert: accept different dtypes and scales.
 
     Raises:
-        PlanError: names the field and both values.
+        PlanError: a field does not fit; the message has both values.
     """
     _check_ranks_agree(remote)
     peer = remote[0]
@@ -163,22 +171,22 @@ def check_endpoints(
         num_heads = len(end.heads(total_kv_heads))
         if end.layout.num_heads != num_heads:
             raise PlanError(
-                f"num_heads is {end.layout.num_heads} on rank {end.rank} of tp "
-                f"{end.tp}, where {total_kv_heads} heads in all make {num_heads}"
+                f"num_heads is {end.layout.num_heads} on rank {end.rank}; with "
+                f"{total_kv_heads} KV heads and tp {end.tp} it must be {num_heads}"
             )
 
 
 def _check_elements(name: str, local_value: object, peer_value: object) -> None:
-    """Refuses elements of another dtype or scale, where no conversion is allowed."""
+    """Refuses dtypes or scales that differ, if no conversion is allowed."""
     if local_value != peer_value:
         raise PlanError(
             f"KV {name} is {local_value} here and {peer_value} on the peer; start both "
-            f"with the same, or let D convert with --kv-convert"
+            f"servers with the same KV {name}, or the decode server with --kv-convert"
         )
 
 
 def _check_ranks_agree(remote: Sequence[Endpoint]) -> None:
-    """Refuses a peer whose ranks differ in a field that must be equal on all."""
+    """Refuses a peer if a field that must be equal on all its ranks is not."""
     names = ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype")
     for rank, end in enumerate(remote):
         for name in names:

@@ -1,17 +1,16 @@
-"""The planner: two geometries and a token range become steps that move exactly the
-bytes.
+"""The planner turns two geometries and a range of tokens into the steps of a transfer.
 
-- Tensor parallelism decides which heads are read from each rank (endpoint.py).
-- Context parallelism has selected the blocks of a rank before (kvcache/stripe.py).
-- Block borders of both sides cut the tokens, and the strides of the layouts decide the
-  length of the runs (block_copy.py).
+- Tensor parallelism decides which heads are read from each rank of P (endpoint.py).
+- Context parallelism decides which blocks of P are read by a rank of D
+  (kvcache/stripe.py).
+- The tokens are cut at the block borders of both sides. The strides of the two layouts
+  decide how long the runs are (block_copy.py).
 - The cheaper of two paths is taken (strategy.py):
 
     direct   READ every run into its final place
-    staged   READ the longer runs of the peer's layout into staging memory, then place
+    staged   READ the long runs of the peer's layout into staging memory, then place
 
-A mapped pull needs no plan: it reads nothing, and its copies are placed out of P's
-memory.
+A mapped pull needs no plan: it posts no READs, but copies out of P's mapped memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,8 +41,8 @@ from kvcache.transfer.plan.strategy import (
     steps,
 )
 
-# Pulls from one peer are of a few dozen kinds; the planner remembers a decision for
-# each.
+# Bound of remembered decisions. The pulls from one peer are of a few dozen kinds, and
+# each kind has one decision.
 _MAX_DECISIONS = 1024
 
 
@@ -59,7 +58,7 @@ class TransferPlan:
 
     @property
     def reads(self) -> Iterator[ReadDescriptors]:
-        """The READs of all steps, which are computed here."""
+        """The READs of all steps. They are computed on first use."""
         return (read for step in self.steps for read in step.reads)
 
     @cached_property
@@ -77,12 +76,12 @@ class TransferPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot: the largest staging memory that one step needs."""
+        """The size of a slot: the staging memory of the largest step; 0 if direct."""
         return max((step.slot.nbytes for step in self.steps if step.slot), default=0)
 
     @property
     def explanation(self) -> str:
-        """The path, its cost and the reason, for a person.
+        """A text for the operator: the path, its cost, and the reason for it.
 
         Computes the READs of all steps.
         """
@@ -92,8 +91,8 @@ class TransferPlan:
         return f"{self.path}: {runs}; {self.reason}"
 
 
-def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """One plan that carries out the plans of several layer groups one after another."""
+def join_plans(plans: Sequence[TransferPlan]) -> TransferPlan:
+    """One plan with the steps of several plans, which are those of the layer groups."""
     nonempty_plans = [plan for plan in plans if plan.steps]
     if not nonempty_plans:
         return plans[0]
@@ -119,14 +118,16 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Plans the pulls of one rank of D from one engine, and remembers its decisions.
+    """Plans the pulls of one rank of D from one engine.
+
+    The strategy for each kind of pull is chosen once and remembered.
 
     Args:
         local: this rank of D.
         remote: all ranks of P, by rank.
         total_kv_heads: KV heads of the model.
-        staging_bytes: size of the staging memory, two slots or more; None: the path is
-            direct.
+        staging_bytes: size of the staging memory, two slots or more; None: there is no
+            staging memory, so all paths are direct.
         convert: allow the staged path to change the dtype and the scales.
 
     Raises:
@@ -148,7 +149,7 @@ class Planner:
         self._total_kv_heads = total_kv_heads
         self._staging_bytes = staging_bytes
         self._period = lcm(local.layout.block_size, remote[0].layout.block_size)
-        self._factors = scale_factors(remote[0], local)
+        self._scale_factors = scale_factors(remote[0], local)
         heads = local.heads(total_kv_heads)
         self._groups = head_groups(heads, len(remote), total_kv_heads, remote[0].dcp)
         self._decision_costs: CostModel | None = None
@@ -162,16 +163,19 @@ class Planner:
         *,
         lease_hash: int = 0,
     ) -> Transfer:
-        """A pull of tokens [start, stop) into the blocks of this rank.
+        """Makes the transfer of a pull into this rank's blocks.
 
-        All its blocks are checked to lie inside the memory of both sides.
+        Checks that the blocks of the tokens lie inside the memory of both sides.
 
         Args:
-            local_block_ids: D's blocks from token 0 of the sequence on, each of D's
-                block size times its dcp. The rank keeps its part of each.
+            tokens: (start, stop): tokens [start, stop) of the sequence are pulled.
+            local_block_ids: D's blocks from token 0 of the sequence on. A block has D's
+                block size times D's dcp tokens, and this rank stores a part of them.
             remote_block_ids: P's leased blocks from token 0 on, each of P's block size.
-                With a dcp of P each id occurs once for every rank of the group.
-            lease_hash: spreads leases over ranks of P that hold the same head.
+                If P has a dcp above 1, each id occurs dcp times in a row: once for
+                every rank of the context-parallel group.
+            lease_hash: a hash of the lease id. If several ranks of P hold the same
+                head, leases with different hashes read from different ranks.
 
         Raises:
             PlanError: an impossible token range, or a block table that does not fit.
@@ -212,13 +216,17 @@ class Planner:
             remote_blocks=remote_blocks,
             lanes=lanes,
             shift=local.rank + lease_hash,
-            factors=self._factors,
+            scale_factors=self._scale_factors,
         )
 
     def _split_remote_table(
         self, block_ids: Sequence[int] | IntArray
     ) -> tuple[Sequence[int] | IntArray, IntArray]:
-        """The part of P's block table for this rank, and the lane of each block."""
+        """The part of P's block table that this rank reads, and the lane of each block.
+
+        The lane is the number, in a context-parallel group of P, of the rank that
+        stores the block.
+        """
         peer = self._remote[0]
         lanes = np.arange(len(block_ids)) % peer.dcp
         if self._local.dcp == 1:
@@ -246,7 +254,7 @@ class Planner:
         )
 
     def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
-        """The cheapest strategy, computed once for each kind of pull.
+        """The cheapest strategy, chosen once for each kind of pull.
 
         Pulls of one kind begin and end at equal offsets in a block, are about as long,
         and have about as many blocks that are neighbours in memory.
@@ -269,24 +277,26 @@ class Planner:
             _neighbour_quarters(remote_blocks),
         )
         if kind not in self._decisions:
-            best, reason = self._compare(transfer, costs)
+            best, reason = self._find_cheapest(transfer, costs)
             seconds_per_token = best.seconds / len(transfer.tokens)
             decision = _Decision(best.strategy, seconds_per_token, reason)
             self._decisions[kind] = decision
         return self._decisions[kind]
 
-    def _compare(self, transfer: Transfer, costs: CostModel) -> tuple[Estimate, str]:
-        """The cheapest strategy, and the reason for it."""
+    def _find_cheapest(
+        self, transfer: Transfer, costs: CostModel
+    ) -> tuple[Estimate, str]:
+        """The estimate of the cheapest strategy, and the reason for its path."""
         staging_bytes = self._staging_bytes
         if transfer.converts:
             if staging_bytes is None:
                 raise PlanError(
-                    "staging_bytes is None; converting the KV dtype needs staging "
-                    "memory"
+                    "converting KV dtype or scales needs staging memory, but there is "
+                    "none: set --staging-bytes"
                 )
             local_dtype = self._local.layout.dtype
             remote_dtype = self._remote[0].layout.dtype
-            scales = "" if transfer.factors is None else " of other scales"
+            scales = "" if transfer.scale_factors is None else " of other scales"
             reason = f"{remote_dtype} becomes {local_dtype}{scales}"
             return cheapest_staged(transfer, costs, staging_bytes), reason
         direct = cheapest_direct(transfer, costs)

@@ -3,11 +3,12 @@
 A direct step READs straight into the pool. A staged step READs into a *slot* of staging
 memory, from where copies place the KV into the pool.
 
-A slot contains one paged memory for each head group, with P's layout and fewer blocks.
-Reading into a slot is a copy between two layouts of the same order, so its runs stay
-long. Placing is a second copy, out of the slot. Several owners of a head group fill one
-slot block by block, so placing does not depend on the owner. A slot may hold all heads
-of the owners, if that makes fewer runs.
+A slot contains one paged memory for each head group. The memory has P's layout, but
+fewer blocks than P's pool. Reading into a slot is a copy between two layouts of the
+same order, so the runs stay long. Placing is a second copy, out of the slot. If several
+ranks of P own a head group, they fill the slot in turn, block by block, so placing does
+not depend on the owner. A slot may hold all heads of the owners, if that makes fewer
+runs.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, wants heads 2 and 3)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
@@ -32,8 +33,8 @@ from kvcache.transfer.plan.block_copy import (
 )
 from kvcache.transfer.plan.endpoint import IntArray
 
-# Slots, and the memories in them, start at multiples of this: placing copies whole
-# words.
+# Slots, and the memories in a slot, start at multiples of this number, because placing
+# copies whole words.
 ALIGN_BYTES = 64
 
 
@@ -46,9 +47,9 @@ class SlotMemory(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The layout of a slot of some blocks.
+    """The layout of a slot for some number of blocks.
 
-    It is the same for all pulls of two engines.
+    All pulls between two engines use slots of the same layouts.
     """
 
     memories: tuple[SlotMemory, ...]  # by head group
@@ -58,11 +59,11 @@ class Slot(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slot_of(layout: KVLayout, heads: tuple[range, ...], num_blocks: int) -> Slot:
-    """The slot for `num_blocks` blocks of a peer.
+    """The layout of a slot for `num_blocks` blocks of a peer.
 
     Args:
-        layout: the peer's layout.
-        heads: the heads that are read for each head group.
+        layout: the layout of the peer's pool.
+        heads: for each head group, the heads that are read.
     """
     memories: list[SlotMemory] = []
     base = 0
@@ -95,8 +96,8 @@ class Step:
 
     Attributes:
         transfer: the transfer, restricted to the tokens of this step.
-        read: the tokens that are read: those of the step, and unwanted ones next to
-            them.
+        read: the tokens to read: those of the step, perhaps with unwanted tokens before
+            or after them.
         slot: the slot's layout; None: READs write straight into the pool.
         slot_blocks: i64, the block table of the slot, from token 0 of the sequence on.
     """
@@ -108,11 +109,11 @@ class Step:
 
     @cached_property
     def reads(self) -> tuple[ReadDescriptors, ...]:
-        """The READs. Local offsets count from the base of the slot, or of the pool."""
+        """The READs. Local offsets count from the start of the slot, or of the pool."""
         return descriptors(self.read_copies())
 
     def read_copies(self) -> Iterator[BlockCopy]:
-        """The block copies that the READs carry out."""
+        """The block copies, from P into the slot or the pool, that are READ."""
         if self.slot is None:
             yield from self.transfer.copies(self.read)
             return
@@ -146,9 +147,9 @@ class Step:
 
     @property
     def unstaged(self) -> "Step":
-        """The same step without staging memory.
+        """The same step without staging memory: READs write straight into the pool.
 
-        Only for a transfer that converts nothing.
+        The transfer must not convert dtype or scales.
         """
         if self.slot is None:
             return self

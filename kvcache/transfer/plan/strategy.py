@@ -1,13 +1,12 @@
-"""The strategies by which a transfer can be moved, their estimated costs, and their
-steps.
+"""The strategies of a transfer, their estimated costs, and their steps.
 
-Part of a block may be hundreds of short runs where the whole block is one run. A
-strategy may therefore read more than the wanted tokens, but never more than the leased
-blocks. A direct strategy adds only the rest of the last block, which belongs to the
-sequence and contains no KV yet.
+A part of a block may be hundreds of short runs, although the whole block is one run. So
+a strategy may read more than the wanted tokens, but never more than the leased blocks.
+A direct strategy may add only the tail of the last block: in D's pool, the tail belongs
+to the sequence and contains no KV yet.
 
-A staged strategy divides the transfer into *chunks* of P's blocks, each of which fits a
-slot of staging memory. Some slots are filled while another one is placed.
+A staged strategy divides the transfer into *chunks* of P's blocks. A chunk fits into a
+slot of staging memory. While the chunk of one slot is placed, READs fill other slots.
 """
 
 from collections.abc import Iterator
@@ -23,20 +22,21 @@ from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import PlanError
 from kvcache.transfer.plan.steps import Step, slot_of
 
-# Where READs are CPU copies, a chunk is placed while it is still in the processor's
-# cache. A chunk takes this long to read.
+# If READs are CPU copies, a chunk should still be in the processor's cache when it is
+# placed. Reading a chunk of that size takes this long.
 _CACHED_CHUNK_S = 0.75e-3
-# Each chunk has to be posted and polled, so their number is bounded.
+# Bound of the number of such chunks, because each has to be posted and polled.
 _MAX_CACHED_CHUNKS = 32
-# Where copies overlap reads, a transfer is read in this many equal chunks or in chunks
-# as large as possible, whichever costs less. Placing the last chunk overlaps nothing:
-# with eight chunks it is an eighth of all placing.
+# If placing overlaps READs, a transfer is read either in this many equal chunks or in
+# chunks as large as possible, whichever costs less. Placing the last chunk overlaps no
+# READ: with eight chunks, that is an eighth of all placing.
 _PIPELINE_CHUNKS = 8
-# At least four slots keep the link busy while a copy is launched.
+# With four slots, the link stays busy while copies out of a slot are launched.
 _PIPELINE_SLOTS = 4
-# Reading a chunk takes at least as long as posting and placing it.
+# A chunk of the pipeline is so large that reading the chunk takes at least this long,
+# about the time of posting and placing one.
 _MIN_PIPELINE_CHUNK_S = 0.1e-3
-# A run between GPUs costs at least this; a probe of few runs may measure less.
+# A run between GPUs takes at least this long; a probe of few runs may measure less.
 _MIN_RUN_S = 3e-6
 
 
@@ -46,19 +46,21 @@ class TransferStrategy(NamedTuple):
     Attributes:
         staged: READ into staging memory and place from there; otherwise READ directly
             into the pool.
-        whole_blocks: read whole blocks where only a part is wanted.
-        wider: read all heads of the owners, not only the wanted heads.
+        whole_blocks: read whole blocks, also if only a part of a block is wanted. A
+            direct transfer does so only at its end; see `_tokens_to_read`.
+        all_heads: read all heads that the source ranks of P hold, not only the wanted
+            heads.
         pipelined: read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible.
     """
 
     staged: bool
     whole_blocks: bool
-    wider: bool = False
+    all_heads: bool = False
     pipelined: bool = False
 
 
 class Estimate(NamedTuple):
-    """The cost of moving a transfer by one strategy."""
+    """The estimated cost of moving a transfer by one strategy."""
 
     strategy: TransferStrategy
     descriptors: int
@@ -69,9 +71,10 @@ class Estimate(NamedTuple):
         return describe_runs(self.descriptors, self.nbytes, self.seconds)
 
 
-def describe_runs(number: int, nbytes: int, seconds: float) -> str:
+def describe_runs(num_runs: int, nbytes: int, seconds: float) -> str:
     """A text for logs: the number of runs, their average size, and their time."""
-    return f"{number} runs of {nbytes // number} bytes on average in {seconds:.2g} s"
+    average = nbytes // num_runs
+    return f"{num_runs} runs of {average} bytes on average in {seconds:.2g} s"
 
 
 def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
@@ -92,25 +95,25 @@ def cheapest_staged(
         PlanError: half the staging memory is smaller than one block.
     """
     layout = transfer.remote[0].layout
-    exact_heads = _heads(transfer, wider=False)
-    wide_heads = _heads(transfer, wider=True)
-    block_bytes = slot_of(layout, exact_heads, 1).nbytes
+    wanted_heads = _heads(transfer, all_heads=False)
+    held_heads = _heads(transfer, all_heads=True)
+    block_bytes = slot_of(layout, wanted_heads, 1).nbytes
     if staging_bytes // 2 < block_bytes:
         raise PlanError(
             f"staging_bytes is {staging_bytes}; a block of the peer takes "
             f"{block_bytes} bytes, and two must fit: use at least {2 * block_bytes}"
         )
-    can_widen = (
-        wide_heads != exact_heads
-        and slot_of(layout, wide_heads, 1).nbytes <= staging_bytes // 2
+    can_read_all_heads = (
+        held_heads != wanted_heads
+        and slot_of(layout, held_heads, 1).nbytes <= staging_bytes // 2
     )
-    wider_choices = (False, True) if can_widen else (False,)
+    all_heads_choices = (False, True) if can_read_all_heads else (False,)
     pipelined_choices = (False, True) if costs.overlaps else (False,)
     estimates = []
     for whole_blocks in (False, True):
-        for wider in wider_choices:
+        for all_heads in all_heads_choices:
             for pipelined in pipelined_choices:
-                strategy = TransferStrategy(True, whole_blocks, wider, pipelined)
+                strategy = TransferStrategy(True, whole_blocks, all_heads, pipelined)
                 estimates.append(_estimate(transfer, strategy, costs, staging_bytes))
     extra_run_s = 0.0
     if costs.overlaps:
@@ -127,14 +130,14 @@ def steps(
     costs: CostModel,
     staging_bytes: int,
 ) -> Iterator[Step]:
-    """The steps of a transfer that is moved by one strategy."""
+    """Yields the steps that move a transfer by one strategy."""
     if not strategy.staged:
         yield Step(transfer, _tokens_to_read(transfer, strategy))
         return
     borders = _chunk_borders(transfer, strategy, costs, staging_bytes)
     chunks = list(pairwise(borders))
     max_blocks = max(stop - start for start, stop in chunks)
-    heads = _heads(transfer, strategy.wider)
+    heads = _heads(transfer, strategy.all_heads)
     slot = slot_of(transfer.remote[0].layout, heads, max_blocks)
     tokens = transfer.tokens
     size = transfer.block_size
@@ -165,7 +168,7 @@ def _estimate(
     # between two chunks, so that no run crosses from one chunk to the next.
     ordinals = np.arange(borders[-1])
     chunk_numbers = np.searchsorted(borders[1:], ordinals, side="right")
-    heads = _heads(transfer, strategy.wider)
+    heads = _heads(transfer, strategy.all_heads)
     slot = slot_of(transfer.remote[0].layout, heads, num_blocks + num_chunks)
     slot_blocks = ordinals - borders[0] + chunk_numbers
     step = replace(step, slot=slot, slot_blocks=slot_blocks)
@@ -180,7 +183,11 @@ def _estimate(
 
 
 def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
-    """The wanted tokens and, with `strategy.whole_blocks`, the rest of their blocks."""
+    """The wanted tokens, with more tokens of their blocks if `strategy.whole_blocks`.
+
+    A staged transfer then reads all tokens of these blocks of P. A direct transfer adds
+    only the tail of the last block.
+    """
     tokens = transfer.tokens
     if not strategy.whole_blocks:
         return tokens
@@ -201,8 +208,8 @@ def _chunk_borders(
 ) -> list[int]:
     """The borders of the chunks, as indices into P's block table.
 
-    A chunk takes at most half the staging memory. It ends where blocks of both sides
-    end, if such a chunk fits, so that no block of D is divided between two chunks.
+    A chunk takes at most half the staging memory. If possible, a chunk ends where
+    blocks of both sides end, so that no block of D is divided between two chunks.
     """
     layout = transfer.remote[0].layout
     ordinals = transfer.remote_ordinals
@@ -228,9 +235,9 @@ def _max_chunk_blocks(
 
     Args:
         period: number of P's blocks after which blocks of both sides end. A pipelined
-            chunk has at least this many.
+            chunk has at least this number of blocks.
     """
-    heads = _heads(transfer, strategy.wider)
+    heads = _heads(transfer, strategy.all_heads)
     block_bytes = slot_of(transfer.remote[0].layout, heads, 1).nbytes
     total_bytes = len(transfer.remote_ordinals) * block_bytes
     max_bytes = staging_bytes // 2
@@ -246,9 +253,13 @@ def _max_chunk_blocks(
     return max(1, max_bytes // block_bytes)
 
 
-def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
-    """The heads that are read for each head group."""
-    if not wider:
+def _heads(transfer: Transfer, all_heads: bool) -> tuple[range, ...]:
+    """The heads that are read for each head group.
+
+    Args:
+        all_heads: as in TransferStrategy.
+    """
+    if not all_heads:
         return tuple(group.heads for group in transfer.groups)
     total = transfer.total_kv_heads
     return tuple(

@@ -133,7 +133,7 @@ class PullCoordinator:
         self._handshakes = Handshakes(
             self._peers,
             self._leases,
-            self._settings.connection_timeout_s,
+            self._settings.side_channel_timeout_s,
             clock,
             broadcast=self._broadcast,
             pulls_from=self._pulls.at,

@@ -18,7 +18,7 @@ class Handshakes:
     """Drives the handshakes of a PeerTable. Used by the coordinator's thread only.
 
     Args:
-        connection_timeout_s: without a connection for this long, an address is lost.
+        side_channel_timeout_s: without a connection for this long, an address is lost.
         broadcast: sends a command to every rank.
         pulls_from: returns the open pulls from an address.
         fail_pull: fails a pull.
@@ -29,7 +29,7 @@ class Handshakes:
         self,
         peers: PeerTable,
         leases: LeaseClient,
-        connection_timeout_s: float,
+        side_channel_timeout_s: float,
         clock: Callable[[], float],
         *,
         broadcast: Callable[[Command], None],
@@ -39,7 +39,7 @@ class Handshakes:
     ) -> None:
         self._peers = peers
         self._leases = leases
-        self._connection_timeout_s = connection_timeout_s
+        self._side_channel_timeout_s = side_channel_timeout_s
         self._clock = clock
         self._broadcast = broadcast
         self._pulls_from = pulls_from
@@ -49,7 +49,7 @@ class Handshakes:
     def deadline(self) -> float:
         """When to call `send_requests` and `drop_lost` next; infinity for never."""
         lost_deadlines = [
-            since + self._connection_timeout_s
+            since + self._side_channel_timeout_s
             for since in self._leases.unconnected().values()
         ]
         return min([self._peers.deadline(), *lost_deadlines])
@@ -66,7 +66,7 @@ class Handshakes:
     def drop_lost(self, now: float) -> None:
         """Drops the addresses that have had no connection for too long."""
         for address, since in self._leases.unconnected().items():
-            if now - since >= self._connection_timeout_s:
+            if now - since >= self._side_channel_timeout_s:
                 self._drop(address)
 
     def on_metadata(self, address: Address, reply: Metadata) -> None:

@@ -76,7 +76,7 @@ class PullSettings:
         pull_timeout_s: from the order to read until the last READ has ended.
         lookup_timeout_s: of a look-up, first contact included; the prompt is computed
             after it.
-        connection_timeout_s: without a connection to the side channel.
+        side_channel_timeout_s: without a connection to the side channel.
         fence_retry_s: COMPLETE is repeated after this time, with the same attempt id.
         renew_interval_s: between two renewals; None: a third of the lease.
         drain_grace_s: a failed pull's READs may end within this time before its failure
@@ -88,7 +88,7 @@ class PullSettings:
     pull_timeout_s: float = 30.0
     fence_timeout_s: float = 5.0
     lookup_timeout_s: float = 1.0
-    connection_timeout_s: float = 2.0
+    side_channel_timeout_s: float = 2.0
     fence_retry_s: float = 1.0
     renew_interval_s: float | None = None
     drain_grace_s: float = 0.25

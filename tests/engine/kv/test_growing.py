@@ -12,7 +12,7 @@ from tests.rigs.shadow import VOCAB, add, expected_output
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
 QUICK = PullSettings(
     lookup_timeout_s=0.3,
-    connection_timeout_s=0.2,
+    side_channel_timeout_s=0.2,
     drain_grace_s=0.01,
     fence_timeout_s=0.3,
 )

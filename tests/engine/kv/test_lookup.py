@@ -213,7 +213,7 @@ def test_lookups_keep_no_blocks_from_who_waits_for_most_of_the_pool(make):
 @pytest.mark.parametrize("at", ["lookup", "pull"])
 def test_a_lender_that_dies_costs_no_answer(make, at):
     settings = PullSettings(
-        lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01
+        lookup_timeout_s=0.3, side_channel_timeout_s=0.2, drain_grace_s=0.01
     )
     a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
     group.complete(a, PROMPT)

@@ -169,7 +169,7 @@ def test_read_from_a_dead_peer_fails_and_other_peers_stay_readable(reader):
             return True
 
     wait_until(fails)  # a transport may need a moment to notice
-    second = LocalPeer(reader.agent.another())
+    second = LocalPeer(reader.agent.new_sibling())
     assert second.agent.name != reader.agent.name
     try:
         reader.peer = second

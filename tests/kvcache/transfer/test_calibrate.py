@@ -61,8 +61,8 @@ def test_noise_never_makes_a_constant_negative():
     assert costs.per_descriptor_s > 0 and costs.bytes_per_s > 0
 
 
-def test_probes_that_are_alike_are_refused():
-    with pytest.raises(ValueError, match="alike"):
+def test_probes_with_runs_of_one_size_are_refused():
+    with pytest.raises(ValueError, match="cost of a descriptor"):
         fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0))
 
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
-from kvcache.transfer.move.place import launches, place
-from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.move.place import place, split_into_launches
+from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from tests.rigs.examples import examples
 from tests.rigs.geometry import (
     DTYPES,
@@ -29,11 +29,14 @@ PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
 
 
 def place_runs(
-    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
+    copy: BlockCopy,
+    source: torch.Tensor,
+    pool: torch.Tensor,
+    scale_factors: ScaleFactors,
 ) -> None:
     """Copies runs as copy engines do, and all other copies as the kernel does."""
-    if not run_bytes_of(copy, factors):
-        place_units(copy, source, pool, factors)
+    if not run_bytes_of(copy, scale_factors):
+        place_units(copy, source, pool, scale_factors)
         return
     target = pool.view(-1).view(torch.uint8)
     for read, write in zip(copy.sources, copy.targets, strict=True):
@@ -50,8 +53,8 @@ def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
     memories = [
         memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)
     ]
-    for copy in launches(transfer.copies(), chunk_bytes):
-        by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.factors)
+    for copy in split_into_launches(transfer.copies(), chunk_bytes):
+        by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.scale_factors)
     return target
 
 
@@ -169,7 +172,7 @@ def test_launches_cover_all_pieces_and_are_bounded():
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
     half, whole = case.transfer(0).copies()
     assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
-    parts = list(launches([half, whole], 3 * whole.piece_bytes + 1))
+    parts = list(split_into_launches([half, whole], 3 * whole.piece_bytes + 1))
     assert [(part.tokens, len(part.sources)) for part in parts] == [
         (2, 1),
         (4, 3),
@@ -179,4 +182,4 @@ def test_launches_cover_all_pieces_and_are_bounded():
     assert np.array_equal(
         np.concatenate([part.targets for part in parts[1:]]), whole.targets
     )
-    assert len(list(launches([whole], 1))) == 9
+    assert len(list(split_into_launches([whole], 1))) == 9

@@ -62,7 +62,7 @@ HERE = endpoints(1, 4)[0]
         (
             HERE,
             endpoints(2, 6),
-            "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2",
+            "num_heads is 3 on rank 0; with 4 KV heads and tp 2 it must be 2",
         ),
         (
             HERE,

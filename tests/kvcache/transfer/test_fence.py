@@ -72,7 +72,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
     """The pool of the peer is mapped, so all of its bytes arrive even after its death."""
     gate = Gate()
     prefill = rig(Child, "prefill")
-    settings = {"connection_timeout_s": 0.3, **PATIENT}
+    settings = {"side_channel_timeout_s": 0.3, **PATIENT}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
     gate.read(prefill, decode)
     prefill.close()
@@ -83,7 +83,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
 def test_fence_waits_until_a_stopped_peer_continues(rig):
     gate = Gate()
     prefill = rig(Child, "prefill")
-    settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
+    settings = {"fence_timeout_s": 60.0, "side_channel_timeout_s": 60.0}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
     remote = gate.read(prefill, decode)
     prefill.signal(signal.SIGSTOP)

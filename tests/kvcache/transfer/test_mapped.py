@@ -207,7 +207,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
 
 def test_a_peer_that_dies_idle_is_unmapped(rig):
     """Otherwise its memory would not be freed, and its successor would lack memory."""
-    prefill, decode, mapper = sides(rig, settings={"connection_timeout_s": 0.2})
+    prefill, decode, mapper = sides(rig, settings={"side_channel_timeout_s": 0.2})
     pull(decode, prefill)
     prefill.server.close()
     assert mapper.unmapped.wait(20)

@@ -59,7 +59,7 @@ def assert_placed(
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
     transfer = transfer_of(p, d, 16, [2, 0], convert)
     for copy in transfer.copies():
-        place(copy, source, pool, transfer.factors)
+        place(copy, source, pool, transfer.scale_factors)
     expected = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
     assert torch.equal(
         canonical(pool, d)[[2, 0]].view(torch.uint8), expected.view(torch.uint8)
@@ -111,7 +111,7 @@ def test_elements_change_their_scale_by_layer_and_component(p, d, factors):
 def test_equal_scales_keep_the_bytes_and_other_scales_need_convert():
     p = endpoint("LBCNHD", 4, 4, FP8, D_SCALES)
     d = endpoint("BHLCND", 8, 3, FP8, D_SCALES)
-    assert transfer_of(p, d, 16, [2, 0]).factors is None
+    assert transfer_of(p, d, 16, [2, 0]).scale_factors is None
     assert_placed(p, d, canonical(filled(p), p))
     with pytest.raises(PlanError, match=r"KV scales is.*0.001.*300.0.*--kv-convert"):
         transfer_of(endpoint("LBCNHD", 4, 4, FP8, P_SCALES), d, 16, [2, 0])

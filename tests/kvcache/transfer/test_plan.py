@@ -283,7 +283,7 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
     ("case", "options", "message"),
     [
         (MIXED, {"staging_bytes": 1 << 20}, "float16 here and float32 on the peer"),
-        (MIXED, {"convert": True}, "staging_bytes is None"),
+        (MIXED, {"convert": True}, "set --staging-bytes"),
         (
             MIXED,
             {"convert": True, "staging_bytes": 1000},

@@ -132,7 +132,7 @@ def test_ended_lease_fails_a_held_pull_before_it_reads(rig):
 
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
 def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_id):
-    late = ("connection_timeout_s", "pull_timeout_s", "renew_interval_s")
+    late = ("side_channel_timeout_s", "pull_timeout_s", "renew_interval_s")
     settings = dict.fromkeys(
         late, 1000.0
     )  # so that only the new metadata shows the restart
@@ -358,7 +358,7 @@ def test_hanging_reads_do_not_block_other_peers(rig):
 def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, message):
     settings = {
         "fence_timeout_s": fence_s,
-        "connection_timeout_s": connection_s,
+        "side_channel_timeout_s": connection_s,
         **PATIENT,
     }
     prefill = rig(Prefill)

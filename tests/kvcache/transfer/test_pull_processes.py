@@ -49,7 +49,7 @@ def whole(child: Child, **options: Any) -> Any:
 
 def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
     limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
-    settings = {"connection_timeout_s": 0.3, **PATIENT}
+    settings = {"side_channel_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
     blocks = list(range(1, BLOCKS))[::-1]
     remote = whole(prefill)

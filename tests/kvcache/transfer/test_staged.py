@@ -95,11 +95,11 @@ def test_staging_memory_uses_its_placer(kind):
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool, kind(pool))
     staging.bind_thread()
-    staging.enter("a")
+    staging.join_queue("a")
     step, size = filled(staging, 1)
     staging.place(step, 1, size)
     assert staging.is_free(1)
-    staging.leave("a")
+    staging.leave_queue("a")
     content = pool.tensor.view(-1).numpy()
     np.testing.assert_array_equal(content, memory_of(CASE, CASE.d, 0, CASE.start))
 

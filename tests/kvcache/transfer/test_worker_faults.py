@@ -72,7 +72,7 @@ class FaultyAgent(MemoryAgent):
         self.read = faults.before(self.read)  # type: ignore[method-assign]
         self.release = faults.after(self.release)  # type: ignore[method-assign]
 
-    def another(self) -> "FaultyAgent":
+    def new_sibling(self) -> "FaultyAgent":
         self._faults.may_raise()
         return FaultyAgent(self._faults, self._network)
 

@@ -1,4 +1,4 @@
-"""Tells a rank's transfer thread whether the rank's engine computes a batch.
+"""Shows a rank's transfer thread whether the rank's engine computes a batch.
 
 The engine's thread records its steps here. While a batch runs, a pull uses only the
 memory bandwidth that the batch can spare. While the engine is idle, a pull uses all of

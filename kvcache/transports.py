@@ -151,7 +151,7 @@ class UcxLog:
     def __init__(self) -> None:
         self._fd: int | None = None
         self._num_read_bytes = 0
-        # UCX's latest choices. The key tells whether the local memory and whether the
+        # UCX's latest choices, by whether the local memory is a GPU's and whether the
         # remote memory is a GPU's.
         self._reads: dict[tuple[bool, bool], UcxRead] = {}
         self._lock = threading.Lock()

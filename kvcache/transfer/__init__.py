@@ -1,1 +1,1 @@
-"""Moving KV bytes from a prefill server's pool into a decode server's pool."""
+"""Moves KV from a prefill server's pool into a decode server's pool."""

@@ -1,11 +1,11 @@
 """The interface of a transport, and the limits on the size of its READs.
 
-A transport registers memory, adds peers, and reads from them. An agent belongs to one
-thread at a time; a thread that takes it over calls `bind_thread` first.
+A transport registers memory, adds peers, and reads from peers. Only one thread at a
+time uses an agent. A thread that takes an agent over calls `bind_thread` first.
 
-A post is one READ that is handed to the agent. Its bytes are bounded, because on a CPU
-posting *is* copying and a cancelled pull must stop soon. Its runs are bounded, because
-each takes microseconds to post.
+A post hands one READ to the agent. The bytes of a post are bounded, because on a CPU
+posting *is* copying and a cancelled pull must stop soon. The runs of a post are
+bounded, because each run takes microseconds to post.
 """
 
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ import numpy as np
 from kvcache.stripe import IntArray
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
-# While the engine computes a batch, READs between GPUs are paced: their writes take
-# memory bandwidth from the batch. Staged bytes get the lower rate, as a kernel reads
-# and writes them once more.
+# While the engine computes a batch, the rate of READs between GPUs is limited, because
+# their writes take memory bandwidth from the batch. READs into staging memory have a
+# lower limit: a kernel reads the bytes again and writes them into the pool.
 _PACED_POST_BYTES = 64 << 20
 _PACED_BYTES_PER_S = 110e9
 _PACED_STAGED_BYTES_PER_S = 33e9
@@ -32,8 +32,9 @@ MemoryKind = Literal["DRAM", "VRAM"]
 class ReadState(Enum):
     """Progress of a READ.
 
-    ACTIVE: bytes may still arrive, even after a release.
-    ERROR: some runs may continue; bytes may still arrive until the agent is closed.
+    ACTIVE: bytes may still arrive, also after the handle was released.
+    DONE: all bytes have arrived.
+    ERROR: some runs may continue: bytes may still arrive until the agent is closed.
     """
 
     ACTIVE = "active"
@@ -46,8 +47,9 @@ class ReadHandle:
     """A posted READ.
 
     Attributes:
-        state: as of the last poll.
-        key: belongs to the agent.
+        peer: the peer's agent name.
+        state: the state at the last poll.
+        key: the agent's own reference to the READ.
     """
 
     peer: str
@@ -56,6 +58,7 @@ class ReadHandle:
 
     @property
     def ended(self) -> bool:
+        """True if the READ is done or has failed, as of the last poll."""
         return self.state is not ReadState.ACTIVE
 
 
@@ -71,10 +74,10 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def new_sibling(self) -> "TransferAgent":
-        """A new agent of the same device and options, without memory and peers."""
+        """Creates an agent with the same device and options, but no memory or peers."""
 
     def bind_thread(self) -> None:  # noqa: B027 - most agents need nothing
-        """Prepares the calling thread; called before its first use of this agent."""
+        """Prepares the calling thread for its first use of this agent."""
 
     @abstractmethod
     def register(
@@ -121,19 +124,20 @@ class TransferAgent(ABC):
         """Posts one READ of n runs, each `lengths[i]` bytes from remote to local.
 
         Args:
+            peer: the peer's agent name, from `add_peer`.
             local_addresses, remote_addresses, lengths: int64 [n], n >= 1, in bytes,
                 inside registered regions.
             kinds: memory kind of the local side and of the remote side.
 
         Raises:
-            TransferFailed: nothing was posted.
+            TransferFailed: the READ cannot be posted; none of its runs was.
         """
 
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadState:
-        """The state of a READ.
+        """Updates and returns the state of a READ.
 
-        Never raises for a fault of the peer, and never blocks.
+        Never blocks. A fault of the peer is ReadState.ERROR, never an exception.
         """
 
     @abstractmethod
@@ -146,7 +150,7 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends every READ, also active READs, and frees all resources."""
+        """Ends every READ, including active READs, and frees all resources."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,8 @@ class ReadWindow:
     """Limits of posts.
 
     Attributes:
-        max_bytes: of a post; on a CPU it copies for 3 to 10 ms.
-        max_runs: of a post; on a GPU posting takes 5 to 8 ms.
+        max_bytes: bytes of one post. On a CPU, the default takes 3 to 10 ms to copy.
+        max_runs: runs of one post. On a GPU, the default takes 5 to 8 ms to post.
         max_active: posts to one peer that have not ended.
     """
 
@@ -164,13 +168,15 @@ class ReadWindow:
     max_active: int = 8
 
 
-# A post between GPUs copies nothing by itself, and one long run is faster than its
-# parts.
+# Between GPUs, the posting thread copies nothing itself, and one long run is faster
+# than several shorter runs of the same bytes.
 GPU_WINDOW = ReadWindow(max_bytes=1 << 30)
 
 
 class Throttle:
-    """Slows READs while the engine computes a batch, which needs the memory bandwidth.
+    """Limits the rate of posts while the engine computes a batch.
+
+    The batch needs the memory bandwidth. Without a batch, no post has to wait.
 
     Args:
         busy: returns True while a batch is computed.
@@ -184,23 +190,23 @@ class Throttle:
         self._due_s = float("-inf")
 
     def admits(self, now_s: float) -> bool:
-        """True if the next post may go out."""
+        """True if the next post may go out now."""
         return now_s >= self._due_s
 
     def posted(self, nbytes: int, now_s: float, *, staged: bool = False) -> None:
-        """Counts a post that went out.
+        """Records a post, and delays the next one if the engine computes a batch.
 
         Args:
-            staged: it writes into staging memory, not into the pool.
+            staged: the post writes into staging memory, not into the pool.
         """
         if self._busy():
             rate = _PACED_STAGED_BYTES_PER_S if staged else _PACED_BYTES_PER_S
             self._due_s = max(self._due_s, now_s) + nbytes / rate
 
     def cut(self, reads: Iterable[ReadDescriptors]) -> Iterator[ReadDescriptors]:
-        """Divides READs into posts.
+        """Divides READs into posts within the limits.
 
-        Runs keep their order; only a run above the limit is split.
+        Runs keep their order. Only a run with more than the allowed bytes is split.
         """
         max_bytes = self.window.max_bytes
         max_runs = self.window.max_runs

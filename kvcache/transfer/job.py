@@ -1,10 +1,10 @@
-"""One pull on one rank: a job driven by the worker.
+"""One pull on one rank: a job that the worker (worker.py) drives.
 
 A job posts READs, or queues launches that copy out of mapped memory. A READ has ended
-when it is done or when its link is closed; a launch has ended when its event has
-happened (I7). The death of the peer ends no launch: mapped memory stays readable until
-it is unmapped. The copied bytes are not used then, since a dead peer does not answer
-the fence.
+when it is done or when its link is closed. A launch has ended when its CUDA event has
+occurred (I7). The death of the peer ends no launch, because mapped memory stays
+readable until it is unmapped. But the copied bytes are not used, because a dead peer
+does not confirm the fence.
 """
 
 import time
@@ -28,9 +28,11 @@ from protocol.errors import (
     TransferFailed,
 )
 
-# A job hangs when for this long no READ of it was posted and none has ended.
+# A job hangs if READs of the job are active, but for this long none was posted and none
+# has ended.
 HANGS_S = 1.0
-# Queued at the same time, so that the device goes from one to the next without waiting.
+# Launches of a job that are queued at the same time, so that the device begins the next
+# launch as soon as the previous one has ended.
 MAX_LAUNCHES = 4
 
 
@@ -40,10 +42,12 @@ class TransferJob(ABC):
     Attributes:
         path: one of messages.PATHS.
         nbytes: bytes of the wanted tokens, in the peer's dtype.
-        bytes_read: bytes read of the peer's memory, unwanted bytes included.
-        waits_for_link: nothing can be posted before the link is ready; the link's
-            thread wakes the worker then.
-        is_stopping: no more is posted.
+        bytes_read: bytes read from the peer's memory, unwanted bytes included.
+        descriptors: number of runs of all READs so far.
+        waits_for_link: nothing can be posted before the link is ready. The link's
+            thread wakes the worker when it is.
+        began_s: when the job was created, by time.perf_counter.
+        is_stopping: the job posts nothing more.
         is_failure_reported: the coordinator was sent a RankFailing.
         error: the reason for stopping; None after a StopPull.
     """
@@ -74,12 +78,14 @@ class TransferJob(ABC):
     def has_ended(self) -> bool:
         """True if nothing is active and nothing more will be posted.
 
-        Unless the job was stopped, every byte is in its place then.
+        If the job was not stopped, every byte is then in its place.
         """
 
     @abstractmethod
     def post(self) -> bool:
-        """Posts the next piece if the limits allow it. Must not be called once stopped.
+        """Posts the next READ or launches, if the limits allow it.
+
+        Must not be called after `stop`.
 
         Returns:
             True if something was posted.
@@ -93,16 +99,19 @@ class TransferJob(ABC):
         """Polls READs or launches; returns True if any has ended."""
 
     def release_staging(self) -> None:  # noqa: B027 - mapped jobs use no staging memory
-        """Releases the staging memory, after the end of the job."""
+        """Releases the staging memory. Called after the job has ended."""
 
     def stop(self, error: BatonError | None = None) -> None:
-        """Makes the job post nothing more. The error of the first call is kept."""
+        """Makes the job post nothing more. The first error that is not None stays."""
         self.is_stopping = True
         self.waits_for_link = False
         self.error = self.error or error
 
-    def error_for(self, exception: Exception) -> BatonError:
-        """The pull's error for an unexpected exception in a method of this job."""
+    def take_exception(self, exception: Exception) -> BatonError:
+        """Turns an unexpected exception in a method of this job into the pull's error.
+
+        A mapped job also marks its peer as stale.
+        """
         return InternalError(f"the transfer thread failed: {exception!r}")
 
     @property
@@ -112,6 +121,7 @@ class TransferJob(ABC):
 
     @property
     def hangs(self) -> bool:
+        """True if READs of the job are active, but none has ended for HANGS_S."""
         return self.idle_s >= HANGS_S
 
 
@@ -121,10 +131,11 @@ class _Posting:
 
     Attributes:
         posts: READs that have not been posted.
-        base_address: of the pool or of the slot; local offsets count from here.
+        base_address: address of the pool or of the slot, from which local offsets
+            count.
         step: the step, if it is staged.
-        slot: its slot of staging memory, if it is staged.
-        num_active: READs that have not ended.
+        slot: the step's slot of staging memory, if the step is staged.
+        num_active: posted READs that have not ended.
     """
 
     posts: deque[ReadDescriptors]
@@ -147,7 +158,7 @@ class ReadJob(TransferJob):
         self._num_begun_steps = 0
         self._current = _Posting(deque(), 0)
         self._active: deque[tuple[ReadHandle, _Posting]]
-        self._placing: list[int] = []  # slots whose placement has not ended
+        self._placing: list[int] = []  # slots that are being placed
         self._progress_s = 0.0  # time.monotonic of the last post or end of a READ
 
     @property
@@ -165,12 +176,12 @@ class ReadJob(TransferJob):
         return not self._current.posts
 
     def bypass_staging(self) -> bool:
-        """Stops waiting for staging memory that another pull owns.
+        """Makes the job read straight into the pool, if it waits for staging memory.
 
-        The job then reads straight into the pool, in however many runs.
+        The number of runs may be much larger then.
 
         Returns:
-            False if the job has to wait, as its KV has to be converted.
+            False if the job has to keep waiting, because its KV has to be converted.
         """
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
@@ -184,7 +195,8 @@ class ReadJob(TransferJob):
 
     def stop(self, error: BatonError | None = None) -> None:
         if self._link is not None and not self.is_stopping:
-            # READs of a stopped pull do not count, so that other pulls may post.
+            # READs of a stopped job do not count against the link's limit, so that
+            # other jobs may post.
             self._link.num_active -= len(self._active)
         super().stop(error)
 
@@ -246,7 +258,8 @@ class ReadJob(TransferJob):
             if state is ReadState.DONE:
                 done.append(read)
             elif state is ReadState.ERROR:
-                # Some of its runs may continue: it is active until the link is closed.
+                # Some runs may continue, so the READ is active until the link is
+                # closed.
                 error = TransferFailed(f"a READ from {handle.peer} failed")
         has_ended = self._end_reads(link, done)
         if error is not None:
@@ -262,7 +275,7 @@ class ReadJob(TransferJob):
         return bool(reads)
 
     def _poll_placing(self) -> bool:
-        """Forgets slots whose placement has ended; returns True if there were any."""
+        """Forgets slots that have been placed; returns True if there were any."""
         if self._staging is None:
             return False
         placed = [slot for slot in self._placing if self._staging.is_free(slot)]
@@ -285,9 +298,10 @@ class ReadJob(TransferJob):
             self._staging.join_queue(self.pull_id)
 
     def _begin_step(self) -> _Posting | None:
-        """The READs of the next step.
+        """Begins the next step: counts its descriptors and makes its posts.
 
-        None after the last step, or while the slot of the step is in use.
+        Returns:
+            None after the last step, and while the slot of the step is in use.
         """
         plan = self._plan
         index = self._num_begun_steps
@@ -330,7 +344,7 @@ class ReadJob(TransferJob):
 class MappedJob(TransferJob):
     """Launches that copy out of mapped memory.
 
-    Their size is bounded, so that a stopped pull ends soon.
+    The size of a launch is bounded, so that a stopped job ends soon.
     """
 
     path = "mapped"
@@ -349,9 +363,9 @@ class MappedJob(TransferJob):
         has_begun = self._transfer is not None
         return self.is_stopping or (has_begun and not self._pending)
 
-    def error_for(self, exception: Exception) -> BatonError:
+    def take_exception(self, exception: Exception) -> BatonError:
         if self._transfer is None:
-            return super().error_for(exception)
+            return super().take_exception(exception)
         self.peer.is_stale = True
         return TransferFailed(f"copying mapped KV failed: {exception!r}")
 
@@ -388,7 +402,7 @@ class MappedJob(TransferJob):
         return self._transfer
 
     def _launch(self, transfer: Transfer) -> bool:
-        """Queues the next launch, or as much of it as the placer accepts now.
+        """Queues the next pending copy, or as many of its pieces as the placer accepts.
 
         Returns:
             False if the placer accepts nothing now.
@@ -397,7 +411,7 @@ class MappedJob(TransferJob):
         max_bytes = self._placer.claim_launch_bytes(copy, transfer.scale_factors)
         if max_bytes == 0:
             return False
-        # One piece is launched even if it exceeds the limit.
+        # At least one piece is launched, even if it exceeds the limit.
         num_pieces = max(max_bytes // copy.piece_bytes, 1)
         self._pending.popleft()
         if num_pieces < len(copy.sources):

@@ -22,12 +22,13 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 SCRATCH_BYTES = 4 << 20  # the target of probes
-# With less staging memory, plans hardly depend on a link's costs.
+# Links are measured only with at least this much staging memory. With less of it, plans
+# hardly depend on the costs of a link.
 _MIN_MEASURED_STAGING_BYTES = 4 << 20
 
 
 class Link(Protocol):
-    """A link that a rank closes at its end, see peer_link.py."""
+    """A link that LocalRank.close closes and joins; see PeerLink."""
 
     def close(self) -> None: ...
 
@@ -46,17 +47,19 @@ class LocalRank:
     """One rank of D, with the resources that its pulls and links share.
 
     Args:
+        number: the rank.
         tp_size, total_kv_heads, dcp: geometry of this engine; dcp as in Endpoint.
-        agent: offers the pool to peers; each link reads with `agent.another()`. The
-            worker owns it from `start` to the end of `close`.
-        staging_bytes: size of the staging memory; None: transfers are direct only.
-        convert: accept a peer with another KV dtype.
-        costs: of every link; None measures each peer at first contact.
-        placer: carries out pulls from peers whose memory it can map. Agents read from
-            the other peers.
-        maps_only: refuse a peer that cannot be mapped.
-        busy: returns True while this rank's engine computes a batch. READs between GPUs
-            are slowed then.
+        agent: offers the pool to peers; each link reads with `agent.new_sibling()`. The
+            worker owns this agent from `TransferWorker.start` to the end of `close`.
+        staging_bytes: size of the staging memory; None: all transfers are direct.
+        convert: accept peers with a different KV dtype or KV scales.
+        costs: the costs of every link; None: each link is measured at first contact.
+        limits: limits of posts; None: the defaults for the device.
+        placer: maps the memory of peers and copies out of it. If a peer's memory cannot
+            be mapped, an agent reads it. None: agents read from all peers.
+        maps_only: refuse peers that cannot be mapped.
+        busy: returns True while this rank's engine computes a batch. The rate of READs
+            between GPUs is limited in that time.
         connect_timeout_s: longest wait of a pull for the connection to its peer.
 
     Attributes:
@@ -119,20 +122,20 @@ class LocalRank:
 
     @staticmethod
     def reserved_bytes(staging_bytes: int | None) -> int:
-        """Device memory of a LocalRank, without the pool."""
+        """Bytes of device memory that a LocalRank allocates, not counting the pool."""
         return (staging_bytes or 0) + SCRATCH_BYTES
 
     @property
     def measures_links(self) -> bool:
-        """True if links are probed.
+        """True if links are probed at first contact.
 
-        They are if plans depend on their costs, and no costs are configured.
+        Probes are needed if plans depend on a link's costs, and none are configured.
         """
         staging_bytes = self.staging.nbytes if self.staging else 0
         return self.costs is None and staging_bytes >= _MIN_MEASURED_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Prepares the transfer thread; called there once."""
+        """Prepares the transfer thread, which calls this method once."""
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()
@@ -156,7 +159,7 @@ class LocalRank:
     def close(self) -> None:
         """Closes every link and the agent.
 
-        A link that is still connecting is not waited for: it has read nothing.
+        Does not wait for links that are still connecting: they have read nothing.
         """
         links = list(self.links)
         for link in links:

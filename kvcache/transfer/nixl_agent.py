@@ -1,9 +1,9 @@
 """The TransferAgent over NIXL with its UCX backend: shared memory, TCP, RDMA, CUDA IPC.
 
-The agent uses NIXL's bindings, not its Python wrapper. The wrapper starts the progress
-thread with a delay of 0, so that each agent's thread spins at 100 % of a core, also
-when idle. With a delay the thread sleeps on UCX's events and wakes at once for a peer's
-first contact. The thread is necessary: without it, an agent whose owner makes no calls
+The agent uses NIXL's bindings, not NIXL's Python wrapper. The wrapper starts a progress
+thread with a delay of 0, so that the thread of each agent uses 100 % of a core, even
+when idle. With a delay above 0, the thread sleeps on UCX's events and wakes at once for
+a peer's first contact. The thread is necessary: without it, an agent that is not called
 would never answer a peer.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-# These variables are read when the libraries are loaded.
+# NIXL and UCX read these variables when the libraries are loaded.
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
-# By default UCX keeps registrations of freed memory without limit, and grows.
+# By default, UCX keeps the registrations of freed memory, without any bound.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
 from kvcache.stripe import IntArray
@@ -41,16 +41,17 @@ _INTERNAL_VARIABLES = (
     "UCX_PROTO_INFO",
     "UCX_RCACHE_MAX_UNRELEASED",
 )
-_PROGRESS_DELAY_US = 100_000  # upper bound of a sleep, which events end earlier
-# Short runs between GPUs are copied faster than one thread can post them; two threads
-# suffice. The calling thread posts READs of fewer than `split_batch_size` runs itself.
+_PROGRESS_DELAY_US = 100_000  # longest sleep of the progress thread; events wake it
+# Short runs between GPUs are copied faster than one thread can post them, so two
+# threads post. The calling thread itself posts READs of fewer than `split_batch_size`
+# runs.
 _GPU_OPTIONS = {"num_threads": "2", "split_batch_size": "64"}
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
 
 class CannotStart(ValueError):
-    """NIXL or UCX cannot be set up on this machine. The message is for the operator."""
+    """NIXL or UCX cannot be started on this machine; the message says why."""
 
 
 class NixlAgent(TransferAgent):
@@ -58,9 +59,11 @@ class NixlAgent(TransferAgent):
 
     Args:
         prefix: start of the agent's name, for logs.
-        device_id: the CUDA device whose memory this agent moves; None for host memory
-            only. UCX needs this device to be current on each thread that uses the
-            agent.
+        device_id: the agent moves memory of this CUDA device; None: host memory. UCX
+            requires that the device is current on each thread that uses the agent.
+
+    Raises:
+        CannotStart: UCX does not start.
     """
 
     def __init__(self, prefix: str = "baton", *, device_id: int | None = None) -> None:
@@ -71,7 +74,8 @@ class NixlAgent(TransferAgent):
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_DELAY_US
-        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE  # used by one thread at a time
+        # Only one thread at a time uses an agent.
+        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         self._agent: Any = nixl.nixlAgent(self.name, config)
         options = {} if device_id is None else _GPU_OPTIONS
         try:
@@ -80,8 +84,8 @@ class NixlAgent(TransferAgent):
             raise CannotStart(_start_failure(error)) from error
         self._regions: list[Any] = []
         self._peers: set[str] = set()
-        self._active = 0
-        self._has_failed = False  # True once a READ has failed
+        self._num_active = 0  # READs that have not ended
+        self._has_failed = False  # whether any READ has failed
 
     def new_sibling(self) -> "NixlAgent":
         return NixlAgent(self._prefix, device_id=self._device_id)
@@ -137,7 +141,7 @@ class NixlAgent(TransferAgent):
         except Exception as error:  # some runs may have been posted
             logger.warning("cannot read %d runs from %s: %s", len(lengths), peer, error)
             state = ReadState.ERROR
-        self._active += state is ReadState.ACTIVE
+        self._num_active += state is ReadState.ACTIVE
         self._has_failed |= state is ReadState.ERROR
         return ReadHandle(peer, state, request)
 
@@ -150,7 +154,7 @@ class NixlAgent(TransferAgent):
         except Exception as error:
             logger.warning("READ from %s failed: %s", handle.peer, error)
             handle.state = ReadState.ERROR
-        self._active -= handle.ended
+        self._num_active -= handle.ended
         if handle.state is ReadState.ERROR:
             self._has_failed = True
             ucx_log.update()
@@ -167,12 +171,13 @@ class NixlAgent(TransferAgent):
         agent, self._agent = self._agent, None
         # After a failure, or while READs are active, only deleting the agent closes the
         # connections.
-        if not (self._active or self._has_failed):
+        if not (self._num_active or self._has_failed):
             for peer in self._peers:
                 _call_and_log_failure(agent.invalidateRemoteMD, peer)
             for region in self._regions:
                 _call_and_log_failure(agent.deregisterMem, region, [self._backend])
-        # This was the last reference: UCX's sockets, queues and threads end with it.
+        # This deletes the agent, because no other reference to it is left. UCX's
+        # sockets, queues and threads end with the agent.
         del agent
 
 
@@ -187,7 +192,7 @@ def _descriptors(
 
 
 def _call_and_log_failure(call: Callable[..., Any], *args: Any) -> None:
-    """Calls a function of NIXL that frees something; a failure is only logged."""
+    """Calls a function of NIXL that frees a resource; only logs a failure."""
     try:
         call(*args)
     except Exception as error:
@@ -195,7 +200,7 @@ def _call_and_log_failure(call: Callable[..., Any], *args: Any) -> None:
 
 
 def _start_failure(error: Exception) -> str:
-    """The message for the operator when UCX does not start."""
+    """The message for the operator if UCX does not start."""
     failure = f"NIXL cannot start UCX ({error or type(error).__name__})"
     names = sorted(
         name
@@ -203,14 +208,18 @@ def _start_failure(error: Exception) -> str:
         if name.startswith("UCX_") and name not in _INTERNAL_VARIABLES
     )
     if not names:
-        return f"{failure}; set UCX_LOG_LEVEL=info in its environment to see details"
+        return f"{failure}; start the server with UCX_LOG_LEVEL=info to see details"
     settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    return f"{failure} with {settings} in its environment: correct or unset these"
+    return f"{failure} with {settings}: correct or unset these variables"
 
 
 @contextmanager
 def _as_transfer_failed(failure: str) -> Iterator[None]:
-    """Translates NIXL's exceptions, which share no base class, into TransferFailed."""
+    """Turns NIXL's exceptions, which share no base class, into TransferFailed.
+
+    Args:
+        failure: the start of the message.
+    """
     try:
         yield
     except Exception as error:

@@ -1,6 +1,7 @@
-"""One prefill engine, for a rank's transfer thread.
+"""One prefill engine, as a rank's transfer thread sees it.
 
-A peer has the plans of its pulls, its mapped memory, and the link that reads from it.
+A Peer makes the plans of the pulls from the engine. It maps the engine's memory, or has
+the link that reads from the engine.
 """
 
 from collections.abc import Iterator
@@ -26,10 +27,12 @@ class Peer:
 
     Attributes:
         memories: the mapped pools, by rank of the peer.
-        refusal: why its memory cannot be mapped; None if it is mapped or was not tried.
-        is_speed_logged: the speed of a pull from it was logged.
-        is_stale: its memory has to be unmapped when no pull uses it.
-        is_dropped: it has to be forgotten when no pull uses it.
+        refusal: why the peer's memory cannot be mapped; None if it is mapped, or if
+            mapping was not tried.
+        link: the link that reads from the peer; None if there is none.
+        is_speed_logged: the speed of a pull from the peer was logged.
+        is_stale: the peer's memory has to be unmapped once no job uses the peer.
+        is_dropped: the worker forgets the peer once no job uses it.
     """
 
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:
@@ -52,13 +55,17 @@ class Peer:
         )
         self._owners = sorted({owner for group in groups for owner in group.owners})
         self._planner: Planner | None = None
-        # After a link has failed, the next one is probed.
+        # After a link has failed, the next link is always probed, so that READs of the
+        # null block test the connection before pulls use it.
         self._has_link_failed = False
 
     # -- plans
 
     def prepare(self) -> None:
-        """Maps or connects before the first pull; logs if no pull can be planned."""
+        """Maps the peer's memory or connects, before the first pull.
+
+        Logs a warning if no pull from the peer can be planned.
+        """
         if not self.map():
             self.connect()
         try:
@@ -69,10 +76,12 @@ class Peer:
             )
 
     def transfers(self, pull: Pull) -> list[Transfer]:
-        """The pull's transfers, one for each group of layers.
+        """Makes the pull's transfers, one for each group of layers.
+
+        Marks the pull's blocks as used in the pool.
 
         Raises:
-            PeerIncompatible: no plan can bridge the geometries.
+            PeerIncompatible: no plan can move KV between the two geometries.
         """
         groups = self.rank.endpoint.groups
         token_ranges = groups.token_ranges(
@@ -94,7 +103,7 @@ class Peer:
         return transfers
 
     def plan(self, pull: Pull, link: PeerLink) -> TransferPlan:
-        """The plan of READs over the link. Raises as `transfers`."""
+        """Plans the READs of a pull over the link. Raises the errors of `transfers`."""
         default_costs = DEFAULT_COSTS["cuda" if link.between_gpus else "cpu"]
         costs = self.rank.costs or link.costs or default_costs
         with _as_incompatible():
@@ -117,11 +126,11 @@ class Peer:
     # -- the mapped path
 
     def map(self) -> bool:
-        """Maps the peer's memory, unless that was tried before.
+        """Maps the peer's memory, unless mapping was tried before.
 
         Returns:
-            True if its pulls have to be MappedJobs: its memory is mapped, or no other
-            path is allowed.
+            True if pulls from the peer have to be MappedJobs: the peer's memory is
+            mapped, or READs are not allowed.
         """
         placer = self.rank.placer
         if placer is None:
@@ -132,7 +141,7 @@ class Peer:
                     self.memories[owner] = placer.open(self.metadata.ranks[owner])
                 logger.info("KV of prefill server %s is mapped", self.engine_id)
             except Exception as error:
-                # An error other than NotMappable is a bug here; NIXL may still work.
+                # An error other than NotMappable is a bug here; READs may still work.
                 if not isinstance(error, NotMappable):
                     logger.exception(
                         "mapping KV of prefill server %s failed", self.engine_id
@@ -155,10 +164,11 @@ class Peer:
     # -- the link
 
     def connect(self) -> PeerLink | None:
-        """The link if it is ready, else None. Begins a link if there is none.
+        """Returns the link if it is ready, else None. Begins a link if there is none.
 
         Raises:
-            BatonError: the link has failed, and its thread still blocks in connecting.
+            BatonError: connecting has timed out, but the link's thread still blocks in
+                the call, so there can be no new link yet.
         """
         link = self.link
         if link is None:
@@ -174,10 +184,10 @@ class Peer:
         return link if link.is_ready and not link.is_closing else None
 
     def clean_up_link(self) -> BatonError | None:
-        """Closes a failed link, and forgets a closed one.
+        """Closes the link if it has failed, and forgets the link if it is closed.
 
         Returns:
-            The error for pulls that wait for the link, if it has just failed.
+            The error for pulls that wait for the link, if the link has just failed.
         """
         link = self.link
         if link is None or (link.is_ready and not link.is_closing):
@@ -193,6 +203,7 @@ class Peer:
 
 @contextmanager
 def _as_incompatible() -> Iterator[None]:
+    """Turns a PlanError into PeerIncompatible."""
     try:
         yield
     except PlanError as error:

@@ -1,11 +1,12 @@
 """The link that reads from one prefill engine.
 
-Each engine is read by an agent of its own. Only closing that agent ends a READ that
-hangs, or that has failed while some of its runs continue (I7): the agent's sockets,
-queues and registrations end with it.
+Each link has its own agent. A READ may hang, or fail while some of its runs continue.
+Only closing the agent ends such a READ (I7), because the agent's sockets, queues and
+registrations are then closed.
 
-Connecting may block for minutes where packets are dropped, and closing takes a while. A
-link does both in a thread of its own, so that pulls from other engines continue.
+Connecting may block for minutes if the network drops packets, and closing may take
+seconds. Each link has its own thread for both, so that pulls from other engines
+continue.
 """
 
 import threading
@@ -27,33 +28,36 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Longer probes do not measure better.
+# Bytes of the long probe. Probes with more bytes do not measure better.
 _MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
 _MIN_NAP_S = 0.00001
 _MAX_NAP_S = 0.01
 _CLOSE_TIMEOUT_S = 5.0  # longest wait for a link's thread when the worker ends
 FIX = (
-    "Open its UCX ports to this host (UCX_TCP_PORT_RANGE sets them), and let both "
-    "hosts use an interface that reaches the other (UCX_NET_DEVICES): an address that "
-    "exists on both, such as that of docker0, does not"
+    "Open the prefill server's UCX ports to this host (UCX_TCP_PORT_RANGE sets them), "
+    "and set UCX_NET_DEVICES on both hosts to interfaces that reach the other host; "
+    "docker0 and other interfaces with the same address on both hosts do not"
 )
 
 
 class PeerLink:
-    """The agent that reads from one engine. It begins to connect at once.
+    """The agent that reads from one engine, and the thread that connects and closes it.
 
-    The worker's thread owns the link, and is woken whenever `is_ready`, `error` or
-    `is_closed` changes.
+    The link begins to connect at once. Only the worker's thread calls its methods; the
+    link wakes the worker whenever `is_ready`, `error` or `is_closed` changes.
 
     Args:
+        rank: this rank of D, which registers the link in `rank.links`.
         ranks: the server's ranks to read from.
-        probes: measure the link to the first of them, with READs of its null block.
+        probes: measure the link, with READs of the null block of the first of `ranks`.
 
     Attributes:
-        is_connecting: also true after a timeout, while the system's call still blocks.
-        costs: the measured costs; None without a measurement.
-        deadline: of connecting, by time.monotonic.
-        num_active: READs of pulls that are not stopping; their jobs count them.
+        is_connecting: true until the connecting call returns, even after a timeout.
+        is_ready: connected, and measured if `probes`.
+        is_closed: the agent is closed, so none of its READs can write any more.
+        costs: the measured costs; None if the link was not measured.
+        deadline: when connecting times out, by time.monotonic.
+        num_active: READs of jobs that are not stopping; these jobs count them.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class PeerLink:
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + rank.connect_timeout_s
         self.num_active = 0
-        # The link's thread replaces this by an agent of the link's own.
+        # The link's thread replaces this by the link's own agent.
         self.agent: TransferAgent = rank.agent
         self._error: BatonError | None = None
         self._rank = rank
@@ -104,10 +108,10 @@ class PeerLink:
         return self._error
 
     def read(self, read: ReadDescriptors, base_address: int) -> ReadHandle:
-        """Posts a READ. Raises as TransferAgent.read.
+        """Posts a READ. Raises the errors of TransferAgent.read.
 
         Args:
-            base_address: local offsets count from here.
+            base_address: the address from which the READ's local offsets count.
         """
         remote = self._metadata.ranks[read.remote_rank]
         return self.agent.read(
@@ -122,16 +126,21 @@ class PeerLink:
 
     @property
     def transport(self) -> UcxRead | None:
-        """The transport by which UCX reads; None if UCX has not reported it."""
+        """UCX's latest transport between memories of this link's kinds.
+
+        None if UCX has not reported a transport.
+        """
         local_kind, remote_kind = self._kinds
         return ucx_log.read_between(
             gpu_here=local_kind == "VRAM", gpu_there=remote_kind == "VRAM"
         )
 
     def close(self, error: BatonError | None = None) -> None:
-        """Begins to close the link, after an error or because it is not needed.
+        """Begins to close the link. READs may still write until `is_closed`.
 
-        Its READs may write until `is_closed`.
+        Args:
+            error: why the link is closed, for the log and for `error`; None: the link
+                is not needed any more.
         """
         if error is not None and not self.is_closing:
             logger.warning(
@@ -141,7 +150,10 @@ class PeerLink:
         self._closing.set()
 
     def join(self) -> None:
-        """Waits for a closing link; does not wait for one that is still connecting."""
+        """Waits up to _CLOSE_TIMEOUT_S for the thread of a closing link.
+
+        Returns at once if the link is still connecting.
+        """
         if not self.is_connecting:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -163,10 +175,11 @@ class PeerLink:
             if agent is not None:
                 agent.close()
                 if self._rank.kind == "VRAM":
-                    # The agent's last copies continue for milliseconds.
+                    # The agent's last copies may continue for milliseconds.
                     torch.cuda.synchronize(self._rank.pool.device)
         except Exception:
-            # `is_closed` stays false: blocks that it may write to remain quarantined.
+            # `is_closed` stays false: the blocks that READs may write to remain
+            # quarantined.
             logger.exception(
                 "cannot close the link to prefill server %s", self._metadata.engine_id
             )
@@ -176,6 +189,7 @@ class PeerLink:
         self._rank.wake()
 
     def _connect(self, agent: TransferAgent) -> None:
+        """Adds the server's ranks as peers of the agent, and measures the link."""
         for end in self._ranks:
             agent_metadata = self._metadata.ranks[end.rank].agent_metadata
             self._names[end.rank] = agent.add_peer(agent_metadata)
@@ -190,10 +204,12 @@ class PeerLink:
         )
         try:
             costs = fit_costs(long, short, on_gpu=self._rank.kind == "VRAM")
-        except (
-            ValueError
-        ) as error:  # the null block is too small for two lengths of runs
-            logger.info("prefill server %s: %s; default costs are used", name, error)
+        except ValueError as error:  # the null block has no runs of two lengths
+            logger.info(
+                "cannot measure the link to prefill server %s: %s; using default costs",
+                name,
+                error,
+            )
             return
         transport = self.transport
         logger.info(
@@ -208,18 +224,24 @@ class PeerLink:
         self.costs = costs
 
     def _probe(self, read: ReadDescriptors) -> Sample:
+        """Carries out a probe (cost.py) and measures its time.
+
+        Raises:
+            TransferFailed: the READ fails, or does not end before the deadline.
+        """
         began_s = time.perf_counter()
         handle = self.read(read, self._rank.scratch_address)
         at_once = handle.ended
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
-                raise TransferFailed("a READ at first contact does not end")
-            # A fraction of the elapsed time bounds the error of the measurement.
+                raise TransferFailed("a READ that measures the link does not end")
+            # Naps are a fraction of the elapsed time, which bounds the relative error
+            # of the measurement.
             nap_s = (time.perf_counter() - began_s) / 16
             time.sleep(min(max(nap_s, _MIN_NAP_S), _MAX_NAP_S))
         seconds = time.perf_counter() - began_s
         if handle.state is ReadState.ERROR:
-            raise TransferFailed("a READ at first contact failed")
+            raise TransferFailed("a READ that measures the link has failed")
         self.agent.release(handle)
         return Sample(len(read.lengths), int(read.lengths.sum()), seconds, at_once)
 

@@ -1,8 +1,7 @@
-"""A rank's transfer thread: it drives every job piece by piece and reports its end.
+"""A rank's transfer thread: drives every job piece by piece, and reports its end.
 
 The thread blocks while it is idle. It reads commands between any two posts, so that a
-pull stops within one post. A READ that does not end keeps its job here until it does
-(I7).
+pull stops within one post. A job stays here until all its READs have ended (I7).
 """
 
 import faulthandler
@@ -45,29 +44,34 @@ logger = get_logger(__name__)
 
 _NAP_S = 0.0005
 _GPU_NAP_S = 0.00002
-# While a batch is computed the naps are longer: the engine needs the interpreter's
-# lock.
+# While a batch is computed, naps are longer, because the engine's thread needs the
+# interpreter's lock.
 _GPU_BUSY_NAP_S = 0.00005
-# While only READs of stopped pulls remain, and after a failed round.
+# The nap while only READs of stopped pulls are active, and after a failed round.
 _STUCK_NAP_S = 0.02
 # A link is closed once its READs of stopped pulls have hung for this long.
 _TEAR_DOWN_S = 10.0
 _MIN_LOGGED_BYTES = 1 << 20  # the speed of a smaller pull is not logged
-_MAX_FAILURES = 100  # failed rounds in a row: they take about two seconds
-# The watch looks this often whether the thread has made progress. All its looks
-# together take longer than a driver's slowest call (compiling a kernel) on a busy
-# machine.
-_LOOK_S = 10.0
-_NUM_LOOKS = 30
+# Failed rounds in a row that end the process. 100 rounds take about 2 s.
+_MAX_FAILURES = 100
+# The watchdog checks this often whether the transfer thread makes progress, and an idle
+# transfer thread wakes this often. _NUM_CHECKS checks without progress end the process.
+# That is longer than the slowest driver call (compiling a kernel) on a busy machine.
+_CHECK_S = 10.0
+_NUM_CHECKS = 30
 
 
 class TransferWorker:
-    """One rank's end of every pull.
+    """Carries out one rank's part of every pull, in a thread.
 
     Args:
-        link: brings commands and accepts reports. On rank 0 it is the coordinator
-            itself, which is closed with the worker; on other ranks it is a socket to
-            the coordinator.
+        link: the source of commands and the target of reports: on rank 0 the
+            coordinator itself, on other ranks a socket to the coordinator. `close`
+            closes it.
+
+    Attributes:
+        digester: computes this rank's parts of digests.
+        counters: "posts" of READs, and "internal_errors".
     """
 
     def __init__(self, rank: LocalRank, link: PullCoordinator | socket) -> None:
@@ -85,7 +89,7 @@ class TransferWorker:
         self._failures: list[Exception] = []  # since the last round without a failure
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank.number}")
-        self._watch = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
+        self._watchdog = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
 
     def start(self) -> None:
         self._thread.start()
@@ -94,7 +98,7 @@ class TransferWorker:
         """Ends the threads and every READ."""
         self._stopping.set()
         self._link.wake()
-        for thread in (self._thread, self._watch):
+        for thread in (self._thread, self._watchdog):
             if thread.is_alive():
                 thread.join()
         self._link.close()
@@ -104,7 +108,7 @@ class TransferWorker:
         allow_short_naps()
         use_one_core()
         self._rank.bind_thread()
-        self._watch.start()
+        self._watchdog.start()
         wait_s = 0.0
         while not self._stopping.is_set():
             self._num_rounds += 1
@@ -123,19 +127,19 @@ class TransferWorker:
                 peer.unmap()
 
     def _watch_rounds(self) -> None:
-        """Ends the process when the thread is stuck in a driver or a transport.
+        """Ends the process if the transfer thread is stuck in a driver or transport.
 
-        Otherwise the engine would look healthy, and no pull would end. The watch counts
-        its looks, not seconds, because a process that was suspended is not stuck.
+        Without this, the engine would look healthy, but no pull would end. Checks are
+        counted, not seconds, because a process that was suspended is not stuck.
         """
         last_num_rounds = -1
         num_same = 0
-        while not self._stopping.wait(_LOOK_S):
+        while not self._stopping.wait(_CHECK_S):
             num_same = num_same + 1 if self._num_rounds == last_num_rounds else 0
             last_num_rounds = self._num_rounds
-            if num_same == _NUM_LOOKS:
+            if num_same == _NUM_CHECKS:
                 _print_stacks()
-                seconds = _LOOK_S * _NUM_LOOKS
+                seconds = _CHECK_S * _NUM_CHECKS
                 raise RuntimeError(
                     f"{self._thread.name} has made no progress for {seconds:g} s"
                 )
@@ -144,7 +148,7 @@ class TransferWorker:
         """Carries out commands, posts at most one piece, polls and ends jobs.
 
         Returns:
-            True if anything has happened.
+            True if the state of a command, job, digest or link has changed.
         """
         while self._commands:
             self._carry_out(self._commands.pop(0))
@@ -159,7 +163,7 @@ class TransferWorker:
         for peer in self._peers.values():
             link = peer.link
             error = peer.clean_up_link()
-            # Once a link is closed, jobs that wait for one may connect again.
+            # Once a link is closed, jobs that wait for a link may connect again.
             happened |= peer.link is not link
             if error is not None:
                 self._stop_waiting_jobs(peer, error)
@@ -181,7 +185,7 @@ class TransferWorker:
         """Calls a method of a job, and stops the job if the method raises.
 
         Returns:
-            The method's result; True if it has raised.
+            The method's result; True if the method has raised.
         """
         try:
             return bool(call())
@@ -192,16 +196,19 @@ class TransferWorker:
         return True
 
     def _fail_jobs(self, error: Exception, *jobs: TransferJob) -> None:
-        """Fails jobs after a bug here or a device's error, so that no pull hangs."""
+        """Fails jobs after a bug here or an error of a device, so that no pull hangs.
+
+        Then pauses, so that repeated failures do not fill the log quickly.
+        """
         logger.exception("the transfer thread failed")
         self.counters["internal_errors"] += 1
         self._failures.append(error)
         for job in jobs:
-            job.stop(job.error_for(error))
+            job.stop(job.take_exception(error))
         time.sleep(_STUCK_NAP_S)
 
     def _report_failing(self, job: TransferJob) -> None:
-        """Reports once that a job fails while READs of it are active."""
+        """Reports, once, a job that has failed while its READs are still active."""
         if job.error is None or not job.num_active or job.is_failure_reported:
             return
         job.is_failure_reported = True
@@ -220,7 +227,7 @@ class TransferWorker:
                 if not (link.is_ready or link.is_closing)
             ]
             now_s = time.monotonic()
-            wait_s = min([_LOOK_S, *(deadline - now_s for deadline in deadlines)])
+            wait_s = min([_CHECK_S, *(deadline - now_s for deadline in deadlines)])
             return max(0.0, wait_s)
         if not is_digesting and all(
             job.is_stopping or job.waits_for_link for job in jobs
@@ -243,7 +250,7 @@ class TransferWorker:
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # it has ended: no READ of it is active
+                else:  # the pull has ended, so none of its READs is active
                     self.digester.stop(pull_id)
                     self._report_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
@@ -267,7 +274,7 @@ class TransferWorker:
         del self._jobs[job.pull_id]
         is_complete = not job.is_stopping
         error = job.error
-        if is_complete:  # reported before anything else, as the fence waits for it
+        if is_complete:  # reported before anything else, because the fence waits for it
             self._report_complete(job)
         try:
             self._drive(job, job.release_staging)
@@ -288,7 +295,10 @@ class TransferWorker:
                 job.stop(error)
 
     def _clean_up(self, peer: Peer) -> None:
-        """Unmaps a stale peer and forgets a dropped one, once no job uses it."""
+        """Unmaps a stale or dropped peer, and forgets a dropped one.
+
+        Does nothing while a job uses the peer.
+        """
         if any(job.peer is peer for job in self._jobs.values()):
             return
         if peer.is_stale or peer.is_dropped:
@@ -299,7 +309,10 @@ class TransferWorker:
                 peer.link.close()
 
     def _close_hanging_links(self) -> None:
-        """Closes links whose only remaining READs are of stopped pulls, and hang."""
+        """Closes links if all their active READs hang and a stopped job owns some.
+
+        Closing a link ends its READs, so the stopped job can end.
+        """
         jobs = self._jobs.values()
         hanging_peers = {
             job.peer for job in jobs if job.is_stopping and job.idle_s >= _TEAR_DOWN_S
@@ -314,7 +327,11 @@ class TransferWorker:
                 peer.link.close(TransferFailed("READs hang"))
 
     def _bypass_hanging_staging(self) -> None:
-        """Lets no pull wait for staging memory whose owner hangs."""
+        """Makes jobs stop waiting for staging memory if its owner hangs.
+
+        These jobs read straight into the pool. A job that has to convert KV cannot do
+        so: it fails if the owner is stopping, because the memory stays in use.
+        """
         staging = self._rank.staging
         owner = self._jobs.get(staging.owner or "") if staging else None
         if owner is None:
@@ -327,15 +344,16 @@ class TransferWorker:
             return
         for job in jobs:
             can_continue = not isinstance(job, ReadJob) or job.bypass_staging()
-            # An owner that is not stopped may still free the memory.
+            # An owner that is not stopping may still free the memory.
             if not can_continue and owner.is_stopping:
                 job.stop(
                     PullCircuitOpen(
-                        "the staging memory is held by a pull whose READs hang"
+                        "the staging memory is in use by a pull with hanging READs"
                     )
                 )
 
     def _report_complete(self, job: TransferJob) -> None:
+        """Reports a complete job; first computes a digest if the pull asks for one."""
         fields: dict[str, Any] = {
             "nbytes": job.nbytes,
             "descriptors": job.descriptors,
@@ -368,7 +386,9 @@ class TransferWorker:
         """Reports that no READ of a pull is active any more.
 
         Args:
-            fields: further fields of RankEnded; only a complete pull has them.
+            error: why the pull has failed on this rank.
+            fields: the fields of RankEnded that only a complete pull has; without any,
+                the report says that the pull is not complete.
         """
         report = RankEnded(
             pull_id=pull_id,
@@ -383,8 +403,8 @@ class TransferWorker:
 def use_one_core() -> None:
     """Keeps torch from starting OpenMP threads for the calling thread.
 
-    If there are more of them than cores, libgomp stops spinning for work, and the
-    engine's operations would wait for threads to be woken.
+    With more OpenMP threads than cores, libgomp's threads sleep instead of spinning for
+    work. The engine's operations would then wait for threads to wake up.
     """
     torch.set_num_threads(1)
     torch.get_num_threads()  # fixes the number for this thread
@@ -393,8 +413,9 @@ def use_one_core() -> None:
 def _print_stacks() -> None:
     """Prints the stack of every thread to stderr.
 
-    faulthandler writes to the file descriptor itself, which blocks while nothing reads
-    it. So it writes to a file first.
+    faulthandler writes straight to a file descriptor, which may block if stderr is a
+    pipe that nothing reads. So faulthandler writes to a temporary file, which is then
+    printed.
     """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)

@@ -134,8 +134,8 @@ def flip_bit(
 
 
 @given(scoped_cases(), st.data())
-def test_wrong_bits_are_found_with_their_tokens_and_heads(scoped_case, data):
-    """Two bits are flipped on any rank, also one that has a copy of another's heads.
+def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
+    """Two bits are flipped on any rank, also on a rank with copied heads.
 
     The two may cancel each other out in a plain sum.
     """

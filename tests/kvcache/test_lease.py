@@ -47,7 +47,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
 
     def latest(self, index: int) -> str:
-        """The id of a lease granted recently, or of one that was never granted."""
+        """The id of a lease that was granted recently or was never granted."""
         return f"L{len(self.blocks) - 1 - index}"
 
     @rule(seconds=st.floats(0.0, 8.0), index=st.integers(0, 3), exactly=st.booleans())

@@ -33,7 +33,7 @@ def published(index: PrefixIndex, tokens: list[int]) -> list[int]:
     return blocks
 
 
-def test_sequence_publishes_its_own_copies_once_another_sequences_are_evicted():
+def test_second_sequence_publishes_its_blocks_after_those_of_the_first_are_evicted():
     allocator, index = make(10)
     tokens = list(range(16))
     cursor = PrefixCursor()
@@ -51,7 +51,7 @@ def test_sequence_publishes_its_own_copies_once_another_sequences_are_evicted():
     index.check_integrity()
 
 
-def test_receiving_block_can_not_be_published_or_found():
+def test_receiving_block_can_not_be_published_or_matched():
     allocator, index = make()
     tokens = list(range(8))
     blocks = allocator.allocate(2)
@@ -129,9 +129,9 @@ class LookUps(RuleBasedStateMachine):
 class PrefixMachine(LookUps):
     """Sequences arrive, grow, publish, lease and end in a small pool that often evicts.
 
-    `content` records for every block the salt and the exact token prefix whose KV was
-    last written to it. Every match is compared with it, and with the longest prefix
-    among the published ones by brute force.
+    `content` records, for every block, the salt and the exact token prefix of the KV
+    that was last written to the block. Every match is compared with `content`, and with
+    the longest published prefix, which is found by brute force.
     """
 
     index_type = PrefixIndex
@@ -264,10 +264,10 @@ TestCollidingMachine.settings = MACHINE_SETTINGS
 
 
 class WindowMachine(LookUps):
-    """Tables of several groups, whose windows drop blocks.
+    """Tables of several groups with windows that drop blocks.
 
-    A hit is the longest prefix that has all blocks that are needed to continue it, and
-    has no other blocks. The expected hit is found by brute force.
+    A hit is the longest prefix with all blocks that continuing the prefix needs, and
+    with no further blocks. The expected hit is found by brute force.
     """
 
     tokens = LookUps.tokens

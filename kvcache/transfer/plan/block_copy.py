@@ -56,7 +56,7 @@ class Side(NamedTuple):
 class BlockCopy(NamedTuple):
     """Equal pieces: `tokens` tokens of `heads` heads in all layers and components."""
 
-    owner: int  # rank of P whose memory is the source; unused if the source is a slot
+    owner: int  # rank of P with the source memory; unused if the source is a slot
     source: KVLayout
     target: KVLayout
     heads: int

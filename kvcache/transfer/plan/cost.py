@@ -195,7 +195,7 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     if determinant == 0:
         raise ValueError(
             f"both probes have runs of {long.nbytes // long.descriptors} bytes, so the "
-            "cost of a descriptor cannot be told from the cost of a byte"
+            "cost of a descriptor cannot be separated from the cost of a byte"
         )
     per_descriptor = long.seconds * short.nbytes - short.seconds * long.nbytes
     per_byte = long.descriptors * short.seconds - short.descriptors * long.seconds

@@ -95,16 +95,16 @@ def cheapest_staged(
         PlanError: half the staging memory is smaller than one block.
     """
     layout = transfer.remote[0].layout
-    wanted_heads = _heads(transfer, all_heads=False)
+    needed_heads = _heads(transfer, all_heads=False)
     held_heads = _heads(transfer, all_heads=True)
-    block_bytes = slot_of(layout, wanted_heads, 1).nbytes
+    block_bytes = slot_of(layout, needed_heads, 1).nbytes
     if staging_bytes // 2 < block_bytes:
         raise PlanError(
             f"staging_bytes is {staging_bytes}; a block of the peer takes "
             f"{block_bytes} bytes, and two must fit: use at least {2 * block_bytes}"
         )
     can_read_all_heads = (
-        held_heads != wanted_heads
+        held_heads != needed_heads
         and slot_of(layout, held_heads, 1).nbytes <= staging_bytes // 2
     )
     all_heads_choices = (False, True) if can_read_all_heads else (False,)

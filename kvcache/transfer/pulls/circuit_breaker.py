@@ -1,18 +1,25 @@
-"""A circuit breaker that keeps pulls away from a peer whose pulls fail.
+"""A circuit breaker that refuses pulls from a peer after failures in a row.
 
-It is one of:
+The circuit breaker has three states:
 - closed: pulls are allowed.
-- open: no pull is allowed until `retry_at`. It opens after two failures in a row, for a
-  time that doubles with every further failure, up to a bound.
-- half-open: after `retry_at` one pull at a time is allowed. A success closes the
-  circuit breaker, a failure opens it again.
+- open: no pull is allowed until `retry_at`. The circuit breaker opens after two
+  failures in a row. The time until `retry_at` doubles with every failure after that, up
+  to a bound.
+- half-open: from `retry_at` on, one pull at a time is allowed. A success closes the
+  circuit breaker; a failure opens it again.
 """
 
-MAX_FAILURES = 2  # in a row, before the circuit breaker opens
+MAX_FAILURES = 2  # failures in a row that open the circuit breaker
 
 
 def backoff_s(min_s: float, max_s: float, num_failures: int) -> float:
-    """The wait after a failure that was preceded by `num_failures` other failures."""
+    """Seconds to wait after a failure.
+
+    Args:
+        min_s: the wait after the first failure in a row.
+        max_s: bound of the wait.
+        num_failures: failures in a row before this failure; each doubles the wait.
+    """
     return min(min_s * 2.0 ** min(num_failures, 30), max_s)
 
 
@@ -20,12 +27,13 @@ class CircuitBreaker:
     """The circuit breaker of one peer. Pure: no I/O, no clock.
 
     Args:
-        min_backoff_s, max_backoff_s: shortest and longest time for which it is open.
+        min_backoff_s: how long the circuit breaker stays open at first.
+        max_backoff_s: bound of the time for which it stays open.
 
     Attributes:
         num_failures: failed pulls in a row.
-        retry_at: an open circuit breaker allows no pull before this time, and failures
-            before it do not count.
+        retry_at: before this time, an open circuit breaker allows no pull and counts no
+            failure.
     """
 
     def __init__(self, min_backoff_s: float, max_backoff_s: float) -> None:
@@ -35,10 +43,10 @@ class CircuitBreaker:
         self.retry_at = 0.0
 
     def record_failure(self, now: float) -> bool:
-        """Counts a failed pull; returns True if it is the one that opens the circuit.
+        """Counts a failed pull; returns True if it opens a closed circuit breaker.
 
-        A pull that fails while the circuit is open had begun before, and does not
-        count.
+        A pull that fails while the circuit breaker is open does not count, because the
+        pull began earlier, while pulls were allowed.
         """
         if now < self.retry_at:
             return False
@@ -57,11 +65,11 @@ class CircuitBreaker:
         self.retry_at = 0.0
 
     def allows_pull(self, now: float, *, busy: bool = False) -> bool:
-        """True if a pull may be tried now.
+        """True if a pull may begin now.
 
         Args:
-            busy: another pull from the peer is active; a half-open circuit breaker
-                allows no second one.
+            busy: a pull from the peer is already active. A half-open circuit breaker
+                then allows no second one.
         """
         if self.num_failures < MAX_FAILURES:
             return True

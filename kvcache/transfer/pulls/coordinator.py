@@ -1,8 +1,8 @@
 """The coordinator runs all pulls of a decode engine, on rank 0.
 
-The decisions are made by pull_state.py (one pull), handshakes.py and lookups.py. This
-file has the sockets, the clock, and the table of pulls to which answers and reports
-belong. It has no thread of its own: rank 0's TransferWorker drives it by calling
+pull_state.py (for one pull), handshakes.py and lookups.py make the decisions. This file
+has the sockets and the clock, and passes answers and reports to the pulls that they
+belong to. The coordinator has no thread: rank 0's TransferWorker drives it by calling
 `receive`.
 """
 
@@ -69,7 +69,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-_CLOSE_LINGER_S = 0.2
+_CLOSE_LINGER_S = 0.2  # longest wait of `close` for aborts to be sent
 
 
 def _do_nothing() -> None:
@@ -80,18 +80,20 @@ class PullCoordinator:
     """Runs handshakes, renewals, the orders to all ranks, and the fence of every pull.
 
     `receive`, `report` and `close` are for the thread of rank 0's worker. Any thread
-    may call the other methods; what they order is carried out by that thread.
+    may call all other methods; rank 0's worker carries out what they order.
 
     Args:
-        ends: sockets to the workers of the other ranks.
-        compat: of this engine.
-        convert: accept peers with another KV dtype.
-        dcp, block_size: of this engine's ranks. With a dcp above 1, the ranks' stripes
-            must be divisible from the peers' blocks.
+        ends: sockets to the workers of ranks 1 and up.
+        compat: the compatibility record of this engine.
+        secret: the cluster secret, for messages on the side channel.
+        convert: accept peers with a different KV dtype or KV scales.
+        dcp, block_size: of this engine's ranks. With a dcp above 1, block_size must be
+            a multiple of the peer's block size.
         verify: which digests are compared before the fence: "off", "sample", "all".
 
     Attributes:
         on_event: called by the worker's thread when `drain` has events; must not block.
+        wake: ends a wait in `receive`; any thread may call it.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class PullCoordinator:
         self._calls: deque[Callable[[], object]] = deque()
         self._waker = Waker()
         self.wake = self._waker.wake
-        # The data of the selector's keys are calls.
+        # Each selector key's `data` is the function to call when its socket is ready.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ, self._run_calls)
         self._ranks = RankLinks(ends, self._selector, self.report)
@@ -136,7 +138,7 @@ class PullCoordinator:
             self._settings.side_channel_timeout_s,
             clock,
             broadcast=self._broadcast,
-            pulls_from=self._pulls.at,
+            pulls_from=self._pulls.pulls_from,
             fail_pull=self._fail_pull,
             on_decided=self._on_peer_decided,
         )
@@ -148,10 +150,10 @@ class PullCoordinator:
         )
 
     def can_pull_from(self, remote: RemotePrefill) -> bool:
-        """True if pulls may begin.
+        """True if a pull may begin now.
 
-        The handshake with the engine is complete, and its circuit breaker allows a
-        pull.
+        The handshake with the engine must be complete, and the engine's circuit breaker
+        must allow a pull.
         """
         peer = self._peers.get(key_of(remote))
         if peer is None or peer.metadata is None:
@@ -159,20 +161,20 @@ class PullCoordinator:
         return peer.circuit.allows_pull(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
-        """Begins a handshake unless it is complete. Ends in PeerDecided."""
+        """Begins a handshake, unless it is complete. PeerDecided reports its end."""
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
-        """Requests a reference to the hinted engine's longest prefix.
+        """Requests a reference to the longest prefix that the hinted engine has.
 
-        Ends in LookedUp.
+        LookedUp reports the result.
         """
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        """Keeps the lease alive from now on, before there are blocks to read into.
+        """Renews the lease from now on, before there are blocks to read into.
 
-        Subscribes if there is no lease yet.
+        If P still computes the prompt, subscribes to the offer.
         """
         self._call(lambda: self._begin(pull_id, remote))
 
@@ -187,11 +189,12 @@ class PullCoordinator:
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine.
 
-        Every rank reads its share.
+        Every rank reads its share. `hold` is implied. messages.py lists the events that
+        follow.
 
         Args:
-            local_block_ids: from token 0 of the sequence on, each of this engine's
-                block size times its dcp.
+            local_block_ids: this engine's blocks from token 0 of the sequence on. A
+                block has this engine's block size times its dcp tokens.
             reach: as in KVGroups.token_ranges.
         """
         order = Pull(
@@ -210,7 +213,7 @@ class PullCoordinator:
         """Gives up a pull in any state. One PullDrained follows.
 
         Args:
-            lend: see PullState.cancel.
+            lend: as in PullState.cancel.
         """
         self._call(lambda: self._do_cancel(pull_id, lend))
 
@@ -218,13 +221,13 @@ class PullCoordinator:
         """Computes a digest of this engine's KV in `blocks`, on every rank.
 
         Args:
-            reply: called by the worker's thread; must not block.
+            reply: called with the sums by the worker's thread; must not block.
         """
         order = DigestOrder(new_id(), scope, blocks)
         self._call(lambda: self._digests.begin(order, reply))
 
     def drain(self) -> list[Event]:
-        """Events since the last call, in order."""
+        """Returns the events since the last call, in order."""
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -240,10 +243,10 @@ class PullCoordinator:
     # -- called by rank 0's worker
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Handles timers, sockets and calls.
+        """Handles timers, sockets and calls of other threads.
 
         Args:
-            timeout_s: longest wait for them.
+            timeout_s: longest wait for something to do.
 
         Returns:
             The commands for rank 0.
@@ -265,15 +268,15 @@ class PullCoordinator:
         self._try(self._take_report, report)
 
     def close(self) -> None:
-        """Closes all sockets.
+        """Aborts the leases of open pulls, and closes all sockets.
 
-        The leases of open pulls are aborted unless they are untouched; no answer is
-        awaited.
+        Leases of pulls that are `PullState.is_untouched` are not aborted. Does not wait
+        for answers.
         """
         self._ranks.close()
         for state in self._pulls:
             if not state.is_untouched:
-                self._leases.post(state.address, state.abort())
+                self._leases.post(state.address, state.abort_message())
         deadline = time.monotonic() + _CLOSE_LINGER_S
         while self._leases.has_unsent and time.monotonic() < deadline:
             for key, _ in self._selector.select(deadline - time.monotonic()):
@@ -295,10 +298,10 @@ class PullCoordinator:
             self._try(self._calls.popleft())
 
     def _try(self, call: Callable[..., Any], *args: Any) -> None:
-        """Makes one call of a round. If it raises, all pulls fail.
+        """Makes one call of a round. If the call raises, all pulls fail.
 
-        The other calls of the round are still made, because their messages come only
-        once.
+        The error is not raised, because all other calls of the round must be made: the
+        messages that they handle come only once.
         """
         try:
             call(*args)
@@ -331,11 +334,12 @@ class PullCoordinator:
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        # With more events, `on_event` was called and `drain` will follow.
+        # If there were events already, `on_event` was called, and `drain` will follow.
         if len(self._events) == 1:
             self.on_event()
 
     def _broadcast(self, command: Command) -> None:
+        """Sends a command to every rank, including rank 0."""
         self._commands.append(command)
         self._ranks.broadcast(command)
 
@@ -351,10 +355,10 @@ class PullCoordinator:
         self._on_peer_decided(peer)
 
     def _begin(self, pull_id: str, remote: RemotePrefill) -> PullState | None:
-        """The pull, begun if it is new; None if it has ended."""
-        known_state = self._pulls.get(pull_id)
-        if known_state is not None or self._pulls.has_ended(pull_id):
-            return known_state
+        """Begins a pull if it is new. Returns the open pull; None if it has ended."""
+        open_state = self._pulls.get(pull_id)
+        if open_state is not None or self._pulls.has_ended(pull_id):
+            return open_state
         state = PullState(
             pull_id,
             remote,
@@ -386,7 +390,7 @@ class PullCoordinator:
     # -- peers
 
     def _on_peer_decided(self, peer: PeerRecord) -> None:
-        """Continues what waits for this peer's handshake, if it has ended."""
+        """Continues all that waits for this peer's handshake, if that has ended."""
         if peer.is_handshaking:
             return
         self._lookups.on_peer_decided(peer, self._clock())
@@ -422,7 +426,7 @@ class PullCoordinator:
         self._perform(state, actions)
 
     def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
-        """Why the circuit breaker allows no pull from there now; None if it does."""
+        """Why the circuit breaker allows no pull from an engine; None if it does."""
         peer = self._peers.get(key_of(remote))
         # Each start of a pull comes here, so only a peer with failures is worth a
         # search through all open pulls.
@@ -458,12 +462,14 @@ class PullCoordinator:
                 self._pulls.end(state)
 
     def _perform_one(self, state: PullState, action: Action) -> None:
-        peer = self._peers.of(state.remote)
+        peer = self._peers.find_or_add(state.remote)
         if isinstance(action, RecordPeerFailure | PullStuck):
             self._record_failure(state, peer)
         elif isinstance(action, PullDone):
-            # The circuit stays as it is while another pull from the peer hangs.
-            if not any(other.hangs for other in self._pulls.reading_from(peer.key)):
+            # A success does not close the circuit breaker while READs of any pull from
+            # the peer hang.
+            pulls = self._pulls.reading_from(peer.key)
+            if not any(pull.hangs for pull in pulls):
                 peer.circuit.record_success()
         if isinstance(action, LeaseRequest | Subscribe):
             self._leases.post(state.address, action)
@@ -489,6 +495,6 @@ class PullCoordinator:
         elif isinstance(reply, Refused):
             self._handshakes.on_refused(address, reply.reason)
         else:
-            state = self._pulls.of_nonce(reply.nonce)
+            state = self._pulls.find_by_nonce(reply.nonce)
             if state is not None:
                 self._perform(state, state.on_reply(reply, self._clock()))

@@ -1,4 +1,4 @@
-"""Digests of this engine's KV that every rank computes a part of."""
+"""Digests of this engine's KV. Every rank computes a part of each digest."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from kvcache.verify.scope import Scope as Scope
 
 
 class DigestOrders:
-    """The orders that have not ended. Used by the coordinator's thread only.
+    """The DigestOrders that have not ended. Used by the coordinator's thread only.
 
     Args:
         broadcast: sends an order to every rank.
@@ -27,12 +27,15 @@ class DigestOrders:
         self._open: dict[str, tuple[Scope, OnSums, list[DigestPart | None]]] = {}
 
     def begin(self, order: DigestOrder, reply: OnSums) -> None:
-        """Sends an order. `reply` is called when every rank has ended."""
+        """Sends an order. `reply` is called once every rank has sent its part."""
         self._open[order.pull_id] = (order.scope, reply, [])
         self._broadcast(order)
 
     def on_report(self, report: RankEnded) -> None:
-        """A rank has computed its part, or has failed."""
+        """Adds a rank's part, and calls `reply` after the last part.
+
+        Ignores the report if it belongs to no open order.
+        """
         if report.pull_id not in self._open:
             return
         scope, reply, parts = self._open[report.pull_id]

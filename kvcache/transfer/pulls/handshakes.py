@@ -1,7 +1,7 @@
-"""Handshakes with prefill engines over the side channel, and the loss of connections.
+"""Handshakes with prefill engines over the side channel, and lost side channels.
 
-A handshake requests the metadata of an engine. This file sends its requests and ends it
-when the metadata comes, the server refuses, or the connection is lost.
+A handshake requests the metadata of an engine. This file sends the requests, and ends a
+handshake when the metadata comes, the server refuses, or the connection is lost.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,12 @@ class Handshakes:
     """Drives the handshakes of a PeerTable. Used by the coordinator's thread only.
 
     Args:
-        side_channel_timeout_s: without a connection for this long, an address is lost.
+        side_channel_timeout_s: an address is dropped after this time without a
+            connection.
         broadcast: sends a command to every rank.
         pulls_from: returns the open pulls from an address.
         fail_pull: fails a pull.
-        on_decided: called with each peer whose handshake has ended.
+        on_decided: called with the peer at the end of each handshake.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Handshakes:
 
     def send_requests(self, now: float) -> None:
         """Sends the requests that are due, and ends handshakes that have timed out."""
-        due, timed_out = self._peers.due(now)
+        due, timed_out = self._peers.take_due(now)
         for peer in due:
             peer.nonce = peer.nonce or new_id()
             self._leases.post(peer.address, GetMetadata(nonce=peer.nonce))
@@ -70,7 +71,7 @@ class Handshakes:
                 self._drop(address)
 
     def on_metadata(self, address: Address, reply: Metadata) -> None:
-        """A server has sent its metadata."""
+        """Handles the metadata that a server has sent."""
         peers = [
             peer for peer in self._handshaking_at(address) if peer.nonce == reply.nonce
         ]
@@ -82,18 +83,18 @@ class Handshakes:
             self._on_decided(peer)
 
     def on_refused(self, address: Address, reason: str) -> None:
-        """A server has refused the handshake."""
+        """Fails the handshakes with a server that has refused a request."""
         message = f"{address[0]}:{address[1]} refused the handshake: {reason}"
         self._fail_handshakes(address, PeerUnreachable(message))
 
     def _drop(self, address: Address) -> None:
-        """Fails the pulls and handshakes that wait for an answer from this address.
+        """Fails all pulls and handshakes from an address, which is probably dead.
 
-        The ranks forget its peers, because a peer's memory is not freed while it is
-        mapped here.
+        The ranks forget the peers at the address. Otherwise the memory of a dead peer
+        would stay mapped here, and would not be freed.
         """
         error = unreachable(address, "cannot be connected to")
-        for peer in self._peers.at(address):
+        for peer in self._peers.peers_at(address):
             self._forget(peer)
         self._leases.forget(address)
         for state in self._pulls_from(address):
@@ -101,12 +102,12 @@ class Handshakes:
         self._fail_handshakes(address, error)
 
     def _drop_earlier_engines(self, key: PeerKey, address: Address) -> None:
-        """Fails the pulls from earlier engines at this address: their leases have
-        ended.
+        """Forgets engines that ran at an address before the engine `key`.
 
-        A restarted server has a new engine id and a new incarnation.
+        A restarted server has a new engine id and a new incarnation. Pulls from the
+        earlier engines fail, because all their leases have ended.
         """
-        for peer in self._peers.at(address):
+        for peer in self._peers.peers_at(address):
             if peer.key != key:
                 self._forget(peer)
         for state in self._pulls_from(address):
@@ -120,10 +121,11 @@ class Handshakes:
             self._on_decided(peer)
 
     def _forget(self, peer: PeerRecord) -> None:
+        """Drops a peer's metadata, and lets the ranks drop the peer."""
         peer.metadata = None
         if peer.is_announced:
             peer.is_announced = False
             self._broadcast(DropPeer(peer.key))
 
     def _handshaking_at(self, address: Address) -> list[PeerRecord]:
-        return [peer for peer in self._peers.at(address) if peer.is_handshaking]
+        return [peer for peer in self._peers.peers_at(address) if peer.is_handshaking]

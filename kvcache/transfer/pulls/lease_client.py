@@ -1,8 +1,8 @@
 """D's end of the side channel: one connection for each prefill engine.
 
-Replies come in any order. A lost connection is opened again until the owner forgets the
-address; unsent requests wait for the new one. A request may be lost with a connection,
-so its sender has to repeat it.
+Replies come in any order. A lost connection is opened again, until the owner of the
+client forgets the address. Unsent requests wait for the new connection. A request may
+be lost with its connection, so its sender has to repeat it.
 """
 
 import os
@@ -32,9 +32,9 @@ logger = get_logger(__name__)
 Address = tuple[str, int]
 
 _MAX_REPLY_BYTES = 64 << 20
-_READ_BYTES = (
-    1 << 20
-)  # of replies at a time, so that one peer does not delay the others
+# Bytes of replies that are read from one peer at a time, so that the peer does not
+# delay replies of other peers.
+_READ_BYTES = 1 << 20
 _MAX_UNSENT = 1000  # requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
 _MIN_RETRY_S = 0.05
@@ -47,11 +47,13 @@ class _Link:
     """The connection to one address.
 
     Attributes:
-        since: when the connection was lost, or was first needed.
+        since: when the connection was lost; or when it was first needed, if that was
+            later.
         unsent: requests that wait for the connection.
-        num_attempts: attempts to connect since the last authentic reply.
+        num_attempts: failed attempts and lost connections since the last authentic
+            reply.
         retry_at: when to connect again.
-        wire: the connection, if there is one.
+        wire: the connection; None if there is none.
     """
 
     address: Address
@@ -65,12 +67,11 @@ class _Link:
 class LeaseClient:
     """Sends requests and receives replies.
 
-    It is used by one thread, which waits with the selector. No method blocks.
+    Only the thread that waits with the selector may use the client. No method blocks.
 
     Args:
-        selector: the data of its keys are calls, which are made when the socket is
-            ready.
-        on_reply: called with each reply and its sender's address; must not raise.
+        selector: the data of a key is the function to call when its socket is ready.
+        on_reply: called with the sender's address and each reply; must not raise.
     """
 
     def __init__(
@@ -87,22 +88,24 @@ class LeaseClient:
         self._links: dict[Address, _Link] = {}
         self._waker = Waker()
         self._closed = False
-        # Ended attempts to connect; None: the attempt has failed.
+        # Attempts to connect that have ended, with the socket; None: the attempt has
+        # failed.
         self._dialled: deque[tuple[_Link, socket.socket | None]] = deque()
         selector.register(self._waker, EVENT_READ, self._take_dialled)
 
     @property
     def has_unsent(self) -> bool:
+        """Whether requests wait for a connection."""
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
         """Addresses without a connection, after at least one failed attempt.
 
-        This shows a killed process at once, not after the timeout of a request.
+        A killed process shows up here at once, before requests to the process time out.
 
         Returns:
-            For each address, since when there is no connection: since the loss or, if
-            nothing had to be sent then, since the first unsent request.
+            For each address, since when it has had no connection although there was
+            something to send.
         """
         links = self._links.values()
         return {
@@ -125,8 +128,7 @@ class LeaseClient:
     def post(self, address: Address, request: Request) -> None:
         """Queues a request, and sends as much as possible at once.
 
-        The request is dropped if the queue is full, because the peer does not read
-        then.
+        The request is dropped if the queue is full: the peer is not reading.
         """
         link = self._links.get(address)
         if link is None:
@@ -136,18 +138,18 @@ class LeaseClient:
         if len(link.unsent) >= _MAX_UNSENT:
             return
         if link.wire is not None and link.wire.has_ended():
-            self._lose(link)  # here, so that this request is not lost with it
+            self._lose(link)  # so that this request waits for the next connection
         message = seal_request(request, self._secret)
         if link.wire is not None:
             link.wire.queue(message)
             self._flush(link, link.wire)
             return
-        if not link.unsent:  # the time in which nothing had to be sent does not count
+        if not link.unsent:  # time in which there was nothing to send does not count
             link.since = self._clock()
         link.unsent.append(framed(message))
 
     def forget(self, address: Address) -> None:
-        """Drops the connection and its queue."""
+        """Drops the connection to an address, and the unsent requests."""
         link = self._links.pop(address, None)
         if link is not None:
             self._disconnect(link)
@@ -161,10 +163,11 @@ class LeaseClient:
         self._waker.close()
 
     def _dial(self, link: _Link) -> None:
+        """Begins an attempt to connect; `_take_dialled` will find its result."""
         link.retry_at = _NEVER
         try:
             threading.Thread(target=self._connect, args=(link,), daemon=True).start()
-        except RuntimeError as error:  # the system has no thread for now
+        except RuntimeError as error:  # the system cannot start a thread now
             logger.warning("no connection to %s:%d: %s", *link.address, error)
             self._lose(link)
 
@@ -174,10 +177,11 @@ class LeaseClient:
         try:
             sock = socket.create_connection(link.address, _CONNECT_TIMEOUT_S)
             tune_socket(sock)
-            # The system may choose the port to which it connects as its own port.
+            # If nothing listens on the port, the system may choose this very port as
+            # the local one, and connect the socket to itself.
             if sock.getsockname() == sock.getpeername():
                 raise OSError("connected to itself")
-        # UnicodeError: a name has an empty part or one that is too long.
+        # UnicodeError: a part of the host name is empty or too long.
         except (OSError, UnicodeError):
             if sock is not None:
                 sock.close()
@@ -188,6 +192,7 @@ class LeaseClient:
             sock.close()
 
     def _take_dialled(self) -> None:
+        """Takes over the results of the threads that connect."""
         self._waker.clear()
         while self._dialled:
             link, sock = self._dialled.popleft()
@@ -227,7 +232,7 @@ class LeaseClient:
 
     def _serve(self, link: _Link) -> None:
         """Receives replies. A reply that is not authentic closes the connection."""
-        if link.wire is None:  # the connection was lost in this round
+        if link.wire is None:  # a call before this one has lost the connection
             return
         try:
             messages = exchange(self._selector, link.wire)

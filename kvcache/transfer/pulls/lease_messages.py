@@ -1,7 +1,7 @@
 """The messages that a pull sends to P about its lease.
 
-A nonce is `<verb>-<attempt id>`: P's reply repeats it, so that the coordinator finds
-the pull, and the pull knows which of its messages was answered.
+A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce, so that the coordinator
+finds the pull, and the pull knows which of its messages P has answered.
 """
 
 from kvcache.verify.scope import Scope
@@ -27,6 +27,7 @@ def renew_interval_s(
 
 
 def renew_lease(remote: RemotePrefill, attempt_id: str) -> Renew:
+    """Extends the lease."""
     return Renew(
         nonce=f"renew-{attempt_id}",
         incarnation=remote.incarnation,
@@ -38,7 +39,7 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
     """Requests the blocks of a prompt that P still computes.
 
     Args:
-        num_blocks: number of blocks that are already known here.
+        num_blocks: number of the prompt's blocks that P has announced so far.
     """
     assert remote.transfer_id is not None
     return Subscribe(
@@ -51,7 +52,10 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
 
 
 def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
-    """The fence: P's answer confirms that the lease was held until now, and ends it."""
+    """The fence: P's answer confirms that the lease was held until now.
+
+    P then ends the lease.
+    """
     return Complete(
         nonce=f"complete-{attempt_id}",
         attempt_id=attempt_id,
@@ -66,7 +70,7 @@ def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortL
     P's answer is ignored.
 
     Args:
-        lend: give up only the subscription, so that another engine may subscribe.
+        lend: give up only the subscription, so that a different engine may subscribe.
     """
     verb = "lend" if lend else "abort"
     lease_id = "" if lend else remote.lease_id
@@ -77,7 +81,7 @@ def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortL
     )
 
 
-def ask_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest:
+def request_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest:
     """Requests P's digest of the KV in `scope`."""
     return GetDigest(
         nonce=nonce,

@@ -1,6 +1,6 @@
-"""Look-ups: requests to prefill engines for a reference to the KV of a known prefix.
+"""Look-ups: requests to prefill engines for a reference to the KV of a prefix.
 
-Pure, except for the messages that it posts: no clock.
+This module has no clock, and its only I/O is `post`.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from protocol.messages import KVHint, RemotePrefill
 
 @dataclass(frozen=True)
 class _OpenLookup:
-    """A look-up that has not ended."""
+    """A look-up that has not ended. It began at `began`, by the caller's clock."""
 
     pull_id: str
     hint: KVHint
@@ -25,9 +25,9 @@ class _OpenLookup:
 
 
 class Lookups:
-    """The open look-ups, at most one of each request.
+    """The open look-ups, at most one for each pull.
 
-    Each ends within its timeout in one LookedUp.
+    Each look-up ends in one LookedUp, at the latest after `lookup_timeout_s`.
 
     Args:
         post: sends a request to an address.
@@ -59,10 +59,14 @@ class Lookups:
                 self._send(nonce, peer, now)
 
     def _send(self, nonce: str, peer: PeerRecord, now: float) -> None:
+        """Sends a look-up, or ends it if no pull from the peer would be allowed.
+
+        Does nothing while the handshake is in progress.
+        """
         metadata = peer.metadata
         if metadata is not None and peer.circuit.allows_pull(now, busy=True):
-            # A lease server accepts long messages only after a short one over the same
-            # connection.
+            # A lease server accepts long messages only after an authentic short message
+            # over the same connection.
             self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
             request = self._open[nonce].request
             layout = metadata.ranks[0].layout
@@ -92,7 +96,10 @@ class Lookups:
     def on_reply(
         self, address: tuple[str, int], reply: LookupResult, now: float
     ) -> None:
-        """The engine has answered. The lease of a late reference is aborted."""
+        """Ends the look-up that an engine has answered.
+
+        If the look-up has ended already, the lease of the reference is aborted.
+        """
         lookup = self._open.get(reply.nonce)
         remote = reply.remote
         if lookup is not None and (
@@ -112,6 +119,6 @@ class Lookups:
     ) -> None:
         lookup = self._open.pop(nonce)
         if remote is not None:
-            # The engine may not know the address by which it is reached from here.
+            # The engine may not know the address at which this host reaches it.
             remote = replace(remote, host=lookup.hint.host, port=lookup.hint.port)
         self._emit(LookedUp(lookup.pull_id, remote, outcome, now - lookup.began))

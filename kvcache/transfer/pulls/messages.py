@@ -9,19 +9,19 @@ pull_state.py and peers.py decide, without I/O and without a clock. coordinator.
 worker.py are the threads around them.
 
 Rules for the engine:
-- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.
-- A remote with a `transfer_id` has no lease yet. `hold` subscribes, PullBegun and
-  PullSealed report progress, and `pull` may come at any time. The blocks that P has are
-  read cut by cut, with one fence at the end.
+- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives the pull up.
+- A reference with a `transfer_id` has no lease yet. `hold` subscribes to the offer,
+  PullBegun and PullSealed report progress, and `pull` may come at any time. The blocks
+  that P has are read cut by cut, with one fence after the last cut.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained.
-- PullFailed may come before `pull` was called, when the lease turns out to have ended.
-  `pull` is ignored then.
-- PullFailed(drained=False): bytes may still arrive in the pull's blocks, until
+- PullFailed may come before `pull` was called, if the lease has ended. A later `pull`
+  is ignored.
+- After PullFailed(drained=False), bytes may still arrive in the pull's blocks, until
   PullDrained comes.
-- `cancel` is always followed by exactly one PullDrained, even for a pull that has ended
-  or was never held. An event that was already queued may come before it. So may a
-  PullStuck, when READs do not end within the grace: until PullDrained their blocks may
-  still be written to, like those of a failed pull.
+- After each `cancel`, exactly one PullDrained comes, even for a pull that has ended or
+  was never held. Events that were already queued may come before PullDrained.
+- If READs of a cancelled pull do not end within `drain_grace_s`, PullStuck comes before
+  PullDrained. Until PullDrained, bytes may still arrive in the pull's blocks.
 """
 
 from collections.abc import Iterable
@@ -39,11 +39,11 @@ PeerKey = tuple[str, str]  # engine id, incarnation
 # Why a pull was not verified, by PullDone.verified.
 UNVERIFIED = {
     "converted": (
-        "the two servers have another KV dtype or other KV scales, so the bytes differ"
+        "the two servers have different KV dtypes or KV scales, so the bytes differ"
     ),
     "peer": (
-        "the prefill server computes no digests, or another kind of digest; "
-        "use the same version of Baton on both"
+        "the prefill server computes no digests, or digests of a different kind; "
+        "use the same version of Baton on both servers"
     ),
 }
 # "mixed": several paths were used; "none": nothing was read.
@@ -51,7 +51,7 @@ PATHS = ("direct", "staged", "mapped", "mixed", "none")
 
 
 def joint_path(paths: Iterable[str]) -> str:
-    """The path of a pull whose ranks and cuts took these paths."""
+    """The path of a pull, given the paths of its cuts on all ranks."""
     used_paths = set(paths) - {"none"}
     if len(used_paths) > 1:
         return "mixed"
@@ -59,7 +59,7 @@ def joint_path(paths: Iterable[str]) -> str:
 
 
 def key_of(remote: RemotePrefill | KVHint) -> PeerKey:
-    """The engine that a reference or hint names."""
+    """The key of the engine that a reference or hint names."""
     return remote.engine_id, remote.incarnation
 
 
@@ -70,18 +70,25 @@ def address_of(remote: RemotePrefill | KVHint) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class PullSettings:
-    """The waits of a pull, in seconds.
+    """The timeouts and intervals of a pull, in seconds.
 
     Attributes:
-        pull_timeout_s: from the order to read until the last READ has ended.
-        lookup_timeout_s: of a look-up, first contact included; the prompt is computed
-            after it.
-        side_channel_timeout_s: without a connection to the side channel.
+        handshake_timeout_s: longest wait for a peer's metadata.
+        pull_timeout_s: longest time from the order to read a cut until the last READ
+            has ended and the KV is verified. While P computes the prompt, also the
+            longest wait for more blocks.
+        fence_timeout_s: longest wait for P's answer to COMPLETE. While P computes the
+            prompt, also the longest wait for any answer of P.
+        lookup_timeout_s: longest time of a look-up, first contact included. After this
+            time the prompt is computed locally.
+        side_channel_timeout_s: pulls fail after this time without a connection to the
+            side channel.
         fence_retry_s: COMPLETE is repeated after this time, with the same attempt id.
-        renew_interval_s: between two renewals; None: a third of the lease.
-        drain_grace_s: a failed pull's READs may end within this time before its failure
-            is reported.
-        backoff_min_s: after a failed handshake; doubles with every failure.
+        renew_interval_s: time between two renewals; None: a third of the lease.
+        drain_grace_s: the failure of a pull is reported at the latest after this time,
+            even if READs are still active.
+        backoff_min_s: pause after the first failure of a handshake or of pulls; doubles
+            with every failure, up to `backoff_max_s`.
     """
 
     handshake_timeout_s: float = 5.0
@@ -97,7 +104,7 @@ class PullSettings:
 
 
 class PeerDecided(msgspec.Struct, frozen=True):
-    """The end of `connect`: pulls from the peer may begin, unless there is an error."""
+    """`connect` has ended: pulls from the peer may begin, unless there is an error."""
 
     peer: PeerKey
     error: BatonError | None = None
@@ -111,9 +118,9 @@ class PullBegun(msgspec.Struct, frozen=True):
 
 
 class PullSealed(msgspec.Struct, frozen=True):
-    """P has computed the whole prompt.
+    """P has computed the whole prompt, and the lease has all its blocks.
 
-    The remaining blocks are read next, and the fence follows.
+    The blocks of the last cut are read next; then the fence follows.
     """
 
     pull_id: str
@@ -121,24 +128,32 @@ class PullSealed(msgspec.Struct, frozen=True):
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """The end of `look_up`. The engine has to pull the reference or to cancel it."""
+    """`look_up` has ended. The engine has to pull from `remote` or to cancel the pull.
+
+    Attributes:
+        remote: the reference; None if no prefix was found in time.
+        outcome: "found", "none", or "late" for a look-up that has timed out.
+        seconds: the duration of the look-up.
+    """
 
     pull_id: str
     remote: RemotePrefill | None
-    outcome: str  # found | none | late
+    outcome: str
     seconds: float
 
 
 class PullDone(msgspec.Struct, frozen=True):
-    """Every rank has read its share, and the lease was held until then.
+    """Every rank has read its share, and the lease was held until the last READ ended.
 
     Attributes:
-        nbytes: useful bytes of all ranks.
-        seconds: from `pull` until the fence was passed.
+        nbytes: bytes of the wanted tokens, of all ranks together.
+        descriptors: number of runs of all READs.
+        seconds: time from `pull` until the fence was passed.
         path: one of PATHS.
-        fence_s: the part of `seconds` after the last byte.
+        fence_s: the part of `seconds` that the fence took.
         verified: "off", "sample", "all", or a key of UNVERIFIED.
-        is_converted: P's KV has another dtype or other scales, and was converted.
+        is_converted: P's KV has a different dtype or different scales than D's, and was
+            converted.
     """
 
     pull_id: str
@@ -156,7 +171,7 @@ class PullFailed(msgspec.Struct, frozen=True):
     """The pull has failed.
 
     Attributes:
-        drained: no READ of it is active; otherwise a PullDrained follows.
+        drained: True if no READ of the pull is active; otherwise a PullDrained follows.
     """
 
     pull_id: str
@@ -171,9 +186,9 @@ class PullDrained(msgspec.Struct, frozen=True):
 
 
 class PullStuck(msgspec.Struct, frozen=True):
-    """READs of a cancelled pull are still active after the grace.
+    """READs of a cancelled pull are still active after `drain_grace_s`.
 
-    PullDrained comes when they have ended.
+    A PullDrained follows when the last READ has ended.
     """
 
     pull_id: str
@@ -198,7 +213,7 @@ class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):
 
 
 class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
-    """Coordinator to rank: forget this peer as soon as no READ from it is active."""
+    """Coordinator to rank: forget this peer as soon as no pull from it is active."""
 
     peer: PeerKey
 
@@ -207,11 +222,11 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Coordinator to rank: read your share of tokens [token_start, token_stop).
 
     Attributes:
-        local_block_ids: from token 0 of the sequence on.
-        remote_block_ids: from token 0 of the sequence on.
-        reach: the smallest number of tokens from which the engine may continue to
-            compute, as in KVGroups.token_ranges.
-        scope: of the digest to report with the end; None: no digest.
+        local_block_ids: blocks of this engine, from token 0 of the sequence on.
+        remote_block_ids: blocks of the peer, from token 0 of the sequence on.
+        reach: the smallest number of tokens after which the engine may continue the
+            sequence, as in KVGroups.token_ranges.
+        scope: the scope of the digest that RankEnded has to contain; None: no digest.
     """
 
     pull_id: str
@@ -232,12 +247,12 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
-    """Coordinator to rank: compute a digest of the KV in these blocks of this engine.
+    """Coordinator to rank: compute a digest of the KV in this engine's blocks.
 
     Ends in RankEnded, like a Pull.
 
     Attributes:
-        block_ids: from token 0 of the sequence on.
+        block_ids: this engine's blocks, from token 0 of the sequence on.
     """
 
     pull_id: str
@@ -249,7 +264,7 @@ Command = AddPeer | DropPeer | Pull | StopPull | DigestOrder
 
 
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
-    """Rank to coordinator: this pull fails here, and READs of it are still active."""
+    """Rank to coordinator: this pull has failed here; its READs are still active."""
 
     pull_id: str
     rank: int
@@ -263,6 +278,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
 
     Attributes:
         complete: every byte was read and is in its place.
+        error: why this rank's share has failed; None if it was stopped or is complete.
         part: this rank's part of the digest, if the pull has a scope.
     """
 

@@ -1,8 +1,8 @@
 """A decode engine's records of prefill engines, and of their handshakes.
 
-Records are keyed by engine id and incarnation, so that none outlives a restart of its
-engine. A failed handshake is remembered for a backoff that doubles: a queue of requests
-to a dead peer fails at once, not after one timeout each. Pure: no I/O, no clock.
+Records are keyed by engine id and incarnation, so that a restarted engine gets a new
+record. A failed handshake is remembered for a backoff time that doubles: many requests
+to a dead peer fail at once, not after one timeout each. Pure: no I/O, no clock.
 """
 
 from collections import Counter
@@ -27,10 +27,9 @@ from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
-# Peers that are remembered while idle. The references that name them are signed, so
-# there are few.
+# Bound of the records of idle peers. References and hints that name a peer are signed,
+# so there are only a few peers.
 _MAX_IDLE = 1024
-
 
 # To be formatted with: engine id, host, port, number of failures.
 CIRCUIT_OPENED = (
@@ -45,24 +44,27 @@ def unreachable(address: tuple[str, int], failure: str) -> PeerUnreachable:
     """The error for a failure of a side channel, with the options to check."""
     return PeerUnreachable(
         f"the prefill server's side channel at {address[0]}:{address[1]} {failure}; "
-        "if the server runs, give it a --side-channel-host and -port that this host "
-        "reaches"
+        "if the server runs, set its --side-channel-host and --side-channel-port so "
+        "that this host reaches them"
     )
 
 
 class PeerRecord:
-    """A prefill engine.
+    """The record of a prefill engine.
 
-    Its handshake has not begun, is in progress, is complete (then there is `metadata`),
-    or has failed (then there is an `error`).
+    The handshake with the engine has not begun, is in progress, is complete (then
+    `metadata` is set), or has failed (then `error` is set).
 
     Attributes:
-        num_failed_handshakes: in a row.
-        deadline: of a handshake in progress; after an error, the end of its backoff.
+        num_failed_handshakes: failed handshakes in a row.
+        deadline: when a handshake in progress times out; after an error, when the
+            backoff ends.
         next_request: when to send the next request of a handshake in progress.
-        nonce: of that request. The coordinator sets this and the next two attributes.
-        is_awaited: a PeerDecided has to be emitted after the handshake.
-        is_announced: AddPeer was sent to the ranks.
+        nonce: the nonce of these requests; set by Handshakes.
+        is_awaited: a PeerDecided has to be emitted after the handshake; set by the
+            coordinator.
+        is_announced: AddPeer was sent to the ranks; set by the coordinator.
+        circuit: the circuit breaker for pulls from the engine.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class PeerRecord:
 
     @property
     def is_used(self) -> bool:
+        """False if the record may be evicted."""
         return self.is_handshaking or self.metadata is not None or self.is_announced
 
     def record_pull_failure(self, now: float) -> bool:
@@ -96,12 +99,12 @@ class PeerRecord:
     def circuit_error(
         self, now: float, *, is_busy: bool, hangs: bool
     ) -> PullCircuitOpen | None:
-        """Why the circuit breaker allows no pull now; None if it does.
+        """Why the circuit breaker allows no pull now; None if it allows one.
 
         Args:
-            is_busy: another pull reads from the peer.
-            hangs: READs of such a pull hang. A new pull would hang as well, and take
-                blocks with it.
+            is_busy: a pull is reading from the peer.
+            hangs: READs of such a pull hang. A new pull might hang as well, and its
+                blocks would be quarantined.
         """
         if not self.circuit.num_failures:
             return None
@@ -120,11 +123,12 @@ class PeerTable:
     """The records of all peers.
 
     Args:
-        allow_convert: accept peers with another KV dtype.
+        local: the compatibility record of this engine.
+        allow_convert: accept peers with a different KV dtype or KV scales.
         stripe: the tokens of a sequence that one rank of this engine reads.
 
     Attributes:
-        outcomes: number of ended handshakes: "ok", or the code of the error.
+        outcomes: number of ended handshakes, by "ok" or the code of the error.
     """
 
     def __init__(
@@ -141,10 +145,10 @@ class PeerTable:
         self._peers: dict[PeerKey, PeerRecord] = {}
         self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
 
-    def of(self, remote: RemotePrefill | KVHint) -> PeerRecord:
-        """The record of the engine that a reference or hint names.
+    def find_or_add(self, remote: RemotePrefill | KVHint) -> PeerRecord:
+        """Returns the record of the engine that a reference or hint names.
 
-        A new record evicts the oldest idle ones beyond the bound.
+        Adds a record if there is none; this may evict the oldest idle records.
         """
         key = key_of(remote)
         peer = self._peers.get(key)
@@ -157,11 +161,12 @@ class PeerTable:
         return peer
 
     def connect(self, remote: RemotePrefill | KVHint, now: float) -> PeerRecord:
-        """Begins a handshake.
+        """Begins a handshake with the engine that a reference or hint names.
 
-        Does nothing if the handshake is complete or in progress, or during its backoff.
+        Does nothing if the handshake is complete or in progress, or has failed and its
+        backoff has not ended.
         """
-        peer = self.of(remote)
+        peer = self.find_or_add(remote)
         if peer.is_handshaking or peer.metadata is not None:
             return peer
         if peer.error is None or now >= peer.deadline:
@@ -176,19 +181,20 @@ class PeerTable:
     def get(self, key: PeerKey) -> PeerRecord | None:
         return self._peers.get(key)
 
-    def at(self, address: tuple[str, int]) -> list[PeerRecord]:
+    def peers_at(self, address: tuple[str, int]) -> list[PeerRecord]:
+        """The peers with a side channel at this address."""
         return [peer for peer in self._peers.values() if peer.address == address]
 
     def handshaking(self) -> list[PeerRecord]:
-        """The peers whose handshake is in progress."""
+        """The peers with a handshake in progress."""
         return [peer for peer in self._peers.values() if peer.is_handshaking]
 
-    def due(self, now: float) -> tuple[list[PeerRecord], list[PeerRecord]]:
+    def take_due(self, now: float) -> tuple[list[PeerRecord], list[PeerRecord]]:
         """Fails handshakes that have timed out, and schedules the next requests.
 
         Returns:
-            (peers whose metadata has to be requested now, peers whose handshake has
-            timed out now).
+            The peers to send a request for metadata to now, and the peers with a
+            handshake that has timed out now.
         """
         timed_out = [peer for peer in self.handshaking() if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
@@ -201,7 +207,7 @@ class PeerTable:
         return due, timed_out
 
     def deadline(self) -> float:
-        """When to call `due` next; infinity for never."""
+        """When to call `take_due` next; infinity for never."""
         deadlines = [
             min(peer.deadline, peer.next_request) for peer in self.handshaking()
         ]
@@ -223,20 +229,20 @@ class PeerTable:
     def on_metadata(
         self, peer: PeerRecord, metadata: EngineMetadata, now: float
     ) -> None:
-        """Ends a handshake: the peer is usable, or has an error."""
+        """Ends a handshake: checks the metadata, then stores it or an error."""
         try:
             if peer.key != (metadata.engine_id, metadata.incarnation):
                 host, port = peer.address
                 raise LeaseGone(
-                    f"prefill server {peer.key[0]} was restarted: "
-                    f"{metadata.engine_id} is at {host}:{port} now"
+                    f"prefill server {peer.key[0]} was restarted: the server at "
+                    f"{host}:{port} is {metadata.engine_id} now"
                 )
             check_consistent(metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
-        except PlanError as error:  # the ranks' stripes cannot be cut from its blocks
+        except PlanError as error:  # a block of the peer spans stripes of several ranks
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
             peer.is_handshaking = False
@@ -246,10 +252,11 @@ class PeerTable:
 
 
 def verification_of(local: CompatRecord, metadata: EngineMetadata, verify: str) -> str:
-    """PullDone.verified of pulls from an engine.
+    """The value of PullDone.verified for pulls from an engine.
 
     Args:
-        verify: as of PullCoordinator.
+        local: the compatibility record of this engine.
+        verify: as in PullCoordinator.
     """
     if verify == "off":
         return "off"
@@ -259,7 +266,7 @@ def verification_of(local: CompatRecord, metadata: EngineMetadata, verify: str) 
 
 
 def is_converted(local: CompatRecord, remote: CompatRecord) -> bool:
-    """True if the two engines have another KV dtype or other KV scales."""
+    """True if the two engines have different KV dtypes or KV scales."""
     return (local.kv_dtype, local.kv_scales) != (remote.kv_dtype, remote.kv_scales)
 
 

@@ -1,4 +1,4 @@
-"""The phases of a pull, and the actions that its decisions lead to."""
+"""The phases of a pull, and the actions that the methods of PullState return."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ from protocol.handshake import LeaseRequest, Subscribe
 
 
 class Phase(Enum):
-    """The phase of a pull, see pull_state.py."""
+    """The phase of a pull; see the diagram in pull_state.py."""
 
     HELD = "held"
     WAITING = "waiting"

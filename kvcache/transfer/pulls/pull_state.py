@@ -6,8 +6,9 @@
                                               |
                                    DRAINING (READs still active) --all ended--> ENDED
 
-The fence is P's answer to COMPLETE. While P still computes the prompt, READING proceeds
-in cuts, and waits between two of them for more blocks.
+The fence is P's answer to COMPLETE: it confirms that the lease was held until all READs
+had ended. While P still computes the prompt, READING proceeds in cuts, and waits for
+more blocks between two cuts.
 """
 
 from msgspec.structs import replace
@@ -64,10 +65,13 @@ _NEVER = float("inf")
 class PullState:
     """One pull. Methods that take an event return the resulting actions, in order.
 
+    Args:
+        attempt_id: identifies this pull in messages to P; see lease_messages.py.
+        tokens_per_block: tokens of one of this engine's blocks, on all ranks together.
+
     Attributes:
-        scheduled_tick: when the owner will call `tick`; stored for the owner, not used
-            here.
-        is_drained_reported: PullDrained was returned.
+        scheduled_tick: when PullTable will call `tick`. PullTable alone uses it.
+        is_drained_reported: a PullDrained was returned.
     """
 
     def __init__(
@@ -96,15 +100,16 @@ class PullState:
         # P still computes the prompt, and has not sent the reference.
         self._grows = remote.transfer_id is not None
         self._blocks = list(remote.block_ids)
-        self._ordered_stop = 0  # end of the tokens whose reading was ordered
+        self._ordered_stop = 0  # end of the tokens that ranks were ordered to read
         self._reading: set[int] = set()  # ranks that have not reported their end
         self._reports: list[RankEnded] = []
-        self._verified = "off"  # as of PullDone
-        self._is_converted = False  # as of PullDone
-        self._scope: Scope | None = None  # of the cut that is not verified yet
-        self._parts: list[DigestPart] = []  # this engine's digest of the cut, by rank
+        self._verified = "off"  # as in PullDone
+        self._is_converted = False  # as in PullDone
+        self._scope: Scope | None = None  # digest of the cut; None once it is verified
+        self._parts: list[DigestPart] = []  # the ranks' parts of that digest
         self._sums: bytes | None = None  # P's digest of the cut
-        # The digests differed. P is asked again, because its lease may have ended.
+        # The digests have differed, and P's digest is requested once more. If the lease
+        # has ended, P's blocks may have changed, but then P answers LeaseEnded.
         self._is_repeating_digest = False
         self._error: BatonError | None = None
         self._is_failure_reported = False
@@ -115,7 +120,7 @@ class PullState:
         self._next_renewal = now
         self._timeout = _NEVER  # of the phase
         self._next_retry = _NEVER  # of COMPLETE or GetDigest
-        # While the prompt grows, P must have answered by this time.
+        # While P computes the prompt, the pull fails without an answer by this time.
         self._answer_deadline = _NEVER
         if self._grows:
             self._answer_deadline = now + settings.fence_timeout_s
@@ -132,10 +137,10 @@ class PullState:
 
     @property
     def is_untouched(self) -> bool:
-        """True if giving this pull up needs no abort.
+        """True if the lease need not be aborted when this pull is given up.
 
-        No READ was ordered, and the sender of the reference ends its lease itself, or
-        offers it to another engine.
+        No READ was ordered, and the sender of the reference either ends the lease
+        itself or offers the reference to a different engine.
         """
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
@@ -149,7 +154,7 @@ class PullState:
     # -- events
 
     def pull(self, order: Pull, now: float) -> None:
-        """The engine has blocks to read into."""
+        """Stores the engine's order to read; `on_peer_ready` starts it."""
         if self.phase is Phase.HELD:
             self.phase = Phase.WAITING
             self._order = order
@@ -159,7 +164,7 @@ class PullState:
     def on_peer_ready(
         self, now: float, verified: str = "off", *, is_converted: bool = False
     ) -> list[Action]:
-        """The handshake is complete. Orders the first cut.
+        """Orders the first cut, because the handshake is complete.
 
         Args:
             verified, is_converted: as in PullDone.
@@ -173,7 +178,7 @@ class PullState:
         return self._read_next_cut(now)
 
     def on_report(self, report: Report, now: float) -> list[Action]:
-        """A rank reports that it fails while READs are active, or that it has ended."""
+        """Handles the report of a rank: RankFailing or RankEnded."""
         if not isinstance(report, RankEnded):
             if self.phase is not Phase.READING:
                 return []
@@ -196,7 +201,7 @@ class PullState:
     def on_reply(
         self, reply: Ok | LeaseEnded | Progress | Digest, now: float
     ) -> list[Action]:
-        """P has answered a message of this pull."""
+        """Handles P's answer to a message of this pull."""
         if self._grows and self._renews:
             self._answer_deadline = now + self._settings.fence_timeout_s
         if isinstance(reply, Progress):
@@ -221,29 +226,26 @@ class PullState:
         return self._end(self._done(now)) if is_fence else []
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull, unless its outcome is decided.
-
-        Called by the owner, and for failures that are not the peer's fault.
-        """
+        """Fails the pull, unless it has ended or was given up. Blames no peer."""
         if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
         return self._stop(now)
 
     def cancel(self, now: float, *, lend: bool = False) -> list[Action]:
-        """The engine gives the pull up.
+        """Gives the pull up. One PullDrained follows, perhaps after a PullStuck.
 
-        One PullDrained follows, perhaps after a PullStuck, and neither PullDone nor
-        PullFailed.
+        Neither PullDone nor PullFailed follows.
 
         Args:
-            lend: another engine may pull instead, so an untouched lease is kept.
+            lend: a different engine may pull instead, so the lease is kept if the pull
+                `is_untouched`.
         """
         if self._is_cancelled or self.phase is Phase.ENDED:
             return []
         self._is_cancelled = True
         if lend and self.is_untouched:
-            unsubscribe = [self.abort(lend=True)] if self._grows else []
+            unsubscribe = [self.abort_message(lend=True)] if self._grows else []
             return self._end(self._drained_event(), *unsubscribe)
         if self.phase is Phase.DRAINING:
             return [PullStuck(self.pull_id)] if self._is_failure_reported else []
@@ -268,16 +270,16 @@ class PullState:
             return actions + self._on_timeout(now)
         if now >= self._next_retry:
             if self._scope:
-                actions.append(self._ask_digest(self._scope, now))
+                actions.append(self._request_digest(self._scope, now))
             else:
                 actions.append(self._complete(now))
         return actions
 
     def _read_next_cut(self, now: float) -> list[Action]:
-        """Orders the next cut, unless a cut is being read or verified.
+        """Orders the next cut, or requests the fence after the last cut.
 
-        A cut has all tokens that P has, down to a multiple of this engine's blocks.
-        After the last cut, the fence is requested.
+        Does nothing while a cut is being read or verified. A cut has all tokens that P
+        has computed since the last cut, rounded down to full blocks of this engine.
         """
         order = self._order
         if self.phase is not Phase.READING or order is None:
@@ -309,7 +311,7 @@ class PullState:
         return self._order_cut(order, now)
 
     def _order_cut(self, order: Pull, now: float) -> list[Action]:
-        """The order to read a cut and, if KV is verified, the request for a digest."""
+        """The order to read a cut and, with verification, the request for a digest."""
         self._parts = []
         self._sums = None
         self._is_repeating_digest = False
@@ -323,13 +325,14 @@ class PullState:
             samples=self._verified == "sample",
             reach=order.reach,
         )
-        return [replace(order, scope=self._scope), self._ask_digest(self._scope, now)]
+        request = self._request_digest(self._scope, now)
+        return [replace(order, scope=self._scope), request]
 
     def _on_progress(self, progress: Progress, now: float) -> list[Action]:
-        """P has more blocks.
+        """Takes the blocks that P has announced, and orders the next cut.
 
-        A message whose first block does not follow the known blocks is ignored; P
-        repeats it.
+        Ignores a message if blocks before its first block are missing here. P will
+        announce the missing blocks again after the next subscription.
         """
         if not self._grows or progress.first > len(self._blocks):
             return []
@@ -362,15 +365,12 @@ class PullState:
         verb = "again" if self._is_repeating_digest else "digest"
         return f"{verb}{self._ordered_stop}-{self.attempt_id}"
 
-    def _ask_digest(self, scope: Scope, now: float) -> GetDigest:
+    def _request_digest(self, scope: Scope, now: float) -> GetDigest:
         self._next_retry = now + self._settings.fence_retry_s
-        return lease_messages.ask_digest(self.remote, self._digest_nonce, scope)
+        return lease_messages.request_digest(self.remote, self._digest_nonce, scope)
 
     def _continue_when_verified(self, now: float) -> list[Action]:
-        """Compares the digests of a cut that every rank has read, and orders the next.
-
-        Does nothing until every rank has ended and P's digest has come.
-        """
+        """When all ranks have read a cut, compares digests and orders the next cut."""
         scope = self._scope
         if self._reading or (scope is not None and self._sums is None):
             return []
@@ -383,7 +383,7 @@ class PullState:
             if faults and not self._is_repeating_digest:
                 self._is_repeating_digest = True
                 self._sums = None
-                return [self._ask_digest(scope, now)]
+                return [self._request_digest(scope, now)]
             if faults:
                 message = f"the pulled KV differs from the KV of {engine}: {faults}"
                 return self._fail_by_peer(KVCorrupt(message), now)
@@ -408,14 +408,14 @@ class PullState:
         self._next_retry = now + self._settings.fence_retry_s
         return lease_messages.complete_lease(self.remote, self.attempt_id)
 
-    def abort(self, *, lend: bool = False) -> AbortLease:
-        """The message that gives up the lease, see lease_messages.abort_lease."""
+    def abort_message(self, *, lend: bool = False) -> AbortLease:
+        """The message that gives up the lease; see lease_messages.abort_lease."""
         return lease_messages.abort_lease(self.remote, self.attempt_id, lend=lend)
 
     # -- the end
 
     def _fail_by_peer(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull; counts a failure of the peer if the error is its fault."""
+        """Fails the pull; counts a failure of the peer if the error is the peer's."""
         actions: list[Action] = []
         if error.code not in _INNOCENT_CODES:
             actions.append(RecordPeerFailure())
@@ -429,7 +429,7 @@ class PullState:
                 message = f"reading the KV from {peer} took longer than {limit_s} s"
             elif self._scope:
                 message = f"{peer} sent no digest of its KV within {limit_s} s"
-            else:  # a slow prompt is no failure of the transfer
+            else:  # the prompt is slow, but the transfer has not failed
                 message = f"{peer} computed no more of the prompt within {limit_s} s"
                 return self.fail(PullTimeout(message), now)
             return self._fail_by_peer(PullTimeout(message), now)
@@ -437,14 +437,14 @@ class PullState:
             limit_s = self._settings.fence_timeout_s
             message = f"{peer} did not confirm the lease within {limit_s} s"
             return self._fail_by_peer(PeerUnreachable(message), now)
-        # The grace of DRAINING has expired.
+        # In DRAINING, `drain_grace_s` has passed, but READs are still active.
         self._timeout = _NEVER
         if self._is_cancelled:
             return [PullStuck(self.pull_id)]
         return [self._failure_event(drained=False)]
 
     def _stop(self, now: float) -> list[Action]:
-        """Ends the pull at once if no READ can be active, else drains it."""
+        """Stops the pull's READs; ends the pull at once if no READ can be active."""
         if not self._reading:
             return self._end_drained()
         self.phase = Phase.DRAINING
@@ -455,15 +455,15 @@ class PullState:
     def _end_drained(self) -> list[Action]:
         """Ends a pull that has failed or was cancelled, and aborts its lease.
 
-        The lease is aborted only now: while READs are active, P must not unmap its
-        memory or give it to others. (Late bytes are harmless for D: nothing uses them.)
+        The lease is aborted only now: while READs are active, P must not unmap the
+        memory or reuse the blocks. (Late bytes are harmless for D: nothing uses them.)
         """
         messages: list[Action] = []
         if not isinstance(self._error, LeaseGone):
             if self._grows and not self.remote.lease_id:
                 # P may not know the offer yet.
                 messages.append(self._subscribe())
-            messages.append(self.abort())
+            messages.append(self.abort_message())
         if self._is_cancelled or self._is_failure_reported:
             return self._end(self._drained_event(), *messages)
         return self._end(self._failure_event(drained=True), *messages)

@@ -1,4 +1,4 @@
-"""The table of open pulls, and when to tick each of them."""
+"""The table of open pulls, and the times at which their `tick` is due."""
 
 import heapq
 from collections import OrderedDict
@@ -8,7 +8,8 @@ from kvcache.transfer.pulls.lease_client import Address
 from kvcache.transfer.pulls.messages import PeerKey
 from kvcache.transfer.pulls.pull_state import PullState
 
-# Pulls that are remembered after their end, so that a late cancel is answered once.
+# Pulls that are remembered after they have ended, so that a `cancel` that comes late is
+# answered exactly once.
 _MAX_ENDED = 16384
 _NEVER = float("inf")
 
@@ -33,14 +34,16 @@ class PullTable:
     def get(self, pull_id: str) -> PullState | None:
         return self._pulls.get(pull_id)
 
-    def of_nonce(self, nonce: str) -> PullState | None:
-        """The pull that a nonce belongs to, see lease_messages.py."""
+    def find_by_nonce(self, nonce: str) -> PullState | None:
+        """The pull that has sent a message with this nonce; see lease_messages.py."""
         return self._attempts.get(nonce.partition("-")[2])
 
-    def at(self, address: Address) -> list[PullState]:
+    def pulls_from(self, address: Address) -> list[PullState]:
+        """The open pulls from the engine at an address."""
         return [state for state in self if state.address == address]
 
     def reading_from(self, key: PeerKey) -> list[PullState]:
+        """The open pulls from a peer that are still being read on some rank."""
         return [state for state in self if state.is_reading and state.key == key]
 
     def add(self, state: PullState) -> None:
@@ -66,18 +69,21 @@ class PullTable:
             self._ended.popitem(last=False)
 
     def schedule(self, state: PullState) -> None:
-        """Schedules the pull's next tick, unless an earlier one is scheduled."""
-        at = state.deadline()
-        if at < state.scheduled_tick:
-            state.scheduled_tick = at
-            heapq.heappush(self._ticks, (at, state.pull_id))
+        """Schedules a tick at the pull's deadline, unless an earlier tick is scheduled.
+
+        The earlier tick will schedule the next one.
+        """
+        tick_time = state.deadline()
+        if tick_time < state.scheduled_tick:
+            state.scheduled_tick = tick_time
+            heapq.heappush(self._ticks, (tick_time, state.pull_id))
 
     def pop_due(self, now: float) -> PullState | None:
-        """The next pull whose scheduled tick is due; None if there is none."""
+        """Unschedules the next tick that is due, and returns its pull; None: none."""
         while self._ticks and self._ticks[0][0] <= now:
-            at, pull_id = heapq.heappop(self._ticks)
+            tick_time, pull_id = heapq.heappop(self._ticks)
             state = self._pulls.get(pull_id)
-            if state is not None and state.scheduled_tick == at:
+            if state is not None and state.scheduled_tick == tick_time:
                 state.scheduled_tick = _NEVER
                 return state
         return None

@@ -22,14 +22,15 @@ from protocol.ipc.wire import (
     update_selector,
 )
 
-# Bound of a message. It is high, because the ranks of an engine trust each other.
+# Bound of a message. The bound is high, because the ranks of an engine trust each
+# other.
 _MAX_BYTES = 1 << 30
 
 
 class WorkerLink:
     """A worker's end of the link, on ranks 1 and up.
 
-    Any thread may call `wake`; only the worker's thread calls the other methods.
+    Any thread may call `wake`; only the worker's thread calls all other methods.
     """
 
     def __init__(self, end: socket) -> None:
@@ -41,10 +42,10 @@ class WorkerLink:
         self._selector.register(self._wire, EVENT_READ)
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Waits for commands, a `wake`, or `timeout_s`.
+        """Waits for a command or a `wake`, for at most `timeout_s`.
 
         Returns:
-            The commands that have come.
+            The commands that were received.
         """
         self._selector.select(nap_if_short(timeout_s))
         self._waker.clear()
@@ -53,7 +54,7 @@ class WorkerLink:
         try:
             frames = exchange(self._selector, self._wire)
         except WireClosed:
-            # Rank 0 has ended, and the engine with it, so nothing more comes.
+            # Rank 0 has ended, so the engine is ending: there will be no more commands.
             self._selector.unregister(self._wire)
             self._wire.close()
             self._wire = None
@@ -75,12 +76,12 @@ class WorkerLink:
 
 
 class RankLinks:
-    """The coordinator's ends of the links.
+    """The coordinator's ends of the links to all ranks but rank 0.
 
     Args:
-        selector: the data of its keys are calls, which are made when the socket is
-            ready.
-        on_report: called for each report; must not raise.
+        ends: one socket for each rank.
+        selector: the data of a key is the function to call when its socket is ready.
+        on_report: called with each report; must not raise.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RankLinks:
             selector.register(wire, EVENT_READ, partial(self._receive, wire))
 
     def broadcast(self, command: Command) -> None:
+        """Sends a command to every rank but rank 0."""
         message = encode(command)
         for wire in self._wires:
             with suppress(WireClosed):  # `_receive` handles a closed wire

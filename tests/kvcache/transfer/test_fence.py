@@ -17,7 +17,7 @@ from tests.rigs.process_pair import Child
 
 
 class GatedMapper(Placer):
-    """A placer whose launches do not appear to end before the gate opens."""
+    """A placer with launches that do not appear to end before the gate opens."""
 
     gate: threading.Event
     launched: threading.Event
@@ -32,7 +32,7 @@ class GatedMapper(Placer):
 
 
 class Gate:
-    """Makes placers whose launches appear to end when the test opens the gate."""
+    """Makes placers with launches that appear to end when the test opens the gate."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

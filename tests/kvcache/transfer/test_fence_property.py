@@ -314,7 +314,9 @@ class FenceMachine(RuleBasedStateMachine):
             self.p_now, lambda reader: False
         ):
             if not is_lost:
-                self.answers.append(Message(pulling, pulling.state.abort(), reply))
+                self.answers.append(
+                    Message(pulling, pulling.state.abort_message(), reply)
+                )
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data(), is_repeated=RARELY)

@@ -136,7 +136,7 @@ def test_fence_succeeds_once_and_repeats_ok_only_to_the_same_attempt(server):
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
 
 
-def test_unknown_leases_and_other_incarnations_are_refused_as_gone(server):
+def test_unknown_leases_and_earlier_incarnations_are_answered_with_lease_ended(server):
     lease = server.grant("r", [3], 30.0)
     restarted = server.send_request(complete(lease, incarnation="older"))
     assert isinstance(restarted, LeaseEnded) and "restarted" in restarted.reason

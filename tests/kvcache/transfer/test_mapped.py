@@ -166,7 +166,7 @@ def test_failed_launch_fails_the_pull_and_the_next_pull_maps_again(rig):
     pull(decode, prefill)
 
 
-def test_blocks_and_mapping_are_kept_until_a_launch_has_ended(rig, monkeypatch):
+def test_blocks_and_mapping_are_not_freed_before_a_launch_has_ended(rig, monkeypatch):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode, mapper = sides(rig, settings=settings)
     mapper.stalled = True

@@ -32,10 +32,12 @@ def table() -> PeerTable:
 def test_silent_peer_gets_repeated_requests_until_the_timeout():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
-    request_times = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
+    request_times = [
+        now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.take_due(now)[0]
+    ]
     assert request_times == [0.0, 1.0, 2.0, 3.0]
     assert peers.deadline() == 4.0
-    assert peers.due(4.0) == ([], [peer])
+    assert peers.take_due(4.0) == ([], [peer])
     assert isinstance(peer.error, PeerUnreachable)
     assert "did not answer" in str(peer.error) and "--side-channel-host" in str(
         peer.error
@@ -50,7 +52,7 @@ def test_handshake_backoff_doubles_up_to_a_bound():
         peer = peers.connect(REMOTE, now)
         assert peer.is_handshaking
         now += 4.0
-        peers.due(now)
+        peers.take_due(now)
         assert peers.connect(REMOTE, now).error
         waits.append(peer.deadline - now)
         assert peers.connect(REMOTE, peer.deadline - 0.01).error
@@ -85,7 +87,7 @@ def test_number_of_remembered_peers_is_bounded():
 
 
 def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
-    peer = table().of(REMOTE)
+    peer = table().find_or_add(REMOTE)
     now = 0.0
     waits = []
     assert not peer.record_pull_failure(now) and peer.circuit.allows_pull(

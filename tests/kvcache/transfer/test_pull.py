@@ -86,7 +86,7 @@ def test_many_pulls_at_once_from_two_peers(rig):
 
 
 def test_invalid_block_table_reads_nothing_and_the_next_pull_succeeds(rig):
-    """The invalid pulls come between equal pulls, whose plan is remembered."""
+    """The invalid pulls come between equal pulls, for which the plan is remembered."""
     prefill = rig(Prefill)
     decode = rig(Decode)
     decode.pull("fits", prefill.lease([5, 2], 16), 0, 16, [3, 1])
@@ -165,7 +165,7 @@ def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_
 
 
 def edited(rank: Any = None, compat: Any = None, **changes: Any) -> dict[str, Any]:
-    """Options of a prefill side whose metadata has wrong values.
+    """Options of a prefill side that sends metadata with wrong values.
 
     Args:
         rank: values of its first rank.

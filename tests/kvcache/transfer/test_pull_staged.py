@@ -56,7 +56,7 @@ def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
-    """A decode side whose staging memory is held by a pull with hanging READs.
+    """A decode side with staging memory that a pull with hanging READs owns.
 
     Returns:
         A prefill side that does not hang, and the decode side.

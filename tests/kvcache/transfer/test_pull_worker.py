@@ -21,7 +21,7 @@ from tests.rigs.process_pair import run_program
 
 
 class Rank:
-    """A worker whose thread receives all commands sent before `start` at once."""
+    """A worker with a thread that receives all commands sent before `start` at once."""
 
     def __init__(self, agent: TransferAgent | None = None) -> None:
         self.link = Orders()
@@ -85,7 +85,7 @@ def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
 
 
 class _Stuck(MemoryAgent):
-    """An agent whose READs do not end before `resume`.
+    """An agent with READs that do not end before `resume`.
 
     Posting blocks until `stuck` is set.
     """
@@ -105,8 +105,8 @@ class _Stuck(MemoryAgent):
 def test_stuck_thread_ends_the_rank_and_hanging_reads_do_not(rig, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
-    monkeypatch.setattr(pull_worker, "_LOOK_S", 0.05)
-    monkeypatch.setattr(pull_worker, "_NUM_LOOKS", 5)
+    monkeypatch.setattr(pull_worker, "_CHECK_S", 0.05)
+    monkeypatch.setattr(pull_worker, "_NUM_CHECKS", 5)
     agent = _Stuck()
     prefill = rig(Prefill)
     rank = Rank(agent)
@@ -121,9 +121,9 @@ def test_stuck_thread_ends_the_rank_and_hanging_reads_do_not(rig, monkeypatch):
     assert not ended and agent.active  # while a READ does not end
     agent.stuck.clear()
     rank.link.send(order(prefill, "b"))
-    rank.worker._watch.join(DEADLINE_S)
+    rank.worker._watchdog.join(DEADLINE_S)
     (args,) = ended
-    assert args.thread is rank.worker._watch and isinstance(args.thread, VitalThread)
+    assert args.thread is rank.worker._watchdog and isinstance(args.thread, VitalThread)
     assert "pull-0 has made no progress" in str(args.exc_value)
     agent.stuck.set()
     agent.resume()

@@ -117,7 +117,7 @@ def test_parsed_log_is_freed(monkeypatch):
     os.close(file)
 
 
-def test_configured_log_file_is_kept(monkeypatch):
+def test_configured_log_file_is_not_redirected(monkeypatch):
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()
     log.start()

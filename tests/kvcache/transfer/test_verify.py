@@ -1,4 +1,4 @@
-"""Pulls whose KV is compared with the lender's: wrong KV never ends in PullDone."""
+"""Pulls that compare their KV with the lender's: wrong KV never ends in PullDone."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def test_unverifiable_pull_reports_the_reason(
     assert "KV of P is not verified" in caplog.text
 
 
-def test_lease_that_ends_while_its_digest_is_computed_fails_as_gone(rig):
+def test_pull_fails_with_lease_gone_if_the_lease_ends_while_the_digest_is_computed(rig):
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")
     remote = lease(prefill)
@@ -89,7 +89,7 @@ def test_lease_that_ends_while_its_digest_is_computed_fails_as_gone(rig):
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
-def test_lease_that_ends_after_its_digest_fails_as_gone_and_not_corrupt(rig):
+def test_pull_fails_with_lease_gone_not_corrupt_if_the_lease_ends_after_the_digest(rig):
     """A suspended D, for example, is no corruption of its KV."""
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")

@@ -1,4 +1,4 @@
-"""A rank's worker whose agent, copies and plans fail at random.
+"""A rank's worker with an agent, copies and plans that fail at random.
 
 Every pull ends, complete pulls have no wrong byte, and later pulls work as usual.
 """
@@ -60,7 +60,7 @@ class Faults:
 
 
 class FaultyAgent(MemoryAgent):
-    """An agent whose calls may fail with TransferFailed or with another exception.
+    """An agent with calls that may raise TransferFailed or any other exception.
 
     A posted READ still has to end, whatever `poll` raises.
     """

@@ -26,7 +26,7 @@ RECEIVING = BlockState.RECEIVING
 QUARANTINED = BlockState.QUARANTINED
 
 
-def test_pool_needs_a_block_besides_the_null_block():
+def test_pool_of_only_the_null_block_is_refused():
     with pytest.raises(ValueError, match="num_blocks is 1"):
         BlockAllocator(1)
 
@@ -73,7 +73,7 @@ def test_integrity_check_detects_corrupted_state(corrupt):
 
 @dataclass
 class ModelBlock:
-    """The naive model of one block, written from docs/design.md, not from the code."""
+    """A naive model of one block, written from docs/design.md, not from the code."""
 
     uses: int = 0
     leases: int = 0
@@ -100,7 +100,8 @@ def is_exclusive(m: ModelBlock) -> bool:
     return m.state is USED and m.uses == 1 and not m.cached and not m.leases
 
 
-# When a transition is legal, and its effect: values to set, or to add to counts.
+# For each transition: when it is legal, and its effect (values to set, or numbers to
+# add to counts).
 Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
 TRANSITIONS: dict[str, Rule] = {
     "share": (holds_bytes, {"uses": 1}),
@@ -124,7 +125,7 @@ MARKS: dict[str, Rule] = {
 class AllocatorMachine(RuleBasedStateMachine):
     """Random transitions of random ids, legal or not, compared with the naive model."""
 
-    # Single ids of few blocks are frequent, so that transitions meet the same block.
+    # Few ids, mostly single, so that transitions often have the same block.
     single = st.integers(1, 3).map(lambda block: [block])
     ids = single | single | st.lists(st.integers(-1, 13), min_size=1, max_size=5)
 

@@ -1,4 +1,4 @@
-"""The digest of KV does not depend on its layout, and any wrong bit changes it."""
+"""The digest of KV does not depend on the layout; any wrong bit changes the digest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def element_bytes(pool: KVPool) -> torch.Tensor:
 
 
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
-    """The pools of an engine with the case's KV, and random bytes around it.
+    """The pools of an engine with the case's KV, and random bytes elsewhere.
 
     The KV depends on the head and the token of the model only; `seed` determines the
     other bytes.
@@ -105,7 +105,7 @@ def prefill_digest(case: Case, scope: Scope) -> bytes:
 
 
 @given(scoped_cases(), st.integers(1, 5000))
-def test_engines_with_the_same_kv_agree_whatever_their_geometries(
+def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
     scoped_case, piece_bytes
 ):
     """Orders, TP, DCP, copies of heads, blocks and other content may differ."""
@@ -137,7 +137,7 @@ def flip_bit(
 def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
     """Two bits are flipped on any rank, also on a rank with copied heads.
 
-    The two may cancel each other out in a plain sum.
+    In a sum without keys, the two bits might cancel each other out.
     """
     case, scope = scoped_case
     scope = replace(scope, samples=False)

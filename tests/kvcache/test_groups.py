@@ -1,4 +1,4 @@
-"""How layers are dealt into groups."""
+"""Layers are divided into groups of equal size."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from kvcache.groups import KVGroups, make_groups
         (([9] * 5 + [None]) * 10 + [9] * 2, 9999, (None, *[9] * 6), {10, 2}),
     ],
 )
-def test_layers_are_dealt_into_few_groups_with_little_padding(
+def test_layers_are_divided_into_few_groups_with_little_padding(
     windows, max_len, groups, sizes
 ):
     actual, layers_of_groups = make_groups(windows, max_len)

@@ -87,7 +87,7 @@ def test_integrity_check_detects_marks_that_differ_from_entries():
 
 
 class Running:
-    """A running sequence, as the engine has it."""
+    """A running sequence, as the engine stores it."""
 
     def __init__(
         self, tokens: list[int], salt: bytes, blocks: list[int], num_published: int
@@ -153,7 +153,7 @@ class PrefixMachine(LookUps):
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Extends the prefix while some marked block holds exactly its content."""
+        """Extends the prefix as long as a marked block holds exactly the next content."""
         cached = self.cached_contents()
         blocks: list[int] = []
         max_stop = min(limit, len(tokens))

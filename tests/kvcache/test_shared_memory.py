@@ -1,6 +1,7 @@
 """Mapping a pool's memory in another process.
 
-Only the announced memory can be mapped. It is read-only and outlives its owner.
+Only the announced memory can be mapped. The mapping is read-only and stays readable
+after the death of the owner.
 """
 
 import mmap
@@ -27,7 +28,7 @@ sys.stdin.readline()
 
 
 def start_owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
-    """Starts a process that owns memory; returns it with pid, fd and token."""
+    """Starts a process that owns memory; returns the process, and pid, fd and token."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(NBYTES)],
         stdin=subprocess.PIPE,

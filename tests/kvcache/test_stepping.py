@@ -1,4 +1,4 @@
-"""When an engine counts as computing."""
+"""StepWatch shows when an engine is computing."""
 
 from kvcache.step_watch import StepWatch
 

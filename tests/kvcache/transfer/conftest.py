@@ -1,4 +1,4 @@
-"""Sides of pulls that tests share."""
+"""Fixtures for tests of pulls."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from tests.rigs.memory_agent import MemoryAgent
 def rig() -> Iterator[Callable[..., Any]]:
     """Makes prefill and decode sides that are closed after the test.
 
-    They use MemoryAgent unless the test passes another agent.
+    The sides use MemoryAgent unless the test passes a different agent.
     """
     made: list[Any] = []
 
@@ -28,6 +28,6 @@ def rig() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port at which one prefill side may end and another one start."""
+    """A port for a prefill side, and for its successor after a restart."""
     with reserved_ports(1) as (port,):
         yield port

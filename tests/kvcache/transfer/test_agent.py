@@ -1,6 +1,7 @@
 """The contract of every TransferAgent.
 
-It is tested over NIXL between processes, over NIXL in one process, and in memory.
+The contract is tested over NIXL between processes, over NIXL in one process, and in
+memory.
 """
 
 import threading
@@ -179,7 +180,7 @@ def test_read_from_a_dead_peer_fails_and_other_peers_stay_readable(reader):
         second.close()
 
 
-def test_an_agent_can_be_handed_to_another_thread(reader):
+def test_an_agent_can_be_handed_to_a_second_thread(reader):
     states: list[ReadState] = []
 
     def work() -> None:
@@ -254,7 +255,7 @@ reader.peer.close()
 
 
 def test_read_from_a_stopped_peer_stays_active_until_it_ends():
-    """TCP is used, because there the peer takes part in a READ."""
+    """The READ uses TCP, because over TCP the peer takes part in a READ."""
     assert "ReadState.ERROR\n" in run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 

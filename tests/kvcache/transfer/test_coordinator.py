@@ -26,7 +26,9 @@ from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):
-    """A coordinator with one rank, which reads nothing. The test reports its end."""
+    """A coordinator with one rank, for which the test sends reports.
+
+    The rank reads nothing."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -44,7 +46,7 @@ class Driven(PullCoordinator):
         self.commands += self.receive(DEADLINE_S)
 
     def read(self, prefill: Prefill, *pull_ids: str) -> None:
-        """Orders pulls, and returns when their READs are ordered."""
+        """Orders pulls, and returns once the rank is ordered to read."""
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
         while not all(
@@ -96,7 +98,7 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
     assert coordinator.counters()["pulls_open"] == 0
 
 
-def test_successful_pull_does_not_close_the_circuit_while_another_hangs(
+def test_successful_pull_does_not_close_the_circuit_while_a_second_pull_hangs(
     rig, coordinator
 ):
     prefill = rig(Prefill)
@@ -140,7 +142,7 @@ def test_start_of_a_pull_does_not_inspect_the_other_open_pulls(rig, coordinator)
     assert num_inspections == 0
 
 
-def test_call_that_raises_stops_no_other_call_and_events_are_notified_once(coordinator):
+def test_call_that_raises_stops_no_later_call_and_events_are_notified_once(coordinator):
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")

@@ -1,4 +1,4 @@
-"""The heads of ranks, and endpoints that no plan bridges."""
+"""The heads of ranks, and endpoints between which no plan can move KV."""
 
 import pytest
 from hypothesis import given

@@ -1,8 +1,8 @@
-"""Property: a pull that is done has read the bytes of its lease, whatever else happens.
+"""Property: a pull that is done has read the bytes of its lease, despite any faults.
 
 The test uses P's real lease table and offers, and D's real pulls. Several pulls may read
-one lease, which may grow while they read. Messages between them are delayed, lost,
-repeated and reordered. Blocks get new content as soon as P has them back.
+one lease, which may grow while they read. Messages between P and D are delayed, lost,
+repeated and reordered. When a lease ends, its blocks get new content at once.
 
 P may end or be killed. Its successor at the same address has other content everywhere,
 and a READ from the dead engine may by chance read the memory of the successor.

@@ -70,7 +70,7 @@ class Prompt:
         return self.num_done * self.prefill.layouts[0].block_size
 
     def compute(self, num_tokens: int) -> bool:
-        """Computes a chunk; the last one completes the prompt.
+        """Computes a chunk; the last chunk completes the prompt.
 
         Returns:
             True if a reader was informed.
@@ -188,7 +188,7 @@ def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
     assert isinstance(error, KVCorrupt) and "tokens 16 to 23" in error.message
 
 
-def test_pull_fails_when_the_lender_computes_no_more(rig):
+def test_pull_fails_if_the_lender_stops_computing_the_prompt(rig):
     """The side channel of the lender still answers. The leased blocks are returned."""
     prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
     assert isinstance(decode.failed("a"), PullTimeout)
@@ -196,7 +196,7 @@ def test_pull_fails_when_the_lender_computes_no_more(rig):
 
 
 def test_only_one_of_two_borrowers_gets_a_growing_lease(rig):
-    """For the other borrower the lease has ended, as soon as the first one fences."""
+    """For the second borrower, the lease has ended once the first borrower fences."""
     prefill, decode, prompt = subscribed(rig)
     other = rig(Decode)
     other.coordinator.pull("b", prompt.remote, 0, NUM_TOKENS, local_blocks(other))

@@ -170,7 +170,7 @@ def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
 ):
     """The reader cancels its subscription before it has received the lease.
 
-    P has either sent the end of the prompt before, or computes the prompt later.
+    P has sent the end of the prompt before that, or computes the prompt after it.
     """
     about = {"transfer_id": "x-0", "prompt_digest": "d"}
     remote = replace(REMOTE, lease_id="", block_ids=[], **about)
@@ -192,7 +192,7 @@ def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
     assert server.outcomes() == [LeaseOutcome.ABORTED]
 
 
-def test_another_secret_is_refused_counted_and_changes_nothing(server):
+def test_wrong_secret_is_refused_and_counted_and_changes_nothing(server):
     lease = server.grant("r", [3], 30.0)
     for request in (
         complete(lease),
@@ -232,7 +232,7 @@ GARBAGE = [
             {"type": "renew", "nonce": 1, "lease_id": [], "incarnation": 0}
         )
     ),
-    seal_reply(Ok(nonce="n"), SECRET),  # a reply is no request
+    seal_reply(Ok(nonce="n"), SECRET),  # a reply is not a request
 ]
 
 
@@ -360,7 +360,7 @@ def test_fences_are_answered_while_strangers_flood_the_server(server, data):
 
 
 def test_first_invalid_message_closes_the_connection(server):
-    """One refusal closes the connection, also if the peer was authentic before."""
+    """One refusal closes the connection, even after authentic messages."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)
@@ -376,7 +376,7 @@ def test_first_invalid_message_closes_the_connection(server):
 
 
 def test_messages_sent_before_the_connection_broke_are_processed(server):
-    """A socket that is closed with unread data breaks at once, and P cannot answer."""
+    """A socket that is closed with unread data is reset at once: P cannot answer."""
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
     for lease_id in leases:

@@ -37,7 +37,7 @@ PULLS = itertools.count()
 
 
 class Mappers:
-    """Makes a placer for each rank, and remembers it."""
+    """Makes a placer for each rank, and remembers the placers."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -100,7 +100,7 @@ def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    assert mapper.rooms == [0]  # one block, and the rest later
+    assert mapper.rooms == [0]  # one block at first, all others later
 
 
 def test_blocks_larger_than_the_launch_limit_are_launched_one_by_one(rig, monkeypatch):
@@ -148,7 +148,7 @@ def test_error_says_why_a_peer_cannot_be_mapped(rig, changes, reason):
 
 
 def test_equal_pid_in_another_container_is_not_the_same_process(rig, monkeypatch):
-    """The addresses of its KV may be valid in this process too."""
+    """The addresses of the peer's KV may be valid addresses in this process, too."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     rank = rig(Prefill).metadata.ranks[0]
     extra = {EXTRA_KEY: {**rank.extra[EXTRA_KEY], "handle": bytes(64)}}
@@ -206,7 +206,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
 
 
 def test_a_peer_that_dies_idle_is_unmapped(rig):
-    """Otherwise its memory would not be freed, and its successor would lack memory."""
+    """Otherwise the memory would not be freed, and its successor would lack memory."""
     prefill, decode, mapper = sides(rig, settings={"side_channel_timeout_s": 0.2})
     pull(decode, prefill)
     prefill.server.close()
@@ -215,7 +215,7 @@ def test_a_peer_that_dies_idle_is_unmapped(rig):
 
 
 def without_compiler(pool: KVPool) -> CudaPlacer:
-    """A placer as on a host without a working Triton; this host has no GPU either."""
+    """A CudaPlacer that cannot compile its kernels, on a host without a GPU."""
     placer = CudaPlacer(pool)
     placer.compile(convert=False)
     return placer

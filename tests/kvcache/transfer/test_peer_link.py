@@ -58,7 +58,7 @@ def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkey
 
 
 class _Dropped(MemoryAgent):
-    """Cannot connect to one peer: its packets are dropped until `passes` is set."""
+    """An agent that cannot connect to one peer until `passes` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ os._exit(0)  # the system tries to connect for two minutes
 """
 
 
-def test_prefill_server_with_a_silent_ucx_port_delays_no_other():
+def test_prefill_server_with_a_silent_ucx_port_does_not_delay_other_servers():
     assert "PeerUnreachable(" in run_program(UNREACHABLE, UCX_TLS="tcp,self")
 
 
@@ -216,5 +216,5 @@ os._exit(0)
 
 
 def test_closed_agent_writes_nothing_when_its_stopped_peer_continues():
-    """Releasing READs and deregistering memory is not enough: then late bytes arrive."""
+    """If READs were only released and memory deregistered, late bytes would arrive."""
     assert "late: 0\n" in run_program(STOPPED, UCX_TLS="tcp,self")

@@ -66,7 +66,7 @@ def test_handshake_backoff_doubles_up_to_a_bound():
     assert +peers.outcomes == {"ok": 1, "peer_unreachable": 10}
 
 
-def test_failed_pull_repeats_the_handshake_but_keeps_a_backoff():
+def test_failed_pull_repeats_the_handshake_but_does_not_end_a_backoff():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.on_metadata(peer, metadata(), 0.0)

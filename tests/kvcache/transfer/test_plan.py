@@ -60,7 +60,7 @@ def check_direct(case: Case, d_rank: int) -> None:
 def test_local_layers_move_only_their_window_of_long_prompts(
     windows, max_len, heads, head_dim, window
 ):
-    """Of 131,072 tokens, the bytes moved do not depend on the block sizes.
+    """The bytes moved of 131,072 tokens do not depend on the block sizes.
 
     P has freed the blocks that the windows have passed.
     """
@@ -218,7 +218,7 @@ def side(
 
 
 def scattered(of: Side) -> Side:
-    """A side with blocks in steps of two: no two of them are neighbours on both sides."""
+    """A side with every second block, so that no two blocks are neighbours in memory."""
     count = len(of.blocks)
     return dataclasses.replace(
         of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
@@ -229,7 +229,7 @@ def scattered(of: Side) -> Side:
     ("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"]
 )
 def test_ranks_that_share_tokens_start_at_different_copies(dcp, tokens):
-    """Every rank of P has the latent. Each rank of D reads from another one."""
+    """Every rank of P has the latent. No two ranks of D read from the same rank."""
     p = side(4, tokens=tokens)
     d = Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
     case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
@@ -249,7 +249,7 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
     assert not any(a & b for i, a in enumerate(written) for b in written[:i])
 
 
-def test_cheaper_path_wins_and_explanation_names_the_other():
+def test_cheaper_path_wins_and_explanation_names_the_rejected_path():
     case = simple(side(1, 16), side(1, 64))
     descriptors_cost = case.plan(
         0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20
@@ -262,7 +262,7 @@ def test_cheaper_path_wins_and_explanation_names_the_other():
     assert neighbours.descriptors == round(neighbours.estimated_s) == 1
 
 
-def test_staging_memory_below_two_peer_blocks_leaves_the_direct_path():
+def test_staging_memory_below_two_peer_blocks_makes_the_path_direct():
     case = simple(side(1, 16), side(1, 64))
     block = 16 * 8 * 2 * 2 * 4 * 4
     plan = case.plan(0, staging_bytes=2 * block - 1)

@@ -1,4 +1,4 @@
-"""A peer is connected to and measured before its first pull is planned."""
+"""The link to a peer is connected and measured before its first pull is planned."""
 
 import logging
 from typing import Any
@@ -25,7 +25,7 @@ BLOCKS = [3, 1, 7]
 
 
 def measured(decode: Decode) -> Any:
-    """The measured costs of the only peer; None without a measurement."""
+    """The measured costs of the only peer; None if it was not measured."""
     (peer,) = decode.workers[0]._peers.values()
     return peer.link.costs if peer.link else None
 
@@ -47,7 +47,7 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 def stalled_probe(
     rig: Any, pull_ids: list[str], **options: Any
 ) -> tuple[Prefill, Decode]:
-    """Pulls that wait for a probe, which does not end before the agent's `resume`."""
+    """Pulls that wait for a probe that does not end before the agent's `resume`."""
     prefill = rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, **options)
     decode.agents[0].stall()

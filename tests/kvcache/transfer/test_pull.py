@@ -168,9 +168,9 @@ def edited(rank: Any = None, compat: Any = None, **changes: Any) -> dict[str, An
     """Options of a prefill side that sends metadata with wrong values.
 
     Args:
-        rank: values of its first rank.
-        compat: values of its CompatRecord.
-        changes: values of its EngineMetadata.
+        rank: changed values of the first rank's RankMetadata.
+        compat: changed values of the CompatRecord.
+        changes: changed values of the EngineMetadata.
     """
 
     def edit(metadata: Any) -> Any:
@@ -263,7 +263,7 @@ def test_silent_address_times_out_and_is_remembered_for_its_backoff(rig, port):
     assert "--side-channel-host" in failed.error.message
     rig(
         Prefill, port=port, incarnation=remote.incarnation
-    )  # it is back, but gets no request
+    )  # the peer is back, but gets no request
     decode.coordinator.connect(remote)
     assert decode.wait(PeerDecided) == failed
     decode.coordinator.pull("a", remote, 0, 8, [3])
@@ -309,9 +309,7 @@ def test_open_circuit_allows_a_single_pull_after_the_backoff(rig, caplog):
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
-        failed = decode.wait(
-            *ENDINGS
-        )  # the READ, or one at first contact over the next link
+        failed = decode.wait(*ENDINGS)  # the READ, or a probe of the next link
         assert isinstance(failed.error, TransferFailed | PeerUnreachable)
     message = [line for line in caplog.records if line.name.endswith("coordinator")]
     assert [("UCX_TCP_PORT_RANGE" in line.message) for line in message].count(True) == 1

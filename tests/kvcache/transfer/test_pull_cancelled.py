@@ -9,7 +9,7 @@ from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
-def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig):
+def test_cancel_during_a_read_waits_for_the_read_and_posts_nothing_more(rig):
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     prefill = rig(Prefill)
     decode = rig(Decode, limits=limits)
@@ -63,7 +63,7 @@ def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
     assert prefill.server.counters()["held"] == 0
 
 
-def test_closing_engine_keeps_untouched_lent_leases_for_other_engines(rig):
+def test_closing_engine_does_not_abort_untouched_lent_leases(rig):
     prefill = rig(Prefill)
     ending = rig(Decode)
     other = rig(Decode)

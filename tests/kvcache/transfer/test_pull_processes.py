@@ -150,5 +150,5 @@ os._exit(0)
 
 
 def test_pull_from_a_stopped_peer_is_undrained_until_its_reads_end():
-    """TCP is used, because there the READs from a stopped peer stay active."""
+    """The READs use TCP, because over TCP, READs from a stopped peer stay active."""
     assert f"{PullDrained('d')}\n" in run_program(STOPPED, UCX_TLS="tcp,self")

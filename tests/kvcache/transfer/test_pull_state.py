@@ -137,9 +137,7 @@ def test_the_fence_waits_for_every_rank():
         ("mixed", "mapped", "mixed"),
     ],
 )
-def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
-    first, second, expected_path
-):
+def test_path_is_mixed_if_ranks_read_by_several_paths(first, second, expected_path):
     pull = reading()
     pull.on_report(ended(0, path=first), now=2.0)
     pull.on_report(ended(1, path=second), now=2.0)
@@ -234,7 +232,7 @@ class PullMachine(RuleBasedStateMachine):
     )
     def begin(self, ranks: int, begun: bool, verified: str) -> None:
         self.verified = verified
-        self.rank_digests = set[bytes]()  # of this engine's ranks
+        self.rank_digests = set[bytes]()  # digests of this engine's ranks
         self.digest_request: GetDigest | None = None
         self.lender_digest: bytes | None = None
         self.now = 0.0
@@ -395,7 +393,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @invariant()
     def draining_reads_are_stopped_and_reported_if_they_hang(self) -> None:
-        """Their blocks are quarantined, whether the pull failed or was cancelled."""
+        """The pull's blocks are then quarantined, after a failure and after a cancel."""
         assert self.stopped or self.pull.phase is not Phase.DRAINING
         if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
             hung = PullStuck if self.cancelled else PullFailed

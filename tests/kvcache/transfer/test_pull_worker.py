@@ -102,7 +102,7 @@ class _Stuck(MemoryAgent):
         return super().read(*args, **options)
 
 
-def test_stuck_thread_ends_the_rank_and_hanging_reads_do_not(rig, monkeypatch):
+def test_stuck_thread_ends_the_rank_but_hanging_reads_do_not(rig, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_CHECK_S", 0.05)
@@ -113,7 +113,7 @@ def test_stuck_thread_ends_the_rank_and_hanging_reads_do_not(rig, monkeypatch):
     rank.link.send(AddPeer(prefill.metadata))
     rank.start()
     time.sleep(0.5)
-    assert not ended  # while it is idle
+    assert not ended  # while the worker is idle
     agent.stuck.set()
     rank.link.send(order(prefill, "a"))
     assert agent.posting.wait(DEADLINE_S)

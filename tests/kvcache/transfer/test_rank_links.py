@@ -67,19 +67,19 @@ def test_busy_rank_loses_no_command(links):
     assert links.commands(0, len(names)) == names
 
 
-def test_end_of_a_rank_is_no_error(links):
+def test_end_of_a_rank_is_not_an_error(links):
     ended_rank, stays = links.ranks
     ended_rank.close()
     links.run_round()
     links.links.broadcast(StopPull("a"))
     assert links.commands(1, 1) == ["a"] and not links.received
     links.links.close()
-    assert stays.receive(DEADLINE_S) == []  # the end of rank 0 is no error either
+    assert stays.receive(DEADLINE_S) == []  # the end of rank 0 is not an error either
     stays.report(ended(1))
     links.links = stays
 
 
-def test_delayed_reports_reach_rank_0_without_another_command(links):
+def test_delayed_reports_reach_rank_0_without_a_second_command(links):
     link = links.ranks[0]
     num_reports = 0
     while link._wire is None or not link._wire.has_unsent:

@@ -1,4 +1,4 @@
-"""Staged transfers: the sizes of their chunks, and the placing of them."""
+"""Staged transfers: the sizes of chunks, and placing out of slots."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_chunks_of_cpu_reads_are_equal_except_the_last():
     assert len(set(equal)) == 1 and 0 < last <= equal[0]
 
 
-def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer():
+def test_chunks_between_gpus_are_fewer_if_each_chunk_cuts_the_runs_of_every_layer():
     fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
     case = simple(
         fresh, replace(fresh, order="BHLCND"), layers=32, head_dim=128, stop=8192
@@ -91,7 +91,7 @@ def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
 
 
 @pytest.mark.parametrize("kind", [MemoryPlacer, Placer])
-def test_staging_memory_uses_its_placer(kind):
+def test_staging_memory_places_with_the_given_placer(kind):
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool, kind(pool))
     staging.bind_thread()

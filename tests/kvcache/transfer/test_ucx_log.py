@@ -7,7 +7,8 @@ from kvcache import transports as ucx_log
 from kvcache.transports import UcxLog, UcxRead, parse_reads, warning_lines
 from tests.rigs.process_pair import run_program
 
-# As UCX 1.23 prints it: all tables, and later only those of the requested kind.
+# The log as UCX 1.23 prints it: first with all tables, then with those of the requested
+# kind alone.
 PRINTED = """\
 [1795251059.655555] [vm:17632:0]   +--------+-------------+------------------------------------+
 [1795251059.655555] [vm:17632:0]   | d-df28639e26204d279b937d self cfg#0                       |

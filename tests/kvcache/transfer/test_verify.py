@@ -90,7 +90,7 @@ def test_pull_fails_with_lease_gone_if_the_lease_ends_while_the_digest_is_comput
 
 
 def test_pull_fails_with_lease_gone_not_corrupt_if_the_lease_ends_after_the_digest(rig):
-    """A suspended D, for example, is no corruption of its KV."""
+    """If D was suspended, for example, its KV is not corrupt: P's blocks have changed."""
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")
     decode.agents[0].stall()

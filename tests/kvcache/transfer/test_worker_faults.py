@@ -62,7 +62,7 @@ class Faults:
 class FaultyAgent(MemoryAgent):
     """An agent with calls that may raise TransferFailed or any other exception.
 
-    A posted READ still has to end, whatever `poll` raises.
+    A posted READ has to end even if `poll` raises an exception.
     """
 
     def __init__(self, faults: Faults, network: Any = None) -> None:
@@ -79,7 +79,7 @@ class FaultyAgent(MemoryAgent):
     def poll(self, handle: ReadHandle) -> ReadState:
         self._faults.may_raise()
         if self._faults.strike():
-            return handle.state  # as if it had not ended
+            return handle.state  # as if the READ had not ended
         if self._faults.strike():
             self.fail()
         return super().poll(handle)

@@ -13,7 +13,7 @@ box is one contiguous run; `h1 L0 K` is the keys of head 1 in layer 0; `n0..` co
 tokens of one block.
 
 BHLCND (default): everything that one head has in one block is ONE run. So a head slice
-of a block is one descriptor for all layers, and a complete block is one as well.
+of a block needs one descriptor for all layers, and so does a complete block.
 
     block 0                                                     block 1
     [ h0: L0 K n0.. | L0 V | L1 K | L1 V ][ h1: L0 K n0.. | .. ][ h0: .. ][ h1: .. ]

@@ -67,7 +67,7 @@ class LeaseTable:
         # A heap. A renewal adds an entry and leaves the old one in the heap.
         self._deadlines: list[tuple[float, str]] = []
         self._ended: list[EndedLease] = []
-        self.ended_counts = Counter[LeaseOutcome]()  # since the start
+        self.ended_counts = Counter[LeaseOutcome]()  # all ended leases, by outcome
 
     @property
     def num_held(self) -> int:

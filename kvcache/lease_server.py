@@ -62,7 +62,7 @@ _MAX_REQUEST_BYTES = 4 << 10
 # Lookups that wait for the engine. Any lookup beyond this number is answered at once,
 # as if no prefix matched.
 _MAX_LOOKUPS = 64
-_MAX_UNSENT_BYTES = 64 << 20  # of replies to one peer
+_MAX_UNSENT_BYTES = 64 << 20  # unsent replies to one peer
 _MAX_UNAUTHENTICATED = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections accepted at a time
 # Digests computed concurrently. Beyond this number, a request gets no answer, and the
@@ -88,8 +88,8 @@ class LeaseServer:
         on_event: Called by the thread when `drain_ended` or `lookups` has entries; must
             not block.
         bind_host: The local address to listen on, if it is not `host`.
-        digest: Starts to compute a digest of the KV in some blocks. It may call
-            `on_sums` in any thread.
+        digest: Starts to compute a digest of the KV in blocks, and later calls
+            `on_sums`, in any thread.
         max_tokens: Largest number of tokens in a lookup.
 
     Attributes:
@@ -114,7 +114,7 @@ class LeaseServer:
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
-        self._lock = threading.RLock()  # of leases, offers and wires
+        self._lock = threading.RLock()  # guards leases, offers and wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
         self._counters = Counter[str]()
@@ -129,7 +129,8 @@ class LeaseServer:
         self._digesting: dict[str, Wire] = {}
         self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_tokens
         self.lookups: deque[tuple[Lookup, Wire]] = deque()
-        self._calls: deque[Callable[[], None]] = deque()  # from other threads
+        # Calls that any thread has queued for the server's thread.
+        self._calls: deque[Callable[[], None]] = deque()
         self._wires: set[Wire] = set()
         # Connections without an authentic message yet, oldest first.
         self._unauthenticated: dict[Wire, None] = {}

@@ -208,7 +208,7 @@ class Offers(Generic[R]):
     # -- calls for readers
 
     def subscribe(self, request: Subscribe, reader: R, now: float) -> Ok | LeaseEnded:
-        """Adds or renews a subscription, and renews the lease of its prompt.
+        """Adds or renews a subscription, and renews the lease of the prompt.
 
         `take_messages` returns the subscription's messages.
 
@@ -246,7 +246,7 @@ class Offers(Generic[R]):
 
         Args:
             lease_or_transfer_id: The transfer id if the reader has no lease id yet.
-            lends: Do not give up the offer, because another reader may subscribe.
+            lends: Do not give up the offer, because a new reader may subscribe.
         """
         transfer_id = self._transfer_ids.get(lease_or_transfer_id, lease_or_transfer_id)
         offer = self._offers.get(transfer_id)

@@ -55,7 +55,7 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if hasattr(self, "mapping"):
-            os.close(self.fd)  # the mapping has a descriptor of its own
+            os.close(self.fd)  # the mapping does not need this descriptor
 
 
 def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:

@@ -4,7 +4,7 @@ The ranks of a context-parallel group hold the same KV heads, and each rank stor
 tokens of every sequence. If a sequence is cut into pieces of `block_size` tokens, piece
 i is on rank i % size of the group. All ranks use the same block ids and one block
 table. A block of the allocator has `size * block_size` tokens; each rank stores
-`block_size` of these.
+`block_size` of these tokens.
 """
 
 from collections.abc import Sequence

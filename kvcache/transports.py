@@ -40,7 +40,7 @@ _CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
 # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE: fallocate frees a part of a file and keeps
 # the file's size.
 _PUNCH_HOLE = 0x1 | 0x2
-# Prefixes of the transports of verbs and EFA: rc_mlx5, dc_x and others.
+# The first parts of the names of RDMA transports (verbs and EFA), such as rc_mlx5.
 _RDMA = ("rc", "dc", "ud", "srd", "gga")
 
 GPU_FIX = (
@@ -286,9 +286,9 @@ def _ucx_modules() -> tuple[str, ...]:
 
 
 def _ptrace_scope() -> int:
-    """The kernel's limit on reading other processes: 0 or 1 let the same user read.
+    """The setting kernel.yama.ptrace_scope; 0 for a kernel without Yama.
 
-    The default is 0, for kernels without Yama.
+    With 0 or 1, a process may read the memory of processes of the same user.
     """
     try:
         return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())

@@ -87,7 +87,7 @@ class PeerLink:
             "VRAM" if on_gpu else "DRAM",
         )
         self.between_gpus = self._kinds == ("VRAM", "VRAM")
-        self._names: dict[int, str] = {}  # of the server's agents, by rank
+        self._agent_names: dict[int, str] = {}  # names of the server's agents, by rank
         self._closing = threading.Event()
         name = f"link-{metadata.engine_id}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -115,7 +115,7 @@ class PeerLink:
         """
         remote = self._metadata.ranks[read.remote_rank]
         return self.agent.read(
-            self._names[read.remote_rank],
+            self._agent_names[read.remote_rank],
             read.local_offsets + base_address,
             read.remote_offsets + remote.base_address,
             read.lengths,
@@ -192,7 +192,7 @@ class PeerLink:
         """Adds the server's ranks as peers of the agent, and measures the link."""
         for end in self._ranks:
             agent_metadata = self._metadata.ranks[end.rank].agent_metadata
-            self._names[end.rank] = agent.add_peer(agent_metadata)
+            self._agent_names[end.rank] = agent.add_peer(agent_metadata)
         if not self._probes:
             return
         name = self._metadata.engine_id

@@ -86,7 +86,7 @@ class TransferWorker:
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._num_rounds = 0
-        self._failures: list[Exception] = []  # since the last round without a failure
+        self._failures: list[Exception] = []  # of the latest rounds that all failed
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank.number}")
         self._watchdog = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
@@ -250,7 +250,7 @@ class TransferWorker:
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # the pull has ended, so none of its READs is active
+                else:  # the pull has ended, so no READ of the pull is active
                     self.digester.stop(pull_id)
                     self._report_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
@@ -309,9 +309,9 @@ class TransferWorker:
                 peer.link.close()
 
     def _close_hanging_links(self) -> None:
-        """Closes links if all their active READs hang and a stopped job owns some.
+        """Closes a link if all its active READs hang, some of them of a stopped job.
 
-        Closing a link ends its READs, so the stopped job can end.
+        Closing a link ends its READs, so that the stopped job can end.
         """
         jobs = self._jobs.values()
         hanging_peers = {

@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # the largest word that a thread moves at once
 NUM_PARAMETERS = 3 + 4 * 6  # without the scale factors
-MAX_UNITS = (1 << 31) - 1  # of one launch: unit numbers have 32 bits
+MAX_UNITS = (1 << 31) - 1  # units of one launch: their numbers have 32 bits
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48

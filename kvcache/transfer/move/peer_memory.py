@@ -28,7 +28,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-EXTRA_KEY = "mapped"  # in RankMetadata.extra
+EXTRA_KEY = "mapped"  # the key of the offer in RankMetadata.extra
 # Identifies this process and its forks. A pid does not: processes in two containers may
 # have equal pids.
 _PROCESS = secrets.token_bytes(16)

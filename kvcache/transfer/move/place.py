@@ -25,7 +25,7 @@ from protocol.handshake import RankMetadata
 # Moving a head's elements as wider words is faster, where the sizes allow it.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 ALL_BYTES = 1 << 62
-_MAX_SLOTS = 4  # of staging memory
+_MAX_SLOTS = 4  # slots of one staging memory
 
 
 class Placer:
@@ -288,11 +288,13 @@ def _view(
     start: int,
     step: int,
 ) -> torch.Tensor:
-    """A view of `count` pieces. The first starts at byte `start`, others `step` apart.
+    """A view of `count` equally spaced pieces.
 
     Args:
-        layout: the layout of the memory that `words` is.
+        layout: the layout of the memory.
         words: the memory, as words or elements.
+        start: byte at which the first piece starts.
+        step: bytes from the start of one piece to the start of the next one.
     """
     word_bytes = words.element_size()
     sizes = axes_of(copy)

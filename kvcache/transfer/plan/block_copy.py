@@ -44,8 +44,8 @@ class Side(NamedTuple):
     def byte_offsets(self, tokens: IntArray) -> IntArray:
         """Byte offsets of tokens in the memory.
 
-        The offset of a token is that of its first element in layer 0 and component 0 of
-        the first copied head.
+        The offset of a token is the offset of the token's first element, in layer 0,
+        component 0 and the first copied head.
         """
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)

@@ -7,7 +7,7 @@ head. If several ranks of P hold it, they take turns, block by block, so that no
 them becomes a hot spot.
 
 Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the
-same heads, each for the tokens of its own stripe (kvcache/stripe.py).
+same heads. Each of these ranks stores the tokens of one stripe (kvcache/stripe.py).
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class HeadGroup(NamedTuple):
     Several owners hold copies of the same heads and take turns.
     """
 
-    heads: range  # of the model
+    heads: range  # numbers of the model's KV heads
     owners: tuple[int, ...]  # ranks of P; with a dcp, complete context-parallel groups
 
 

@@ -50,11 +50,11 @@ _MAX_DECISIONS = 1024
 class TransferPlan:
     """The steps by which one rank of D gets its KV."""
 
-    path: str  # "direct", "staged", or "mixed" for steps of both
-    transfer: Transfer  # of the first layer group, if there are several
+    path: str  # "direct", "staged", or "mixed" for steps of both paths
+    transfer: Transfer  # if there are several layer groups: that of the first group
     steps: tuple[Step, ...]
     estimated_s: float
-    reason: str
+    reason: str  # why this path was chosen, for the operator
 
     @property
     def reads(self) -> Iterator[ReadDescriptors]:

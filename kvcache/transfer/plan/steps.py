@@ -41,7 +41,7 @@ ALIGN_BYTES = 64
 class SlotMemory(NamedTuple):
     """The part of a slot for one head group."""
 
-    heads: range  # of the model
+    heads: range  # numbers of the model's KV heads
     layout: KVLayout
     base: int  # bytes from the start of the slot
 
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
     All pulls between two engines use slots of the same layouts.
     """
 
-    memories: tuple[SlotMemory, ...]  # by head group
+    memories: tuple[SlotMemory, ...]  # one memory for each head group
     nbytes: int
     token_bytes: int  # bytes read for each token
 

@@ -87,8 +87,8 @@ class PullCoordinator:
         compat: the compatibility record of this engine.
         secret: the cluster secret, for messages on the side channel.
         convert: accept peers with a different KV dtype or KV scales.
-        dcp, block_size: of this engine's ranks. With a dcp above 1, block_size must be
-            a multiple of the peer's block size.
+        dcp, block_size: as in Endpoint and KVLayout of this engine's ranks. With a dcp
+            above 1, block_size must be a multiple of the peer's block size.
         verify: which digests are compared before the fence: "off", "sample", "all".
 
     Attributes:
@@ -125,7 +125,7 @@ class PullCoordinator:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ, self._run_calls)
         self._ranks = RankLinks(ends, self._selector, self.report)
-        self._commands: list[Command] = []  # for rank 0
+        self._commands: list[Command] = []  # commands that rank 0 has not received
         on_reply = partial(self._try, self._take_reply)
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._due = 0.0  # when `_tick` has something to do

@@ -172,7 +172,7 @@ class LeaseClient:
             self._lose(link)
 
     def _connect(self, link: _Link) -> None:
-        """Connects, in a thread of its own: resolving a name may take seconds."""
+        """Connects. Runs in a separate thread, as resolving a name may take seconds."""
         sock = None
         try:
             sock = socket.create_connection(link.address, _CONNECT_TIMEOUT_S)

@@ -111,7 +111,7 @@ class PeerDecided(msgspec.Struct, frozen=True):
 
 
 class PullBegun(msgspec.Struct, frozen=True):
-    """P still computes the prompt, and has leased the first of its blocks."""
+    """P still computes the prompt, and has leased the prompt's first blocks."""
 
     pull_id: str
     lease_id: str

@@ -118,8 +118,8 @@ class PullState:
         self._fence_began = now
         # The first renewal is sent at once, because the lease may have ended already.
         self._next_renewal = now
-        self._timeout = _NEVER  # of the phase
-        self._next_retry = _NEVER  # of COMPLETE or GetDigest
+        self._timeout = _NEVER  # when the phase times out
+        self._next_retry = _NEVER  # when to repeat COMPLETE or GetDigest
         # While P computes the prompt, the pull fails without an answer by this time.
         self._answer_deadline = _NEVER
         if self._grows:

@@ -42,7 +42,7 @@ _MAX_RECEIVING_SHARE = 0.75
 
 
 class BlockState(IntEnum):
-    """The one state of a block."""
+    """The state of a block; the header of this file defines the states."""
 
     FREE = 0
     USED = 1
@@ -254,7 +254,10 @@ class BlockAllocator:
         self._cached[block] = True
 
     def unmark_cached(self, block: int) -> None:
-        """Records that the prefix index dropped its entry; CACHED becomes FREE."""
+        """Records that the prefix index has dropped a block's entry.
+
+        A CACHED block becomes FREE.
+        """
         (block,) = self._checked("unmark as cached", (block,), self.is_cached)
         self._cached[block] = False
         self._update_state(block)
@@ -373,9 +376,9 @@ class BlockAllocator:
             )
 
     def _check_block(self, block: int) -> None:
-        """Checks that the state follows from the references.
+        """Checks that the state of a block follows from its counts.
 
-        Blocks in exclusive states, and block 0, must have no references.
+        A block in an exclusive state, and block 0, must have no uses, leases or mark.
         """
         state = self._states[block]
         has_no_references = state in _EXPOSED or block == NULL_BLOCK

@@ -64,7 +64,8 @@ class LeaseTable:
     def __init__(self) -> None:
         self._held: dict[str, _HeldLease] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
-        # A heap. A renewal adds an entry and leaves the old one in the heap.
+        # A heap of (deadline, lease id). A renewal adds an entry. The old entry stays
+        # in the heap; `expire` ignores it.
         self._deadlines: list[tuple[float, str]] = []
         self._ended: list[EndedLease] = []
         self.ended_counts = Counter[LeaseOutcome]()  # all ended leases, by outcome
@@ -125,7 +126,7 @@ class LeaseTable:
         return True
 
     def blocks(self, lease_id: str, now: float) -> tuple[int, ...] | None:
-        """The held blocks; None if the lease is gone."""
+        """The blocks of a held lease; None if the lease is gone."""
         self.expire(now)
         lease = self._held.get(lease_id)
         return None if lease is None else lease.block_ids

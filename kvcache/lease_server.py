@@ -146,7 +146,7 @@ class LeaseServer:
     def start(self) -> None:
         self._thread.start()
 
-    # -- calls of any thread
+    # -- calls from any thread
 
     def grant(self, request_id: str, block_ids: Iterable[int], lease_s: float) -> str:
         """Leases blocks for `lease_s` seconds from now and returns the lease id."""

@@ -134,7 +134,7 @@ class PrefixIndex:
     def _start_node(self, cursor: PrefixCursor, max_depth: int) -> _Node:
         """The deepest node of the cursor's sequence that is still in the tree.
 
-        It is at most `max_depth` blocks deep.
+        The node is at most `max_depth` blocks deep.
         """
         node = cursor.node
         if node is None or not node.blocks:

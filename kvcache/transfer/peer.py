@@ -70,7 +70,7 @@ class Peer:
             self.connect()
         try:
             self._get_planner()
-        except PlanError as error:  # every pull will fail with it
+        except PlanError as error:  # every pull will fail with this error
             logger.warning(
                 "no KV can be pulled from prefill server %s: %s", self.engine_id, error
             )

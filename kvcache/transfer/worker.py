@@ -324,7 +324,10 @@ class TransferWorker:
                 job.idle_s for job in jobs if job.peer is peer and job.num_active
             )
             if idle_s >= _TEAR_DOWN_S:
-                peer.link.close(TransferFailed("READs hang"))
+                error = TransferFailed(
+                    f"READs have hung for {_TEAR_DOWN_S:g} s; closing the connection"
+                )
+                peer.link.close(error)
 
     def _bypass_hanging_staging(self) -> None:
         """Makes jobs stop waiting for staging memory if its owner hangs.
@@ -369,7 +372,7 @@ class TransferWorker:
     def _report_end_with_digest(
         self, pull_id: str, scope: Scope, blocks: Sequence[int], **fields: Any
     ) -> None:
-        """Reports the end of a Pull or of a DigestOrder once the digest is computed."""
+        """Computes a digest, then reports the end of a Pull or of a DigestOrder."""
 
         def report(part: DigestPart | None) -> None:
             if part is None:

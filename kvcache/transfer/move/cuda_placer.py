@@ -59,7 +59,7 @@ _MAX_ENGINE_COPIES = 128
 
 
 class Kind(NamedTuple):
-    """The constants of a compiled kernel."""
+    """The constants for which a kernel is compiled."""
 
     source_dtype: str
     target_dtype: str
@@ -212,7 +212,7 @@ class CudaPlacer(Placer):
             try:
                 with torch.cuda.device(self._pool.device):
                     self._launch(kind, *[self._pool.base_address] * 5, 0)
-            except Exception as error:  # whatever the driver or the compiler lacks
+            except Exception as error:  # of any type, from the driver or the compiler
                 self._failed[kind] = repr(error)
         if self._failed:
             reasons = "; ".join(sorted(set(self._failed.values())))

@@ -22,7 +22,8 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.steps import Step
 from protocol.handshake import RankMetadata
 
-# Moving a head's elements as wider words is faster, where the sizes allow it.
+# The elements of a head are copied as words of the first of these dtypes that fits the
+# sizes and addresses: the larger the words, the faster the copy.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 ALL_BYTES = 1 << 62
 _MAX_SLOTS = 4  # slots of one staging memory
@@ -45,7 +46,7 @@ class Placer:
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
 
     def bind_thread(self) -> None:
-        """Prepares the thread that uses this placer; called there once."""
+        """Prepares the thread that uses this placer; that thread calls it once."""
         if self._stream is not None:
             torch.cuda.set_device(self._pool.device)
 
@@ -145,7 +146,7 @@ class StagingBuffer:
         self._launches: list[deque[Any]] = [deque() for _ in range(_MAX_SLOTS)]
 
     def bind_thread(self) -> None:
-        """Prepares the thread that uses this memory; called there once."""
+        """Prepares the thread that uses this memory; that thread calls it once."""
         self._placer.bind_thread()
 
     @property

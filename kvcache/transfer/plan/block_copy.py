@@ -75,7 +75,7 @@ class BlockCopy(NamedTuple):
         return len(self.sources) * self.piece_bytes
 
     def part(self, first: int, count: int) -> "BlockCopy":
-        """A copy of only `count` pieces, from number `first` on."""
+        """The same copy, restricted to `count` pieces from number `first` on."""
         pieces = slice(first, first + count)
         return self._replace(sources=self.sources[pieces], targets=self.targets[pieces])
 
@@ -93,10 +93,10 @@ class Axis(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A piece as an outer product: one run of `run_bytes` at each index of the axes."""
+    """The runs of a piece: one run of `run_bytes` for each combination of indices."""
 
     run_bytes: int
-    axes: tuple[Axis, ...]  # outermost of the target first
+    axes: tuple[Axis, ...]  # in the target's order, outermost axis first
 
     @property
     def num_runs(self) -> int:

@@ -18,7 +18,7 @@ from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_PROBE_BYTES = 256 << 10
 _PROBE_GROWTH = 4  # factor from the bytes of one long probe to those of the next one
-_MIN_PROBE_S = 0.002  # a long probe that takes less is too short to measure the link
+_MIN_PROBE_S = 0.002  # a long probe that takes less time is not exact enough
 _NUM_SHORT_RUNS = 512
 _SHORT_RUN_BYTES = 256
 
@@ -99,6 +99,7 @@ class Sample(NamedTuple):
     """One probe and its measured time.
 
     Attributes:
+        descriptors: number of runs.
         at_once: the READ ended within its post, because the posting thread copied.
     """
 

@@ -87,9 +87,9 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
 
 
 class HeadGroup(NamedTuple):
-    """Heads that a rank of D reads from the same owners.
+    """Heads that a rank of D reads from the same ranks of P, the owners.
 
-    Several owners hold copies of the same heads and take turns.
+    If there are several owners, all of them hold these heads, and they take turns.
     """
 
     heads: range  # numbers of the model's KV heads

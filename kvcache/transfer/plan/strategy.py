@@ -78,7 +78,7 @@ def describe_runs(num_runs: int, nbytes: int, seconds: float) -> str:
 
 
 def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
-    """The cheapest strategy that reads straight into the pool."""
+    """The estimate of the cheapest strategy that reads straight into the pool."""
     estimates = [
         _estimate(transfer, TransferStrategy(False, whole_blocks), costs, 0)
         for whole_blocks in (False, True)
@@ -89,7 +89,7 @@ def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
 def cheapest_staged(
     transfer: Transfer, costs: CostModel, staging_bytes: int
 ) -> Estimate:
-    """The cheapest strategy that stages a transfer of at least one token.
+    """The estimate of the cheapest staged strategy, for at least one token.
 
     Raises:
         PlanError: half the staging memory is smaller than one block.

@@ -237,7 +237,7 @@ class PullCoordinator:
         return Counter({**self._counters, "pulls_open": len(self._pulls)})
 
     def handshakes(self) -> dict[str, int]:
-        """Ended handshakes by outcome: "ok", or the code of the error."""
+        """Number of ended handshakes, by "ok" or the code of the error."""
         return dict(self._peers.outcomes)
 
     # -- called by rank 0's worker
@@ -287,12 +287,12 @@ class PullCoordinator:
         self._waker.close()
 
     def _call(self, call: Callable[[], object]) -> None:
-        """Lets the worker's thread make a call."""
+        """Queues a call for the worker's thread."""
         self._calls.append(call)
         self.wake()
 
     def _run_calls(self) -> None:
-        """Makes the calls of other threads."""
+        """Makes the queued calls."""
         self._waker.clear()
         for _ in range(len(self._calls)):
             self._try(self._calls.popleft())

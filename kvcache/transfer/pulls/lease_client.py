@@ -119,7 +119,7 @@ class LeaseClient:
         return min((link.retry_at for link in self._links.values()), default=_NEVER)
 
     def tick(self) -> None:
-        """Retries the connections that are due."""
+        """Begins the attempts to connect that are due."""
         now = self._clock()
         for link in self._links.values():
             if link.retry_at <= now:
@@ -208,7 +208,7 @@ class LeaseClient:
                 self._flush(link, wire)
 
     def _lose(self, link: _Link) -> None:
-        """Drops the connection and schedules the next attempt."""
+        """Drops the connection, if any, and schedules the next attempt to connect."""
         now = self._clock()
         if link.wire is not None:
             link.since = now

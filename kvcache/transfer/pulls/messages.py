@@ -36,7 +36,7 @@ from protocol.messages import ErrorInfo, KVHint, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
-# Why a pull was not verified, by PullDone.verified.
+# Why pulls with these values of PullDone.verified were not verified.
 UNVERIFIED = {
     "converted": (
         "the two servers have different KV dtypes or KV scales, so the bytes differ"

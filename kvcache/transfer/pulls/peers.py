@@ -41,7 +41,11 @@ CIRCUIT_OPENED = (
 
 
 def unreachable(address: tuple[str, int], failure: str) -> PeerUnreachable:
-    """The error for a failure of a side channel, with the options to check."""
+    """The error for a failure of a side channel, with the options to check.
+
+    Args:
+        failure: what has failed, as the predicate of a sentence about the side channel.
+    """
     return PeerUnreachable(
         f"the prefill server's side channel at {address[0]}:{address[1]} {failure}; "
         "if the server runs, set its --side-channel-host and --side-channel-port so "
@@ -273,7 +277,7 @@ def is_converted(local: CompatRecord, remote: CompatRecord) -> bool:
 def misfit_of(
     remote: RemotePrefill, metadata: EngineMetadata
 ) -> PeerIncompatible | None:
-    """Why a reference does not fit the engine that it names; None if it fits."""
+    """The error if a reference contradicts the metadata of its engine, else None."""
     if remote.transfer_id is not None:
         # The reference is an offer; its blocks come from the engine itself.
         return None

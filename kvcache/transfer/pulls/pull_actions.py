@@ -20,7 +20,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class RecordPeerFailure:
-    """Counts a failure in the peer's circuit breaker.
+    """The action to count a failure in the peer's circuit breaker.
 
     The peer's metadata may be wrong, so the next pull repeats the handshake.
     """

@@ -132,7 +132,7 @@ class PullState:
 
     @property
     def hangs(self) -> bool:
-        """True if the pull was given up, and its READs did not end within the grace."""
+        """True if the pull was given up and its READs outlast `drain_grace_s`."""
         return self.phase is Phase.DRAINING and self._timeout == _NEVER
 
     @property
@@ -190,7 +190,7 @@ class PullState:
         if self.phase is Phase.DRAINING:
             return [] if self._reading else self._end_drained()
         if not report.complete:
-            error: BatonError = TransferFailed("READ stopped")
+            error: BatonError = TransferFailed(f"rank {report.rank} stopped reading")
             if report.error:
                 error = report.error.to_error()
             return self._fail_by_peer(error, now)
@@ -263,7 +263,7 @@ class PullState:
         if self._renews and now >= self._answer_deadline:
             error = PeerUnreachable(
                 f"{self._peer_address} did not report progress of the prompt within "
-                f"{self._settings.fence_timeout_s} s"
+                f"{self._settings.fence_timeout_s:g} s"
             )
             return actions + self._fail_by_peer(error, now)
         if now >= self._timeout:
@@ -347,7 +347,7 @@ class PullState:
             actions.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
             error = LeaseGone(
-                f"{self.remote.engine_id} computes the prompt again under another lease"
+                f"{self.remote.engine_id} computes the prompt again, under a new lease"
             )
             return self.fail(error, now)
         self._blocks[progress.first :] = progress.block_ids
@@ -426,16 +426,16 @@ class PullState:
         limit_s = self._settings.pull_timeout_s
         if self.phase is Phase.READING:
             if self._reading:
-                message = f"reading the KV from {peer} took longer than {limit_s} s"
+                message = f"reading the KV from {peer} took longer than {limit_s:g} s"
             elif self._scope:
-                message = f"{peer} sent no digest of its KV within {limit_s} s"
+                message = f"{peer} sent no digest of its KV within {limit_s:g} s"
             else:  # the prompt is slow, but the transfer has not failed
-                message = f"{peer} computed no more of the prompt within {limit_s} s"
+                message = f"{peer} did not continue the prompt within {limit_s:g} s"
                 return self.fail(PullTimeout(message), now)
             return self._fail_by_peer(PullTimeout(message), now)
         if self.phase is Phase.FENCING:
             limit_s = self._settings.fence_timeout_s
-            message = f"{peer} did not confirm the lease within {limit_s} s"
+            message = f"{peer} did not confirm the lease within {limit_s:g} s"
             return self._fail_by_peer(PeerUnreachable(message), now)
         # In DRAINING, `drain_grace_s` has passed, but READs are still active.
         self._timeout = _NEVER

@@ -21,14 +21,14 @@ class PullTable:
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id
         self._ticks: list[tuple[float, str]] = []  # heap of (time, pull id)
-        # Ended pulls, and whether their PullDrained was emitted.
+        # By id of an ended pull: whether a PullDrained was emitted. Oldest first.
         self._ended: OrderedDict[str, bool] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pulls)
 
     def __iter__(self) -> Iterator[PullState]:
-        """The open pulls. They may be ended while they are iterated over."""
+        """The open pulls. Pulls may end during the iteration."""
         return iter(list(self._pulls.values()))
 
     def get(self, pull_id: str) -> PullState | None:

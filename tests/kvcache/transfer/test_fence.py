@@ -45,7 +45,7 @@ class Gate:
         return mapper
 
     def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
-        """Pulls until all bytes of a lease are copied; the launch still appears active."""
+        """Pulls until all bytes of a lease are copied. The launch appears active."""
         remote: RemotePrefill = prefill.lease([5], 8)
         decode.coordinator.pull("a", remote, 0, 8, [3])
         assert self.launched.wait(DEADLINE_S)

@@ -41,11 +41,22 @@ class Prompt:
         self.num_done = 0
         host, port = prefill.server.address
         self.remote = replace(
-            REMOTE, host=host, port=port, engine_id=prefill.metadata.engine_id,
-            incarnation=prefill.metadata.incarnation, lease_id="", lease_s=60.0, block_ids=[],
-            block_size=0, num_tokens=NUM_TOKENS, tp_size=0, first_tokens=[], sender_releases=True,
-            transfer_id=name, prompt_digest="d",
-        )  # fmt: skip
+            REMOTE,
+            host=host,
+            port=port,
+            engine_id=prefill.metadata.engine_id,
+            incarnation=prefill.metadata.incarnation,
+            lease_id="",
+            lease_s=60.0,
+            block_ids=[],
+            block_size=0,
+            num_tokens=NUM_TOKENS,
+            tp_size=0,
+            first_tokens=[],
+            sender_releases=True,
+            transfer_id=name,
+            prompt_digest="d",
+        )
         for pool in prefill.pools:
             pool.canonical.fill_(-1.0)
         if is_expected:

@@ -75,8 +75,9 @@ def sides(rig: Any, **options: Any) -> tuple[Prefill, Decode, MemoryPlacer]:
 GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}), ({"tp": 1}, {"tp": 2}), ({"tp": 4}, {"tp": 2}), ({"tp": 8}, {"tp": 1}),
     ({"order": "LBCNHD"}, {"tp": 2, "order": "BHLCND"}),
-    ({"order": "LCBHND", "tp": 2}, {"order": "BLCHND"}), ({"block_size": 16}, {"block_size": 8}),
-    ({"block_size": 8}, {"block_size": 16}), ({"block_size": 5}, {"block_size": 12}),
+    ({"order": "LCBHND", "tp": 2}, {"order": "BLCHND"}),
+    ({"block_size": 16}, {"block_size": 8}), ({"block_size": 8}, {"block_size": 16}),
+    ({"block_size": 5}, {"block_size": 12}),
 ]  # fmt: skip
 
 

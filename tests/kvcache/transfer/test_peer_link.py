@@ -129,9 +129,15 @@ from tests.rigs.memory_pair import *
 
 
 def listening_ports():
-    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1][-4:], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+    files = Path("/proc/self/fd").iterdir()
+    open_files = {os.readlink(file) for file in files if file.is_symlink()}
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    return {
+        int(row[1][-4:], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in open_files
+    }
 
 
 other = Prefill(nixl_agent, engine_id="other")
@@ -189,7 +195,8 @@ def late_bytes(closes):
         reader.agent.close()
     else:
         reader.agent._agent.releaseXferReq(handle.key)
-        reader.agent._agent.deregisterMem(reader.agent._regions[0], [reader.agent._backend])
+        region = reader.agent._regions[0]
+        reader.agent._agent.deregisterMem(region, [reader.agent._backend])
     reader.into[:] = 0
     reader.peer.signal(signal.SIGCONT)
     serves_another(reader.peer)

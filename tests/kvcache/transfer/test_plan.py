@@ -69,10 +69,9 @@ def test_local_layers_move_only_their_window_of_long_prompts(
     stop = max_len
     moved = []
     for p_size, d_size in ((16, 16), (64, 16), (16, 128)):
-        sizes = heads, size, 2
         ends = [
             Endpoint(
-                KVLayout("BHLCND", 1 << 18, *sizes, n, head_dim, "bfloat16"),
+                KVLayout("BHLCND", 1 << 18, heads, size, 2, n, head_dim, "bfloat16"),
                 0,
                 1,
                 (),

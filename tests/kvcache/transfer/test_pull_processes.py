@@ -103,7 +103,8 @@ STOPPED = """
 import os, signal
 from tests.rigs.memory_pair import *
 from tests.kvcache.transfer.test_pull_processes import *
-prefill, other = (Child("prefill", num_blocks=BLOCKS, engine_id=name) for name in ("P", "other"))
+prefill = Child("prefill", num_blocks=BLOCKS, engine_id="P")
+other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
 limits = ReadWindow(max_bytes=1 << 20)  # more READs hang than may be active at once
 decode = Decode(

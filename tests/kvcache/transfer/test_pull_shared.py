@@ -1,4 +1,4 @@
-"""Pulls into ranks that share the tokens of every sequence (decode context parallelism)."""
+"""Pulls with decode context parallelism: ranks that share a sequence's tokens."""
 
 from typing import Any
 

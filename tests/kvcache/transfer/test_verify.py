@@ -74,7 +74,7 @@ def test_unverifiable_pull_reports_the_reason(
     assert "KV of P is not verified" in caplog.text
 
 
-def test_pull_fails_with_lease_gone_if_the_lease_ends_while_the_digest_is_computed(rig):
+def test_pull_fails_if_the_lease_ends_while_the_digest_is_computed(rig):
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")
     remote = lease(prefill)
@@ -89,7 +89,7 @@ def test_pull_fails_with_lease_gone_if_the_lease_ends_while_the_digest_is_comput
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
-def test_pull_fails_with_lease_gone_not_corrupt_if_the_lease_ends_after_the_digest(rig):
+def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
     """If D was suspended, for example, its KV is not corrupt: P's blocks have changed."""
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")

@@ -93,12 +93,17 @@ class Rank:
         self.link = Orders()
         self.pool = KVPool(layout())
         self.agent = FaultyAgent(faults)
+        max_bytes = 1 << 16 if seed % 4 == 1 else 2048
         local = LocalRank(
-            0, 1, HEADS, self.agent, self.pool,
-            limits=ReadWindow(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
+            0,
+            1,
+            HEADS,
+            self.agent,
+            self.pool,
+            limits=ReadWindow(max_bytes, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
-        )  # fmt: skip
+        )
         self.worker = TransferWorker(local, self.link.theirs)
         self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
         self._reading: dict[str, tuple[Any, list[int]]] = {}

@@ -252,7 +252,7 @@ class PullState:
         return self._stop(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Sends renewals and repetitions that are due, and fails at timeouts."""
+        """Sends the messages that are due, and fails the pull at a timeout."""
         actions: list[Action] = []
         if self._renews and now >= self._next_renewal:
             self._next_renewal = now + self._renew_interval_s()

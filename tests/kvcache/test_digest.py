@@ -108,7 +108,7 @@ def prefill_digest(case: Case, scope: Scope) -> bytes:
 def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
     scoped_case, piece_bytes
 ):
-    """Orders, TP, DCP, copies of heads, blocks and other content may differ."""
+    """The engines may differ in order, TP, DCP, copied heads, blocks and other KV."""
     case, scope = scoped_case
     expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)

@@ -266,8 +266,8 @@ TestCollidingMachine.settings = MACHINE_SETTINGS
 class WindowMachine(LookUps):
     """Tables of several groups with windows that drop blocks.
 
-    A hit is the longest prefix with all blocks that continuing the prefix needs, and
-    with no further blocks. The expected hit is found by brute force.
+    A hit is the longest prefix that has all blocks that the next token needs. Its table
+    has only these blocks. The expected hit is found by brute force.
     """
 
     tokens = LookUps.tokens

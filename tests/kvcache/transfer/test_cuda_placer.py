@@ -59,7 +59,7 @@ def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
 
 
 def scaled(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
-    """A case with scales on one or both sides, and its factors by layer and component."""
+    """A case with scales on one or both sides, and its scale factors [L, C]."""
     numbers = np.arange(case.layers * case.components)
     p_scales = 2.0**numbers  # exact in float32
     d_scales = 4.0**-numbers if d_has_scales else np.ones(len(numbers))

@@ -221,7 +221,7 @@ def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
     assert isinstance(error, PeerIncompatible)
     assert re.search(message, f"{error.param}: {error.message}")
     assert not any(pool.tensor.any() for pool in decode.pools)
-    if message.startswith("^"):  # the handshake has refused it
+    if message.startswith("^"):  # the handshake has refused the peer
         assert all(worker.counters["posts"] == 0 for worker in decode.workers)
     assert prefill.outcomes() == ["aborted"]  # P has its blocks back at once
 

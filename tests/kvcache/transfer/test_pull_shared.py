@@ -58,7 +58,7 @@ def check_pulls(
 
 
 def token_ranges_of(tokens_per_block: int) -> list[tuple[int, int]]:
-    """Token ranges: below a block, below a stripe, odd, complete, with a hit."""
+    """(start, stop): less than a block or a stripe, odd, complete, or after a hit."""
     whole = 2 * tokens_per_block
     return [
         (0, 3),

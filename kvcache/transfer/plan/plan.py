@@ -163,19 +163,16 @@ class Planner:
         *,
         lease_hash: int = 0,
     ) -> Transfer:
-        """Makes the transfer of a pull into this rank's blocks.
-
-        Checks that the blocks of the tokens lie inside the memory of both sides.
+        """Makes the transfer of a pull; checks that its blocks exist on both sides.
 
         Args:
             tokens: (start, stop): tokens [start, stop) of the sequence are pulled.
             local_block_ids: D's blocks from token 0 of the sequence on. A block has D's
-                block size times D's dcp tokens, and this rank stores a part of them.
+                block size times D's dcp tokens; this rank stores a part of them.
             remote_block_ids: P's leased blocks from token 0 on, each of P's block size.
-                If P has a dcp above 1, each id occurs dcp times in a row: once for
-                every rank of the context-parallel group.
-            lease_hash: a hash of the lease id. If several ranks of P hold the same
-                head, leases with different hashes read from different ranks.
+                With a dcp of P, each id occurs dcp times in a row, once per rank.
+            lease_hash: leases with different hashes read copied heads from different
+                ranks of P.
 
         Raises:
             PlanError: an impossible token range, or a block table that does not fit.

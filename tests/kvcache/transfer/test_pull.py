@@ -394,7 +394,7 @@ def test_fence_is_repeated_after_a_lost_answer(rig):
 
 def test_connection_lost_while_unused_does_not_fail_the_next_pull(rig, port):
     settings = {
-        f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")
+        f"{name}_timeout_s": 20.0 for name in ("side_channel", "handshake", "fence")
     }
     first = rig(Prefill, port=port)
     decode = rig(Decode, settings=settings)

@@ -280,8 +280,8 @@ class GrammarChecker:
 def _trial_queue_full(num_waiting: int) -> GrammarQueueFull:
     return GrammarQueueFull(
         f"{num_waiting} requests with new schemas or grammars are in the trial queue; "
-        f"the limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try again "
-        "later, or send schemas that were accepted before",
+        f"the limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try "
+        "again later, or send schemas that were accepted before",
         _MAX_WAIT_S / 2,
     )
 

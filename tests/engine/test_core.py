@@ -1,5 +1,8 @@
-"""The core with the real scheduler, allocator and prefix index over a shadow KV cache, which runs
-each step as late as it may. Any workload at all is tests/engine/kv/test_role_mixture.py's."""
+"""The engine core with the real scheduler, allocator and prefix index.
+
+The executor is a shadow of the KV cache (tests/rigs/shadow.py), which computes each step
+as late as allowed. tests/engine/kv/test_role_mixture.py has random workloads.
+"""
 
 from collections.abc import Iterator
 from itertools import count
@@ -37,45 +40,48 @@ from tests.rigs.shadow import (
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
-def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth):
+def test_engine_reports_its_capacity_before_the_first_request(depth):
     core, _, out = make_core(depth=depth, num_blocks=32)
-    core.run()  # the transport ends it at once
+    core.run()  # returns immediately, because the transport is closed
     assert out.stats["baton_kv_blocks_capacity"] == 31
 
 
-class _Quiet(MemoryTransport):
-    """One message, then nothing: a second passes by the clock at each look."""
+class _IdleTransport(MemoryTransport):
+    """Delivers one message, then none. Each wait for messages takes a second of its
+    clock."""
 
-    def __init__(self, first: EngineInput, num_looks: int) -> None:
+    def __init__(self, first: EngineInput, num_receives: int) -> None:
         super().__init__()
         self.now_s = 100.0
-        self._looks = iter([[first], *([] for _ in range(num_looks))])
+        self._batches = iter([[first], *([] for _ in range(num_receives))])
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         if timeout_s:
             self.now_s += 1.0
-        messages = next(self._looks, None)
+        messages = next(self._batches, None)
         return messages or [], messages is None
 
 
-def test_the_books_are_checked_once_when_it_has_been_quiet(depth, monkeypatch):
+def test_block_accounting_is_checked_once_when_the_engine_has_been_idle(
+    depth, monkeypatch
+):
     core, _, _ = make_core(depth=depth)
-    quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
-    core.transport = quiet
+    transport = _IdleTransport(add("a", [1, 2, 3], 4), num_receives=30)
+    core.transport = transport
     clock = SimpleNamespace(
-        monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s
+        monotonic=lambda: transport.now_s, perf_counter=lambda: transport.now_s
     )
     monkeypatch.setattr("engine.core.core.time", clock)
     checks: list[float] = []
     monkeypatch.setattr(
-        core.scheduler, "check_integrity", lambda: checks.append(quiet.now_s)
+        core.scheduler, "check_integrity", lambda: checks.append(transport.now_s)
     )
     core.run()
-    assert quiet.terminals("a") and len(checks) == 1
+    assert transport.terminals("a") and len(checks) == 1
     assert checks[0] >= 105.0
 
 
-def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth):
+def test_stop_token_ends_a_request_with_stop_and_the_context_limit_with_length(depth):
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
     core, _, out = make_core(depth=depth, max_model_len=10)
@@ -92,9 +98,9 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
 @pytest.mark.parametrize(
     ("length", "skipped", "recomputed"),
     [(17, 16, 1), (16, 12, 4)],
-    ids=["", "its last token"],
+    ids=["partial last block", "full last block"],
 )
-def test_a_repeated_prompt_is_served_from_cached_blocks(
+def test_repeated_prompt_is_served_from_cached_blocks(
     depth, length, skipped, recomputed
 ):
     core, executor, out = make_core(depth=depth)
@@ -111,47 +117,47 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
     [
         ([0, 0, 0], [0, 1, 2]),
         ([1, 0, -1, 0, 1], [2, 1, 3, 0, 4]),
-        # The first is overtaken so many times, and then by none of those that come.
+        # The first request is overtaken MAX_OVERTAKEN times, and by no later request.
         ([5, *[-1] * (MAX_OVERTAKEN + 2)], [*range(1, MAX_OVERTAKEN + 1), 0, 65, 66]),
     ],
 )
-def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(
-    priorities, order
-):
+def test_urgent_requests_are_served_first_and_overtaking_is_limited(priorities, order):
     core, _, out = make_core(max_num_seqs=1)
-    asked = [
+    requests = [
         add(str(i), [i, 1], 1, priority=priority)
         for i, priority in enumerate(priorities)
     ]
-    run_until_idle(core, *asked)
+    run_until_idle(core, *requests)
     assert [int(delta.request_id) for delta in out.deltas] == order
 
 
-@pytest.mark.parametrize("gone", [None, "abort", "preempt"])
-def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
-    """Also where the one that computes it ends, or loses its blocks, halfway."""
+@pytest.mark.parametrize("interruption", [None, "abort", "preempt"])
+def test_concurrent_prompts_compute_their_shared_prefix_once(depth, interruption):
+    """The first request computes the prefix, and may end or lose its blocks before the
+    prefix is complete."""
     core, _, out = make_core(depth=depth, num_blocks=64)
-    shared, names = list(range(40)), "abcdef"
+    shared = list(range(40))
+    names = "abcdef"
     prompts = {name: [*shared, index, 7, 7] for index, name in enumerate(names)}
     core.round([add(name, prompt, 3) for name, prompt in prompts.items()])
     core.round([])
     assert len(core.scheduler.running) == 1
     core.finish_steps(0)
-    if gone == "abort":
+    if interruption == "abort":
         core.round([AbortRequest("a")])
-    elif gone == "preempt":
+    elif interruption == "preempt":
         core.scheduler._preempt(core.sequences["a"], Plan(0))
     run_until_idle(core)
-    for name in names[gone == "abort" :]:
+    for name in names[1:] if interruption == "abort" else names:
         assert out.tokens(name) == expected_output(prompts[name], 3)
     usages = [end.usage for name in names for end in out.terminals(name)]
     computed = sum(usage.recomputed for usage in usages if usage)
-    assert computed <= 43 + 5 * 3, "the prefix once, and of each what is its own"
+    assert computed <= 43 + 5 * 3, "the prefix once, and the last 3 tokens of each"
     assert_all_blocks_free(core)
 
 
-def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(depth):
-    """A wait would show by its time what a request of another salt has sent."""
+def test_prompts_with_different_salts_do_not_wait_for_a_shared_prefix(depth):
+    """The duration of a wait would reveal the prompts of other salts."""
     core, _, out = make_core(depth=depth, num_blocks=64)
     prompts = {name: [*range(40), index] for index, name in enumerate("abc")}
     salts = {"a": b"one", "b": b"one", "c": b"other"}
@@ -172,18 +178,20 @@ def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(dep
     assert_all_blocks_free(core)
 
 
-class _Read(list[int]):
-    """Tokens, and how many blocks of them were looked up."""
+class _CountingTokens(list[int]):
+    """Token ids that count how many blocks of them are looked up."""
 
-    num = 0
+    num_lookups = 0
 
     def __getitem__(self, key):
-        self.num += isinstance(key, slice)
+        if isinstance(key, slice):
+            self.num_lookups += 1
         return super().__getitem__(key)
 
 
-def test_a_block_of_tokens_is_looked_up_once_however_long_it_waits_and_decodes():
-    """Behind a prompt that is computed for many rounds, beside a stream, in a pool that is full."""
+def test_each_block_of_tokens_is_looked_up_once_while_a_request_waits_and_decodes():
+    """The request waits behind a prompt that takes many rounds, concurrently with a
+    stream, in a full pool."""
     core, executor, out = make_core(
         num_blocks=31, max_num_batched_tokens=6, max_model_len=100
     )
@@ -191,18 +199,21 @@ def test_a_block_of_tokens_is_looked_up_once_however_long_it_waits_and_decodes()
     run_until_idle(core, add("a", prompt, 1))
     core.round([add("s", prompt[:8], 20), add("p", range(60, 110), 1)])
     core.round([add("b", [*prompt, 7, 8], 30)])
-    waits, num_steps = core.sequences["b"], executor.num_steps
-    waits.token_ids = read = _Read(waits.token_ids)
-    while waits.phase is Phase.WAITING:
+    waiting = core.sequences["b"]
+    num_steps = executor.num_steps
+    tokens = _CountingTokens(waiting.token_ids)
+    waiting.token_ids = tokens
+    while waiting.phase is Phase.WAITING:
         core.round([])
     assert executor.num_steps > num_steps + 5
     run_until_idle(core)
     assert out.tokens("b") == expected_output([*prompt, 7, 8], 30)
-    assert read.num <= 3 * len(read) // 4  # and one of each round, which it lacks
+    # The limit includes one lookup in each round, of the first block that is missing.
+    assert tokens.num_lookups <= 3 * len(tokens) // 4
     assert_all_blocks_free(core)
 
 
-def test_prompts_that_share_little_are_computed_side_by_side():
+def test_prompts_that_share_little_are_computed_concurrently():
     core, _, _ = make_core(num_blocks=64, max_num_batched_tokens=64)
     core.round(
         [add(name, [1, 2, 3, 4, *[first] * 20], 3) for first, name in enumerate("ab")]
@@ -210,63 +221,68 @@ def test_prompts_that_share_little_are_computed_side_by_side():
     assert len(core.scheduler.running) == 2
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
+def test_decoding_continues_while_a_long_prompt_is_prefilled_in_chunks(depth):
     core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])
     core.round([add("b", list(range(30)), 2)])
-    before = len(out.tokens("a"))
+    num_before = len(out.tokens("a"))
     for _ in range(3):
         core.round([])
-    assert len(out.tokens("a")) == before + 3, "each chunk's step also decodes"
+    assert len(out.tokens("a")) == num_before + 3, "each chunk's step also decodes"
     assert not out.tokens("b")
     run_until_idle(core)
     assert out.tokens("b") == expected_output(list(range(30)), 2)
     assert executor.max_tokens_in_step <= 8
 
 
-@pytest.mark.parametrize("known", [0, 5])
-def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, known):
-    """Nor is a prompt called computed that was all hits, as its stream had begun elsewhere."""
-    core, _, out = make_core(depth=depth, max_num_batched_tokens=16 if known else 4)
-    prompt = list(range(16))
-    run_until_idle(core, add("a", prompt[: 16 if known else 8], 8))
-    outputs = expected_output(prompt, 8)
-    core.round(
-        [
-            add(
-                "b",
-                prompt,
-                8,
-                resumed_choices=[ResumedChoice(outputs[:known])] * bool(known),
-            )
-        ]
+@pytest.mark.parametrize("num_resumed", [0, 5])
+def test_usage_counts_hits_lost_before_the_prompt_was_complete_as_recomputed(
+    depth, num_resumed
+):
+    """A resumed request finds its complete prompt in the cache; if the hits are lost
+    later, the prompt still counts as skipped."""
+    core, _, out = make_core(
+        depth=depth, max_num_batched_tokens=16 if num_resumed else 4
     )
-    core.finish_steps(0)  # it hits 8 tokens and computes 4, or hits them all
+    prompt = list(range(16))
+    run_until_idle(core, add("a", prompt[: 16 if num_resumed else 8], 8))
+    outputs = expected_output(prompt, 8)
+    resumed_choices = []
+    if num_resumed:
+        resumed_choices.append(ResumedChoice(outputs[:num_resumed]))
+    core.round([add("b", prompt, 8, resumed_choices=resumed_choices)])
+    # Request b now has 8 hits and has computed 4 tokens, or has hits of all tokens.
+    core.finish_steps(0)
     core.scheduler._preempt(core.sequences["b"], Plan(0))
     assert core.scheduler.prefix is not None
     prefix = core.scheduler.prefix
     prefix._remove_descendants(prefix._root)
     run_until_idle(core)
-    assert out.tokens("b") == outputs[known:]
-    usage = KVUsage(skipped=16, cached_tokens=16) if known else KVUsage(recomputed=16)
+    assert out.tokens("b") == outputs[num_resumed:]
+    usage = KVUsage(recomputed=16)
+    if num_resumed:
+        usage = KVUsage(skipped=16, cached_tokens=16)
     assert out.terminals("b")[0].usage == usage
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups((None, 6))], ids=str)
 @pytest.mark.parametrize(
-    ("length", "num"), [(30, 1), (9, 30)], ids=["prompt", "outputs"]
+    ("length", "max_tokens"), [(30, 1), (9, 30)], ids=["prompt", "outputs"]
 )
-def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, length, num):
-    """No engine takes it, by what it says of its pool: else it would preempt itself for ever."""
+def test_request_larger_than_the_pool_ends_with_an_error(
+    depth, groups, length, max_tokens
+):
+    """A real engine refuses such a request before. Without the error, the request would
+    preempt itself forever."""
     core, _, out = make_core(depth=depth, groups=groups, num_blocks=6 * groups.count)
-    run_until_idle(core, add("a", range(length), num), add("b", [1, 2], 2))
+    run_until_idle(core, add("a", range(length), max_tokens), add("b", [1, 2], 2))
     (end,) = out.terminals("a")
     assert end.error is not None and end.error.code == "overloaded"
     assert len(out.tokens("b")) == 2 and out.terminals("b")[0].error is None
     assert_all_blocks_free(core)
 
 
-# -- choices -------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 10])
@@ -279,27 +295,27 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
     assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
     assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
     assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), (
-        "of the last block its own"
+        "each choice computes the last, partial block itself"
     )
     assert_all_blocks_free(core)
 
 
-def test_a_prompt_is_held_once_for_all_choices_that_wait():
-    first = Sequence.from_request(add("a", PROMPT, 20, num_choices=8))
-    assert sum(len(choice.token_ids) for choice in first.choices) == len(PROMPT)
+def test_waiting_choices_have_one_copy_of_their_prompt():
+    parent = Sequence.from_request(add("a", PROMPT, 20, num_choices=8))
+    assert sum(len(choice.token_ids) for choice in parent.choices) == len(PROMPT)
 
 
-def test_first_tokens_come_in_the_order_of_the_choices():
+def test_first_tokens_are_sent_in_the_order_of_the_choices():
     core, _, out = make_core()
     run_until_idle(core, add("a", PROMPT, 2, num_choices=3, num_prompt_logprobs=1))
     assert [bool(d.prompt_logprobs) for d in out.deltas[:2]] == [True, False]
     assert [d.choice for d in out.deltas[1:4]] == [0, 1, 2]
 
 
-# -- logprobs of the prompt ----------------------------------------------------------------------
+# -- logprobs of the prompt ------------------------------------------------------------
 
 
-def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some():
+def test_scored_prompt_uses_no_cached_blocks_but_its_blocks_are_cached():
     core, _, out = make_core()
     for name, top in (("a", None), ("b", 0), ("c", None)):
         run_until_idle(core, add(name, PROMPT, 0, num_prompt_logprobs=top))
@@ -308,13 +324,13 @@ def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some():
     assert out.prompt_logprobs("b") == expected_scores(PROMPT, 0)
 
 
-def test_a_prompt_may_fill_the_context_when_nothing_is_drawn():
+def test_prompt_may_fill_the_context_if_no_token_is_drawn():
     core, _, out = make_core(max_model_len=10)
     run_until_idle(core, add("a", PROMPT, 0, num_prompt_logprobs=0))
     assert out.prompt_logprobs("a") == expected_scores(PROMPT, 0)
 
 
-# -- steps ahead ----------------------------------------------------------------------------------
+# -- steps that are launched ahead -----------------------------------------------------
 
 
 _RESTRICTED = SamplingParams(
@@ -328,7 +344,7 @@ _RESTRICTED = SamplingParams(
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_steps"),
+    ("new_request", "num_steps"),
     [
         pytest.param(add("a", PROMPT[:5], 12), 12, id="decode steps"),
         pytest.param(
@@ -339,20 +355,24 @@ _RESTRICTED = SamplingParams(
         ),
     ],
 )
-def test_steps_are_launched_before_the_last_ones_tokens_are_known(asked, num_steps):
+def test_steps_are_launched_before_the_tokens_of_the_previous_step_are_on_the_host(
+    new_request, num_steps
+):
     core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
-    run_until_idle(core, asked)
-    assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
-    if asked.num_prompt_logprobs:
-        assert out.prompt_logprobs("a") == expected_scores(asked.token_ids, 1)
+    run_until_idle(core, new_request)
+    assert out.tokens("a") == expected_output(
+        new_request.token_ids, new_request.max_tokens
+    )
+    if new_request.num_prompt_logprobs:
+        assert out.prompt_logprobs("a") == expected_scores(new_request.token_ids, 1)
     assert executor.num_steps == num_steps, (
-        "the length is known beforehand: no step too many"
+        "the last step is predictable, so no step is superfluous"
     )
     assert executor.num_steps_ahead == num_steps - 1
     assert_all_blocks_free(core)
 
 
-def test_choices_that_fork_off_hold_up_only_themselves():
+def test_forking_choices_delay_no_other_request():
     core, executor, out = make_core(depth=1)
     core.round([add("a", PROMPT, 20)])
     while len(out.tokens("a")) < 4:
@@ -366,23 +386,28 @@ def test_choices_that_fork_off_hold_up_only_themselves():
     assert_all_blocks_free(core)
 
 
-class _Slow(ShadowExecutor):
-    """The step that is waited for ends at the third look."""
+class _SlowExecutor(ShadowExecutor):
+    """Every step ends at the third check of `has_ended`."""
 
-    num_looks = 0
+    num_checks = 0
 
     def has_ended(self) -> bool:
-        self.num_looks += 1
-        return self.num_looks % 3 == 0
+        self.num_checks += 1
+        return self.num_checks % 3 == 0
 
 
-class _Pulls(KVConnector):
-    """Pulls end at the next look."""
+class _PullingConnector(KVConnector):
+    """Every pull ends at the next poll.
+
+    Attributes:
+        tokens_at_end: for each pull, the tokens that the client had when it ended.
+    """
 
     def __init__(self, executor: ShadowExecutor, out: MemoryTransport) -> None:
-        self.executor, self.out = executor, out
+        self.executor = executor
+        self.out = out
         self.pulled: list[Sequence] = []
-        self.told: list[list[int]] = []  # when they ended
+        self.tokens_at_end: list[list[int]] = []
 
     def on_receive(self, sequence: Sequence) -> None:
         self.pulled.append(sequence)
@@ -390,7 +415,7 @@ class _Pulls(KVConnector):
     def poll(self) -> None:
         while self.pulled:
             sequence = self.pulled.pop()
-            self.told.append(self.out.tokens(sequence.request_id))
+            self.tokens_at_end.append(self.out.tokens(sequence.request_id))
             tokens = self.executor.pool[sequence.block_ids].reshape(-1)
             tokens[: sequence.num_prompt_tokens] = sequence.request.token_ids
             self.executor.pool[sequence.block_ids] = tokens.reshape(
@@ -404,23 +429,25 @@ def _remote(prompt: list[int]) -> RemotePrefill:
     return to_remote_prefill(parse(offer(b"secret", prompt, first_tokens=[first])))
 
 
-def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends():
-    executor = _Slow(32, 4, depth=1)
+def test_request_that_arrives_during_a_step_is_pulled_and_answered_during_this_step():
+    executor = _SlowExecutor(32, 4, depth=1)
     core, _, out = make_core(executor=executor)
-    core.connector = role = _Pulls(executor, out)
-    role.bind(core)
+    connector = _PullingConnector(executor, out)
+    core.connector = connector
+    connector.bind(core)
     core.round([add("a", PROMPT, 20)])
     for _ in range(3):
         core.round([])
-    prompt, before = list(range(20, 36)), len(out.tokens("a"))
-    coming: list[list[EngineInput]] = [[add("b", prompt, 4, remote=_remote(prompt))]]
-    out.receive = lambda timeout_s: (coming.pop() if coming else [], False)  # type: ignore[method-assign]
+    prompt = list(range(20, 36))
+    num_before = len(out.tokens("a"))
+    batches: list[list[EngineInput]] = [[add("b", prompt, 4, remote=_remote(prompt))]]
+    out.receive = lambda timeout_s: (batches.pop() if batches else [], False)  # type: ignore[method-assign]
     core.round([])
-    assert role.told == [expected_output(prompt, 1)], (
-        "its first token went out, its KV is there"
+    assert connector.tokens_at_end == [expected_output(prompt, 1)], (
+        "the first token is sent before the pull ends"
     )
-    assert len(out.tokens("a")) == before + 1
-    core.round([])  # launches the step that it joins at once
+    assert len(out.tokens("a")) == num_before + 1
+    core.round([])  # launches a step that includes request b
     core.round([])
     assert out.tokens("b") == expected_output(prompt, 2)
     run_until_idle(core)
@@ -429,51 +456,60 @@ def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_e
     assert_all_blocks_free(core)
 
 
-class _Looked(list[Sequence]):
-    num = 0
+class _CountingList(list[Sequence]):
+    """A list that counts its iterations."""
+
+    num_iterations = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        self.num += 1
+        self.num_iterations += 1
         return super().__iter__()
 
 
-def test_who_waits_for_room_to_be_pulled_costs_no_look_at_who_runs(monkeypatch):
+def test_pulls_that_wait_for_blocks_cause_no_iterations_over_running_sequences(
+    monkeypatch,
+):
     core, _, _ = make_core(num_blocks=17, max_num_seqs=32)
-    monkeypatch.setattr(
-        core.connector, "on_receive", lambda sequence: None
-    )  # it takes long
+    # No pull ends during this test.
+    monkeypatch.setattr(core.connector, "on_receive", lambda sequence: None)
     core.round([add("s", PROMPT, 20)])
-    looks, names = list[int](), count()
-    for num in (6, 60):
+    num_iterations: list[int] = []
+    numbers = count()
+    for num_pulls in (6, 60):
         core.round(
             [
-                add(f"{next(names)}", PROMPT, 9, remote=_remote(PROMPT))
-                for _ in range(num)
+                add(f"{next(numbers)}", PROMPT, 9, remote=_remote(PROMPT))
+                for _ in range(num_pulls)
             ]
         )
-        core.scheduler.running = looked = _Looked(core.scheduler.running)
+        running = _CountingList(core.scheduler.running)
+        core.scheduler.running = running
         core.round([])
-        looks.append(looked.num)
-    assert len(core.scheduler.waiting) > 50 and looks[0] == looks[1] > 0
+        num_iterations.append(running.num_iterations)
+    assert len(core.scheduler.waiting) > 50
+    assert num_iterations[0] == num_iterations[1] > 0
 
 
-def test_the_order_to_end_is_heard_while_a_step_is_waited_for():
-    core, _, out = make_core(executor=_Slow(32, 4, depth=1))
-    looks = iter(range(40))  # else it goes on for ever
-    coming: list[EngineInput] = [add("b", PROMPT, 20)]
-    out.receive = lambda timeout_s: ([coming.pop()] if coming else [], next(looks) > 8)  # type: ignore[method-assign]
+def test_core_stops_during_a_step_when_the_transport_is_closed():
+    core, _, out = make_core(executor=_SlowExecutor(32, 4, depth=1))
+    receives = iter(range(40))  # a core that does not stop raises StopIteration
+    messages: list[EngineInput] = [add("b", PROMPT, 20)]
+    out.receive = lambda timeout_s: (  # type: ignore[method-assign]
+        [messages.pop()] if messages else [],
+        next(receives) > 8,
+    )
     core.run()
     assert not out.terminals("b")
 
 
-def test_nothing_is_planned_behind_a_long_step(monkeypatch):
+def test_no_step_is_planned_while_a_long_step_is_in_flight(monkeypatch):
     monkeypatch.setattr("engine.core.step_runner._PROPORTIONAL_TOKENS", 8)
     monkeypatch.setattr("engine.core.step_runner._LONG_STEP_S", 0.0)
     core, executor, out = make_core(depth=1, max_num_batched_tokens=8)
-    prompts = list(range(30)), PROMPT
+    prompts = (list(range(30)), PROMPT)
     core.round([add("a", prompts[0], 4)])
     core.round([])
-    assert executor.num_steps_ahead == 1, "nothing is known yet"
+    assert executor.num_steps_ahead == 1, "no step has been measured yet"
     core.round([add("b", prompts[1], 4)])
     while not executor.num_steps_ahead > 1:
         assert len(executor.in_flight) == 1

@@ -1,4 +1,5 @@
-"""The ranks of an engine agree before they compute, follow rank 0, and know whose end it was."""
+"""The ranks of an engine agree on values, execute the steps of rank 0, and report which
+rank has exited."""
 
 import os
 import socket
@@ -23,27 +24,28 @@ from engine.worker.ranks import (
 )
 
 _TIMEOUT_S = 30.0
-_FAILURE = RuntimeError("a collective broke")
+_FAILURE = RuntimeError("a collective failed")
 
 
-class _AheadRunner:
-    """Launches and remembers."""
+class _FakeRunner:
+    """A runner that launches one step ahead, and records the launches."""
 
     depth = 1
 
     def __init__(self, size: int = 2) -> None:
         self.model = SimpleNamespace(parallel=SimpleNamespace(size=size))
         self.token_ids: list[list[int]] = []
-        self.num_under_way = self.most_under_way = 0
+        self.num_in_flight = 0
+        self.max_in_flight = 0
 
     def launch(self, step: StepInput) -> Any:
         self.token_ids.append(step.token_ids.tolist())
-        self.num_under_way += 1
-        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         return SimpleNamespace(result=self._finish)
 
     def _finish(self) -> StepOutput:
-        self.num_under_way -= 1
+        self.num_in_flight -= 1
         return StepOutput([], [])
 
 
@@ -60,40 +62,39 @@ def _close(links: RankLinks) -> None:
 
 @pytest.fixture
 def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
-    """Makes rank 0's links, and runs what other ranks do, each in a thread; their links are closed
-    at its end."""
+    """Makes the links of rank 0, and runs a function for each other rank in a thread. The
+    links of the other ranks are closed when their functions return."""
 
-    def run(links: RankLinks, act: Callable[[RankLinks], Any]) -> Any:
+    def run(links: RankLinks, function: Callable[[RankLinks], Any]) -> Any:
         try:
-            return act(links)
+            return function(links)
         finally:
             _close(links)
 
     with ThreadPoolExecutor() as pool:
 
         def begin(
-            *acts: Callable[[RankLinks], Any], timeout_s: float = _TIMEOUT_S
+            *functions: Callable[[RankLinks], Any], timeout_s: float = _TIMEOUT_S
         ) -> tuple[RankLinks, list[Future[Any]]]:
-            pairs = [[socket.socketpair(), socket.socketpair()] for _ in acts]
-            ours = [end for two in pairs for end, _ in two]
-            others = [
-                RankLinks(1 + at, [end for _, end in two])
-                for at, two in enumerate(pairs)
-            ]
-            links = RankLinks(0, ours, timeout_s=timeout_s)
-            return links, [
-                pool.submit(run, *each) for each in zip(others, acts, strict=True)
-            ]
+            leader_sockets = []
+            futures = []
+            for rank, function in enumerate(functions, start=1):
+                step_pair = socket.socketpair()
+                pull_pair = socket.socketpair()
+                leader_sockets += [step_pair[0], pull_pair[0]]
+                links = RankLinks(rank, [step_pair[1], pull_pair[1]])
+                futures.append(pool.submit(run, links, function))
+            return RankLinks(0, leader_sockets, timeout_s=timeout_s), futures
 
         yield begin
 
 
-def _obey(links: RankLinks, runner: Any) -> None:
+def _follow_steps(links: RankLinks, runner: Any) -> None:
     links.agree(0, int, max)
     links.run_steps(runner)
 
 
-def test_all_ranks_take_the_smallest_number_of_blocks(follow):
+def test_all_ranks_agree_on_the_smallest_number_of_blocks(follow):
     agree = partial(RankLinks.agree, kind=int, combine=min)
     links, others = follow(*(partial(agree, value=n) for n in (100, 200)))
     assert agree(links, value=150) == 100
@@ -102,20 +103,20 @@ def test_all_ranks_take_the_smallest_number_of_blocks(follow):
     assert RankLinks(0, []).agree(7, int, min) == 7
 
 
-def test_every_rank_has_a_socket_to_rank_0_for_pulls_of_its_own(follow):
-    def hear(links: RankLinks) -> bytes:
-        links.agree(0, int, max)  # what was said over others is none of its business
+def test_every_rank_has_its_separate_pull_socket_to_rank_0(follow):
+    def receive_pull_message(links: RankLinks) -> bytes:
+        links.agree(0, int, max)  # these messages use the first socket
         return links.pulls[0].recv(9)
 
-    links, others = follow(hear, hear)
-    for end, word in zip(links.pulls, (b"one", b"other"), strict=True):
-        end.send(word)
+    links, others = follow(receive_pull_message, receive_pull_message)
+    for end, message in zip(links.pulls, (b"one", b"other"), strict=True):
+        end.send(message)
     links.agree(0, int, max)
     assert [other.result(_TIMEOUT_S) for other in others] == [b"one", b"other"]
     _close(links)
 
 
-def test_a_rank_that_goes_silent_is_a_typed_error(follow):
+def test_silent_rank_raises_rank_timeout(follow):
     def agree_once(links: RankLinks) -> int:
         return links.agree(1, int, min) + links._receive()[0]
 
@@ -128,39 +129,42 @@ def test_a_rank_that_goes_silent_is_a_typed_error(follow):
     _close(links)
 
 
-def test_other_ranks_launch_ahead_as_far_as_rank_0_does(follow):
-    ours, theirs = _AheadRunner(), _AheadRunner()
-    links, (other,) = follow(partial(_obey, runner=theirs))
+def test_other_ranks_launch_as_many_steps_ahead_as_rank_0(follow):
+    leader_runner = _FakeRunner()
+    follower_runner = _FakeRunner()
+    links, (other,) = follow(partial(_follow_steps, runner=follower_runner))
     links.agree(1, int, max)
-    executor = RankExecutor(ours, links)  # type: ignore[arg-type]
-    under_way: list[PendingStep] = []
+    executor = RankExecutor(leader_runner, links)  # type: ignore[arg-type]
+    in_flight: list[PendingStep] = []
     for index in range(5):
-        under_way.append(executor.launch(_step([-1 if index else 7])))
-        if len(under_way) > executor.depth:
-            under_way.pop(0).result()
+        in_flight.append(executor.launch(_step([-1 if index else 7])))
+        if len(in_flight) > executor.depth:
+            in_flight.pop(0).result()
     _close(links)
     other.result(_TIMEOUT_S)
-    assert ours.token_ids == theirs.token_ids == [[7], [-1], [-1], [-1], [-1]]
-    assert ours.most_under_way == theirs.most_under_way == 2
+    assert leader_runner.token_ids == [[7], [-1], [-1], [-1], [-1]]
+    assert follower_runner.token_ids == leader_runner.token_ids
+    assert leader_runner.max_in_flight == follower_runner.max_in_flight == 2
 
 
-def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
+def test_large_step_arrives_complete_and_exit_of_rank_0_raises_rank_lost(
     follow, monkeypatch
 ):
     monkeypatch.setattr("engine.worker.ranks._TEARDOWN_TIMEOUT_S", 0.0)
-    theirs, token_ids = _AheadRunner(), list(range(1 << 20))
-    links, (other,) = follow(partial(_obey, runner=theirs))
+    follower_runner = _FakeRunner()
+    token_ids = list(range(1 << 20))
+    links, (other,) = follow(partial(_follow_steps, runner=follower_runner))
     links.agree(1, int, max)
-    RankExecutor(_AheadRunner(), links).launch(_step(token_ids))  # type: ignore[arg-type]
+    RankExecutor(_FakeRunner(), links).launch(_step(token_ids))  # type: ignore[arg-type]
     links._links[0].close()
     with pytest.raises(RankLost, match="rank 0 has ended"):
         other.result(_TIMEOUT_S)
-    assert theirs.token_ids == [token_ids]
+    assert follower_runner.token_ids == [token_ids]
     links._links.clear()
     _close(links)
 
 
-# -- what became of the other ranks ---------------------------------------------------------------
+# -- exits of other ranks --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -172,7 +176,8 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_the_rank_that_ended_is_named_and_no_living_one_nor_oneself(process, is_reaped):
+def test_rank_lost_names_the_exited_rank_only(process, is_reaped):
+    """Neither a running rank nor the failed rank itself is named."""
     raise_if_rank_lost(_FAILURE, 0, [None, process.pid, None])
     process.kill()
     if is_reaped:
@@ -183,11 +188,11 @@ def test_the_rank_that_ended_is_named_and_no_living_one_nor_oneself(process, is_
     raise_if_rank_lost(_FAILURE, 0, [process.pid])
 
 
-def test_a_rank_that_is_being_torn_down_is_waited_for(process, monkeypatch):
-    """Its GPU memory takes a while, and only its end says how it ended."""
+def test_rank_lost_is_raised_after_the_other_rank_has_exited(process, monkeypatch):
+    """The teardown of GPU memory takes time, and the exit status is known only then."""
     monkeypatch.setattr("engine.worker.ranks.is_exiting", lambda pid: True)
-    ending = threading.Timer(0.3, process.kill)
-    ending.start()
+    killer = threading.Timer(0.3, process.kill)
+    killer.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
         raise_if_rank_lost(_FAILURE, 0, [None, process.pid])
-    assert process.poll() is not None, "its end came first"
+    assert process.poll() is not None, "the process exited first"

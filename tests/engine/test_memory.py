@@ -1,4 +1,4 @@
-"""Sizing the KV pool: the limits that decide, and the words of refusals."""
+"""The size of the KV pool, and the errors if the weights or the pool do not fit."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,13 +36,14 @@ _BASE = make_config(role="decode", block_size=16, max_num_seqs=4)
 
 
 def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
+    """The blocks of the pool, and the tokens of the longest sequence."""
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=free_bytes)
     return size.num_blocks, size.max_model_len
 
 
 @pytest.mark.parametrize(
-    ("options", "sized"),
+    ("options", "size"),
     [
         pytest.param(
             {"kv_cache_tokens": 300},
@@ -53,128 +54,126 @@ def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
             {"kv_cache_bytes": 20_999}, (20 + 1, 256), id="bytes are rounded down"
         ),
         pytest.param(
-            {"free_bytes": 10**12}, (4 * 16 + 1, 256), id="no more than is useful"
+            {"free_bytes": 10**12}, (4 * 16 + 1, 256), id="at most the useful blocks"
         ),
         pytest.param(
-            {"free_bytes": 100_000}, (20 + 1, 256), id="a share of what is free"
+            {"free_bytes": 100_000}, (20 + 1, 256), id="a share of the free memory"
         ),
         pytest.param(
             {"kv_cache_tokens": 64}, (5, 64), id="a small pool shortens sequences"
         ),
+        pytest.param({"device": "cuda"}, (10**6, 256), id="all free memory of a GPU"),
         pytest.param(
-            {"device": "cuda"}, (10**6, 256), id="a GPU gives all that is free"
-        ),
-        pytest.param(
-            {"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="as was asked"
+            {"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="option on a GPU"
         ),
     ],
 )
-def test_the_number_of_blocks_beside_the_null_block(options, sized):
-    assert _size(**options) == sized
+def test_size_of_the_pool_follows_from_options_and_free_memory(options, size):
+    assert _size(**options) == size
 
 
-_LITTLE = {"device": "cuda", "free_bytes": 2_000 - 2**20}
-_FULL = {"device": "cuda", "free_bytes": 10_000}
+_NO_MEMORY = {"device": "cuda", "free_bytes": 2_000 - 2**20}
+_SMALL_MEMORY = {"device": "cuda", "free_bytes": 10_000}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"kv_cache_tokens": 64, "max_model_len": 200}, "holds 64 tokens .* 136 .* are missing"),
         ({"kv_cache_bytes": 999}, "one block takes 1000 bytes"),
         ({"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
          r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"),
-        ({**_FULL, "kv_cache_tokens": 160}, r"takes .* MiB, .* lower --kv-cache-tokens, or raise"),
-        (_LITTLE, r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization "
+        ({**_SMALL_MEMORY, "kv_cache_tokens": 160}, r"takes .* MiB, .* lower --kv-cache-tokens, or raise"),
+        (_NO_MEMORY,
+         r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization "
          r"or --tp, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"),
-        ({**_LITTLE, "tp": 2, "dcp": 2},
+        ({**_NO_MEMORY, "tp": 2, "dcp": 2},
          r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,"),
-        ({**_FULL, "max_model_len": 256}, r"112 tokens are missing.*--gpu-memory-utilization"),
+        ({**_SMALL_MEMORY, "max_model_len": 256}, r"112 tokens are missing.*--gpu-memory-utilization"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused_with_what_helps(
-    options: dict[str, Any], told: str
+def test_pool_that_does_not_fit_is_refused_with_the_options_that_help(
+    options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(MemoryTooSmall, match=told):
+    with pytest.raises(MemoryTooSmall, match=message):
         _size(**options)
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "max_model_len", "told"),
+    ("num_blocks", "max_model_len", "reported_len"),
     [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
 )
-def test_a_pool_that_shortens_sequences_unasked_is_told(
-    num_blocks, max_model_len, told, caplog
+def test_warns_if_the_pool_shortens_sequences_and_no_option_does(
+    num_blocks, max_model_len, reported_len, caplog
 ):
+    """Another rank may have fewer blocks than this rank alone could hold."""
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
-    length = decide_max_model_len(
-        config, size, num_blocks + 1, 256
-    )  # another rank had less room
+    length = decide_max_model_len(config, size, num_blocks + 1, 256)
     assert length == min(num_blocks * 16, max_model_len or 256)
     warnings = [
-        one.getMessage() for one in caplog.records if one.levelname == "WARNING"
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING"
     ]
-    if told is None:
+    if reported_len is None:
         assert warnings == []
         return
     (warning,) = warnings
     for words in (
-        f"more than {told} tokens",
+        f"more than {reported_len} tokens",
         "allows 256",
         "--kv-cache-tokens",
-        f"-len {told}",
+        f"-len {reported_len}",
     ):
         assert words in warning
 
 
-def test_a_user_is_told_without_the_names_of_our_classes() -> None:
+def test_message_for_the_user_has_no_class_name() -> None:
     with pytest.raises(CannotStart) as caught, explaining_failures():
         raise MemoryTooSmall("too small: lower it")
     assert describe_failure(caught.value) == "too small: lower it"
     assert describe_failure(KeyError("x")) == "KeyError: 'x'"
 
 
-def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> None:
+def test_free_memory_of_a_container_is_below_its_limit(tmp_path: Path) -> None:
     assert free_host_bytes() > 2**20
-    whole = free_host_bytes(tmp_path)
+    machine_bytes = free_host_bytes(tmp_path)
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
     for limit, free in (("1000000", 400_000), ("500000", 0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert free_host_bytes(tmp_path) == free
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) > whole / 2
+    assert free_host_bytes(tmp_path) > machine_bytes / 2
 
 
-def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
+def test_error_of_a_model_larger_than_the_gpu_states_how_much_is_missing() -> None:
     config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
-    model, more = (
-        parse_config(MODELS["phi-4"][1]),
-        "or more",
-    )  # shared by 1, 2, 5, 10 ranks
-    for free, told in [
+    model = parse_config(MODELS["phi-4"][1])  # 1, 2, 5 or 10 ranks can share it
+    for free_gib, message in [
         (
             7,
-            rf"take 27\.30 GiB.*cuda:1 has 7\.00 of its 16\.00 GiB free: 20\.30.*--tp 5 {more},",
+            r"take 27\.30 GiB.*cuda:1 has 7\.00 of its 16\.00 GiB free: 20\.30.*"
+            "--tp 5 or more,",
         ),
-        (15, f"use --tp 2 {more}, or --quantization fp8, or free the GPU"),
+        (15, "use --tp 2 or more, or --quantization fp8, or free the GPU"),
         (0, "use larger GPUs, or free the GPU"),
     ]:
-        with pytest.raises(MemoryTooSmall, match=told):
-            check_weights_fit(model, free << 30, 16 << 30, config, "cuda:1")
+        with pytest.raises(MemoryTooSmall, match=message):
+            check_weights_fit(model, free_gib << 30, 16 << 30, config, "cuda:1")
     check_weights_fit(model, 28 << 30, 80 << 30, config, "cuda:1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_no_machine_has_is_refused() -> None:
+def test_device_cuda_is_refused_on_a_machine_without_a_gpu() -> None:
     config = _BASE.model_copy(update={"device": "cuda", "devices": [0]})
     with pytest.raises(ValueError, match=r"torch finds no GPU .*: use --device cpu"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
 
-def test_what_no_backend_serves_is_refused_before_weights_are_read(
+def test_model_that_no_backend_serves_is_refused_before_weights_are_read(
     tmp_path: Path,
 ) -> None:
     options = {
@@ -186,42 +185,47 @@ def test_what_no_backend_serves_is_refused_before_weights_are_read(
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
 
-def test_a_start_tells_how_far_its_weights_are() -> None:
-    told: list[str] = []
+def test_progress_of_loading_weights_is_reported() -> None:
+    reports: list[str] = []
     stored = StoredTensor(Path("a"), "F32", (1 << 28,), 0, 1 << 30)
     now = 0.0
-    progress = LoadProgress(dict.fromkeys("abcd", stored), told.append, lambda: now)
+    progress = LoadProgress(dict.fromkeys("abcd", stored), reports.append, lambda: now)
     for name in "abcd":
         progress(name)
         now += 2.0
-    at = "loading weights: 0.00 of 4.00 GiB, 0 of 4 tensors"
-    assert told == [
-        at,
+    assert reports == [
+        "loading weights: 0.00 of 4.00 GiB, 0 of 4 tensors",
         "loading weights: 2.00 of 4.00 GiB, 2 of 4 tensors, about 4 s left",
     ]
 
 
 @pytest.mark.parametrize(
-    ("transfer", "staged"), [("auto", 64), ("nixl", 64), ("mapped", 0)]
+    ("transfer", "staging_mib"), [("auto", 64), ("nixl", 64), ("mapped", 0)]
 )
-def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
+def test_staging_memory_of_a_rank_is_not_used_for_kv(
+    transfer, staging_mib, monkeypatch
+):
     monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 << 20)
     monkeypatch.setattr("engine.worker.rank.block_bytes", lambda *_: 1 << 20)
     runner: Any = SimpleNamespace(groups=ONE_GROUP)
     model: Any = SimpleNamespace(max_position=256)
     options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
     config = _BASE.model_copy(update={"transfer": transfer, **options})
-    assert measure_pool_size(config, model, runner).num_blocks == 300 - staged - 4
+    assert measure_pool_size(config, model, runner).num_blocks == 300 - staging_mib - 4
 
 
-def test_a_block_of_latents_in_fp8_takes_a_copy_of_one_layer_besides():
+def test_block_of_fp8_latents_takes_an_additional_copy_of_one_layer():
     options = {"device": "cuda", "dtype": "bfloat16", "block_size": 16}
     model = load_config(ensure_model("mla"))
-    wide = make_config(**options)
-    small = wide.model_copy(update={"kv_cache_dtype": "float8_e4m3fn"})
-    by_torch = small.model_copy(update={"attention_backend": "torch"})
-    found = [
+    bfloat16 = make_config(**options)
+    fp8 = bfloat16.model_copy(update={"kv_cache_dtype": "float8_e4m3fn"})
+    fp8_with_torch = fp8.model_copy(update={"attention_backend": "torch"})
+    bytes_per_element = [
         block_bytes(config, model) // model.kv_dim // 16
-        for config in (wide, small, by_torch)
+        for config in (bfloat16, fp8, fp8_with_torch)
     ]
-    assert found == [2 * model.num_layers, model.num_layers + 2, model.num_layers]
+    assert bytes_per_element == [
+        2 * model.num_layers,
+        model.num_layers + 2,
+        model.num_layers,
+    ]

@@ -1,4 +1,4 @@
-"""How a server's main program ends."""
+"""The main program of a server: how it starts, how it shuts down, and how it fails."""
 
 import asyncio
 import dataclasses
@@ -33,7 +33,9 @@ from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine
 
 _SECRET = "a secret of these tests"
 
-_RESOLVING_FOR_EVER = """
+# A server that never finishes looking for its model. It prints its responses, and then
+# sends SIGTERM to itself.
+_RESOLVING_FOREVER = """
 import httpx, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
@@ -45,11 +47,11 @@ def resolve(*args, progress, **options):
     http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False, timeout=60)
     while "half" not in (ready := http.get("/ready")).text:
         pass
-    asked = http.post("/v1/completions", json={"prompt": "a"})
-    for answer in (http.get("/health"), ready, http.get("/v1/models"), asked):
-        print(answer.status_code, answer.text, flush=True)
+    completion = http.post("/v1/completions", json={"prompt": "a"})
+    for response in (http.get("/health"), ready, http.get("/v1/models"), completion):
+        print(response.status_code, response.text, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    ThreadPoolExecutor().submit(time.sleep, 600).result()  # as a download of many files
+    ThreadPoolExecutor().submit(time.sleep, 600).result()  # like a download of many files
 
 engine.serve.resolve_model = resolve
 options = {"port": sys.argv[1], "cluster_secret": "a secret of these tests"}
@@ -60,34 +62,33 @@ raise SystemExit(
 """
 
 
-def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
+def test_server_reports_its_progress_and_stops_without_waiting_for_its_model() -> None:
     with reserved_ports(1) as (port,):
         done = subprocess.run(
-            [sys.executable, "-c", _RESOLVING_FOR_EVER, str(port)], capture_output=True, text=True,
+            [sys.executable, "-c", _RESOLVING_FOREVER, str(port)], capture_output=True, text=True,
             timeout=120, cwd=Path(__file__).parents[2], check=False,
         )  # fmt: skip
-    alive, ready, models, asked = done.stdout.splitlines()[-4:]
-    assert alive == '200 {"status":"ok"}'
+    health, ready, models, completion = done.stdout.splitlines()[-4:]
+    assert health == '200 {"status":"ok"}'
     assert ready.startswith(
         '503 {"ready":false,"reason":"half of it is there","role":"prefill"'
     )
     assert models.startswith("200 ") and models.endswith('"max_model_len":null}]}')
-    assert (
-        asked.startswith("503") and "starting (half of it is there); try again" in asked
-    )
+    assert completion.startswith("503")
+    assert "starting (half of it is there); try again" in completion
     assert done.returncode == 1
     assert done.stderr.strip().endswith("error: stopped before it was ready")
 
 
 class _EndingEngine(ScriptedEngine):
-    """Its process ends as soon as it is told to, before the HTTP side has ended."""
+    """An engine that ends as soon as it is closed, before the HTTP side has ended."""
 
     server: _Server  # set by _serving
 
     async def close(self) -> None:
         await super().close()
         self.server._engine_ended("engine process: exit status 0")
-        for _ in range(3):  # until the loop has heard of it
+        for _ in range(3):  # until the event loop has set `failure`
             await asyncio.sleep(0)
 
 
@@ -95,7 +96,7 @@ class _EndingEngine(ScriptedEngine):
 async def _made(
     engine: _EndingEngine, **options: Any
 ) -> AsyncIterator[tuple[_Server, Any]]:
-    """A server on the running loop, without processes, and the socket that it is to listen on."""
+    """A server on the running event loop, without processes, and a socket to serve on."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
     server = engine.server = _Server(settings, "-", lambda secret: ServerHooks())
@@ -117,7 +118,7 @@ async def _serve(
     return await server._serve(port, serving)
 
 
-async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):
+async def test_engine_that_ends_during_the_shutdown_is_no_failure(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
         server.stop.set_result(None)
@@ -125,29 +126,30 @@ async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):
         assert server.failure.done()
 
 
-async def test_a_registered_server_says_that_it_leaves_before_it_refuses(tokenizer):
-    heard: list[tuple[bool, int]] = []
+async def test_server_unregisters_before_it_refuses_requests(tokenizer):
+    """The fake proxy records each registration, and whether the server responds then."""
+    registrations: list[tuple[bool, int]] = []
 
-    async def takes(call: Call) -> None:
-        said = open_record(call.raw, _SECRET.encode(), int(time.time() * 1000))
+    async def record_registration(call: Call) -> None:
+        record = open_record(call.raw, _SECRET.encode(), int(time.time() * 1000))
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
-            heard.append(
-                (said.leaving, (await http.get(f"{said.url}/health")).status_code)
-            )
+            response = await http.get(f"{record.url}/health")
+        registrations.append((record.leaving, response.status_code))
         await call.answer(200, {})
 
-    engine, proxy = _EndingEngine(), Fake(takes)
+    engine = _EndingEngine()
+    proxy = Fake(record_registration)
     proxy.start()
     async with _made(engine, register=(proxy.url,)) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
-        await until(lambda: bool(heard))
+        await until(lambda: bool(registrations))
         server.stop.set_result(None)
         assert await serving == 0
     await proxy.stop()
-    assert heard == [(False, 200), (True, 200)]
+    assert registrations == [(False, 200), (True, 200)]
 
 
-async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(tokenizer):
+async def test_server_keeps_its_engine_during_shutdown_while_kv_is_leased(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
         server.stop.set_result(None)
@@ -159,7 +161,7 @@ async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(token
         assert await serving == 0
 
 
-async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
+async def test_client_that_still_sends_its_request_gets_503_at_the_shutdown(
     tokenizer, caplog
 ):
     engine = _EndingEngine()
@@ -169,18 +171,18 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
         writer.write(head + b"expect: 100-continue\r\n\r\n{")
-        assert (
-            await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
-        )  # it is being read
+        # The server has begun to read the body.
+        assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
         server.stop.set_result(None)
-        answer = await reader.read()
+        response = await reader.read()
         writer.close()
         assert await serving == 0
-    assert b"HTTP/1.1 503" in answer and b'"code":"no_server_available"' in answer
+    assert b"HTTP/1.1 503" in response
+    assert b'"code":"no_server_available"' in response
     assert "Traceback" not in caplog.text
 
 
-async def test_an_engine_that_failed_and_does_not_end_is_given_up(
+async def test_failed_engine_with_a_process_that_does_not_exit_is_given_up(
     tokenizer, monkeypatch
 ):
     monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.05)
@@ -191,36 +193,37 @@ async def test_an_engine_that_failed_and_does_not_end_is_given_up(
             await _serve(server, listener, tokenizer, engine)
 
 
-class _Watched(_EndingEngine):
-    """Says at each look whether it was silent, and has failed after the last."""
+class _SilentEngine(_EndingEngine):
+    """An engine that is silent at the checks with an "s". It fails after the last
+    check."""
 
-    def __init__(self, silences: str) -> None:
+    def __init__(self, checks: str) -> None:
         super().__init__()
-        self.silences = list(silences)
+        self.checks = list(checks)
 
     def is_stalled(self) -> bool:
-        is_silent = self.silences.pop(0) == "s"
-        if not self.silences:
-            self.emit(EngineFailed("it was looked at to the end"))
+        is_silent = self.checks.pop(0) == "s"
+        if not self.checks:
+            self.emit(EngineFailed("all checks were made"))
         return is_silent
 
 
 @pytest.mark.parametrize(
-    ("silences", "told"),
+    ("checks", "reason"),
     [
-        ("sss.sss.sss.", "it was looked at to the end"),
+        ("sss.sss.sss.", "all checks were made"),
         ("sss.ssss....", "sent nothing for 0.01 s"),
     ],
 )
-async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatch):
+async def test_only_uninterrupted_silence_is_a_hang(checks, reason, monkeypatch):
     monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.0)
-    engine = _Watched(silences)
-    async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four looks
+    engine = _SilentEngine(checks)
+    async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four checks
         await server._watch_for_hang(engine)  # type: ignore[arg-type]
-        assert told in await server.failure
+        assert reason in await server.failure
 
 
-def test_gpus_are_not_named_to_a_server_on_the_cpu():
+def test_devices_option_is_refused_on_the_cpu():
     with pytest.raises(
         StartFailure, match=r"--devices 0,1 names GPUs, .*`baton doctor`"
     ):
@@ -228,7 +231,7 @@ def test_gpus_are_not_named_to_a_server_on_the_cpu():
 
 
 class _Started(Exception):
-    """Rank processes would have been."""
+    """Raised instead of starting rank processes."""
 
 
 @pytest.mark.parametrize(
@@ -236,10 +239,10 @@ class _Started(Exception):
     [
         ("cpu", False, UnsupportedPool),
         ("cuda", True, UnsupportedPool),
-        ("cuda", False, _Started),  # to hear from the ranks that there is none
+        ("cuda", False, _Started),  # the ranks report the missing GPU
     ],
 )
-async def test_a_model_no_backend_serves_is_refused_at_once(
+async def test_model_that_no_backend_serves_is_refused_before_ranks_start(
     monkeypatch, device, has_gpu, refusal
 ):
     def start(config: EngineConfig) -> None:
@@ -254,20 +257,21 @@ async def test_a_model_no_backend_serves_is_refused_at_once(
             await server._start_and_serve(listener, asyncio.Future())
 
 
-@pytest.mark.parametrize("wrong", ["tokenizer", "port"])
-async def test_what_is_wrong_is_told_before_weights_are_there(
-    monkeypatch, tmp_path, wrong
+@pytest.mark.parametrize("fault", ["tokenizer", "port"])
+async def test_wrong_options_are_reported_before_the_weights_are_loaded(
+    monkeypatch, tmp_path, fault
 ):
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
+    with bind("127.0.0.1", 0) as used:
+        used.listen()
         options: dict[str, Any] = {"model": str(ensure_model("gqa")), "device": "cpu"}
-        told = "use another --side-channel-port"
-        if wrong == "port":
-            options["side_channel_port"] = taken.getsockname()[1]
+        message = "use another --side-channel-port"
+        if fault == "port":
+            options["side_channel_port"] = used.getsockname()[1]
         else:
             for name in ("config.json", "model.safetensors"):
                 (tmp_path / name).symlink_to(ensure_model("gqa") / name)
-            options["model"], told = str(tmp_path), r"tokenizer\.json"
+            options["model"] = str(tmp_path)
+            message = r"tokenizer\.json"
         never_ready: list[socket.socket] = []
 
         def start(config: EngineConfig) -> socket.socket:
@@ -277,13 +281,13 @@ async def test_what_is_wrong_is_told_before_weights_are_there(
 
         async with _made(_EndingEngine(), **options) as (server, listener):
             monkeypatch.setattr(server.processes, "start", start)
-            with pytest.raises((CannotListen, ValueError), match=told):
+            with pytest.raises((CannotListen, ValueError), match=message):
                 await server._start_and_serve(listener, asyncio.Future())
         for engine in never_ready:
             engine.close()
 
 
-async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(
+async def test_ready_engine_serves_no_request_before_the_tokenizer_is_loaded(
     monkeypatch,
 ):
     async with _made(
@@ -294,10 +298,10 @@ async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(
 
         def read(prepared: object) -> None:
             with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
-                for _ in range(5):  # in each of which the engine might be heard
+                for _ in range(5):  # enough time to receive the engine's message
                     assert http.get("/ready").status_code == 503
-                asked = http.post("/v1/completions", json={"prompt": "a"})
-                assert asked.status_code == 503
+                response = http.post("/v1/completions", json={"prompt": "a"})
+                assert response.status_code == 503
             raise _Started
 
         link, engine = socket.socketpair()
@@ -313,7 +317,7 @@ async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(
             await serving
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path):
+def test_error_of_an_unreadable_file_names_the_file(tmp_path):
     error = PermissionError(
         errno.EACCES, "Permission denied", str(tmp_path / "config.json")
     )
@@ -322,28 +326,27 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "device", "chosen"),
+    ("model_dtype", "device", "dtype"),
     [
-        ("float32", "cuda", "bfloat16"),  # as every GGUF file is taken to be
+        ("float32", "cuda", "bfloat16"),  # also the model dtype of GGUF files
         ("float16", "cuda", "float16"),
         ("bfloat16", "cuda", "bfloat16"),
-        ("auto", "cuda", "bfloat16"),  # as some are saved
+        ("auto", "cuda", "bfloat16"),  # as in some config.json
         ("bfloat16", "cpu", "float32"),
     ],
 )
-def test_the_dtype_that_auto_means(saved, device, chosen):
+def test_dtype_auto_depends_on_the_model_and_the_device(model_dtype, device, dtype):
     folder = ensure_model("gqa")
-    model = dataclasses.replace(load_config(folder), dtype=saved)
+    model = dataclasses.replace(load_config(folder), dtype=model_dtype)
     settings = PrefillSettings(_cli_parse_args=[], device=device)
-    assert engine_config(settings, b"", folder, model).dtype == chosen
+    assert engine_config(settings, b"", folder, model).dtype == dtype
 
 
-def test_every_start_has_ids_of_its_own():
+def test_every_start_has_unique_ids():
     folder = ensure_model("gqa")
     settings = PrefillSettings(_cli_parse_args=[], device="cpu")
-    made = [engine_config(settings, b"", folder, load_config(folder)) for _ in range(9)]
-    assert (
-        len({one.incarnation for one in made})
-        == len({one.engine_id for one in made})
-        == 9
-    )
+    configs = [
+        engine_config(settings, b"", folder, load_config(folder)) for _ in range(9)
+    ]
+    assert len({config.incarnation for config in configs}) == 9
+    assert len({config.engine_id for config in configs}) == 9

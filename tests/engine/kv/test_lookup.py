@@ -1,4 +1,5 @@
-"""Prefixes that other engines hold: asked for, leased, pulled, and computed where that fails."""
+"""Prefixes that another engine has cached are looked up, leased and pulled. If that fails,
+the prompt is computed locally."""
 
 import math
 import random
@@ -15,9 +16,8 @@ from tests.rigs.engines import ANOTHER, COMPAT, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
-SALTS = [b"", b"other", b"one"]  # the matching one last, as it fills the reader's cache
-
-
+# The matching salt comes last, because its request fills the reader's cache.
+SALTS = [b"", b"other", b"one"]
 CONVERTS: dict[str, Any] = {"convert": True}
 LATENTS = {"compat": replace(COMPAT, num_components=1, total_kv_heads=1)}
 BFLOAT16 = {"compat": replace(COMPAT, kv_dtype="bfloat16")}
@@ -34,33 +34,35 @@ GEOMETRIES = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
-def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
-    make, ours, theirs
+@pytest.mark.parametrize(("options_a", "options_b"), GEOMETRIES)
+def test_conversation_continues_on_either_engine_with_the_other_engines_kv(
+    make, options_a, options_b
 ):
-    """Turn 1 at A, turn 2 at B with A's KV, turn 3 at A, which lacks what B computed and may be
-    unable to cut its ranks' shares from."""
-    a, b = (group := make(ours, theirs)).engines
-    said, kv = group.complete(a, PROMPT, 6)
+    """Turn 1 runs on A, turn 2 on B with A's KV, and turn 3 on A.
+
+    In turn 3, A lacks the KV that B computed. A can pull it only if A's ranks can cut
+    their shares from B's blocks.
+    """
+    group = make(options_a, options_b)
+    a, b = group.engines
+    answer, kv = group.complete(a, PROMPT, 6)
     assert kv == (0, 30, 0)
-    second = [*PROMPT, *said, 1, 2, 3]
+    second = [*PROMPT, *answer, 1, 2, 3]
     size = a.config.tokens_per_block
-    held = (len(PROMPT) + len(said) - 1) // size * size
-    said, kv = group.complete(b, second, 6, hint=a.hint(9999))
-    assert kv == (held, len(second) - held, 0)
+    num_cached = (len(PROMPT) + len(answer) - 1) // size * size
+    answer, kv = group.complete(b, second, 6, hint=a.hint(9999))
+    assert kv == (num_cached, len(second) - num_cached, 0)
     assert b.stat("baton_kv_lookups", outcome="found") == 1
-    third = [*second, *said, 4]
+    third = [*second, *answer, 4]
     _, (pulled, computed, skipped) = group.complete(a, third, 3, hint=b.hint(9999))
     assert a.stat("baton_kv_lookups_answered", outcome="found") == 1
-    lends = a.config.dcp == 1 or a.config.block_size % b.config.block_size == 0
-    assert (
-        skipped == held
-        and (pulled > 0) is lends
-        and pulled + computed + skipped == len(third)
-    )
+    can_pull = a.config.dcp == 1 or a.config.block_size % b.config.block_size == 0
+    assert skipped == num_cached
+    assert (pulled > 0) is can_pull
+    assert pulled + computed + skipped == len(third)
 
 
-def test_what_is_here_is_not_pulled(make):
+def test_locally_cached_blocks_are_not_pulled(make):
     a, b = (group := make({}, {})).engines
     group.complete(a, PROMPT)
     group.complete(b, PROMPT[:13])
@@ -69,15 +71,15 @@ def test_what_is_here_is_not_pulled(make):
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
-@pytest.mark.parametrize("theirs", [BFLOAT16, {"compat": ANOTHER}])
-def test_what_cannot_be_read_is_computed(make, theirs):
-    a, b = (group := make(theirs, {})).engines
+@pytest.mark.parametrize("lender_options", [BFLOAT16, {"compat": ANOTHER}])
+def test_prefix_on_an_incompatible_engine_is_computed_locally(make, lender_options):
+    a, b = (group := make(lender_options, {})).engines
     group.complete(a, PROMPT)
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_kv_is_found_and_borrowed_by_requests_of_its_salt_only(make):
+def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make):
     a, b = (group := make({}, {})).engines
     group.complete(a, PROMPT, cache_salt=b"one")
     for salt in (b"", b"other"):
@@ -93,8 +95,9 @@ def test_kv_is_found_and_borrowed_by_requests_of_its_salt_only(make):
     assert group.complete(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
 
 
-def test_a_subscription_of_another_salt_gets_no_kv(make):
-    """The reader computes the prompt itself, as for an offer of another prompt."""
+def test_subscription_with_a_different_salt_gets_no_kv(make):
+    """The reader computes the prompt itself, as if the offer were for a different
+    prompt."""
     a, b = (group := make({}, {})).engines
     digest = kv_params.prompt_digest(PROMPT, b"one")
     offers = {
@@ -111,10 +114,10 @@ def test_a_subscription_of_another_salt_gets_no_kv(make):
         assert (b.kv(reader)[0] > 0) is (salt == b"one")
 
 
-def test_little_is_not_asked_for(make):
+def test_prefix_that_is_quicker_to_compute_is_not_looked_up(make):
     a, b = (group := make({}, {"mode": "auto"})).engines
     group.complete(a, PROMPT)
-    b.rates.record_compute(1000, 1e-6)  # to compute costs nothing here
+    b.rates.record_compute(1000, 1e-6)  # computing takes almost no time
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
     b.rates.record_compute(1000, 1e9)
@@ -124,28 +127,30 @@ def test_little_is_not_asked_for(make):
     assert b.stat("baton_kv_lookups", outcome="computed") == 2
 
 
-def test_a_pull_is_chosen_by_what_pulls_and_prompts_took():
+def test_pull_threshold_follows_from_measured_pulls_and_prompts():
     now = 0.0
-    rates, peer = Rates("auto", 1000, 1e6, lambda: now), ("e", "i")
-    assert rates.min_pull_tokens(peer) == 1, "nothing is known yet"
-    rates.record_compute(100, 0.3)  # 3 ms a token, of which a pull takes one
-    assert rates.min_pull_tokens(peer) == pytest.approx(2.5)  # 5 ms for the question
-    rates.record_pull(peer, 1 << 24, 1.0)  # 60 us a token
+    rates = Rates("auto", 1000, 1e6, lambda: now)
+    peer = ("e", "i")
+    assert rates.min_pull_tokens(peer) == 1, "nothing has been measured yet"
+    # Computing takes 3 ms per token. A pull takes 1 ms per token and 5 ms of latency.
+    rates.record_compute(100, 0.3)
+    assert rates.min_pull_tokens(peer) == pytest.approx(2.5)
+    rates.record_pull(peer, 1 << 24, 1.0)  # 60 us per token
     assert 1.5 < rates.min_pull_tokens(peer) < 1.8
     for _ in range(20):
         rates.record_pull(peer, 1 << 20, 100.0)
-        rates.record_pull(peer, 1 << 19, 0.0001)  # says nothing
+        rates.record_pull(peer, 1 << 19, 0.0001)  # too small to be a measurement
     assert rates.min_pull_tokens(peer) == math.inf
     now = 61.0
     assert rates.min_pull_tokens(peer) == pytest.approx(2.5), (
-        "it may have become better"
+        "old estimates expire, because the link may have become faster"
     )
     rates.record_lookup(peer, 0.5)
     assert rates.min_pull_tokens(peer) > 50
     assert Rates("never", 1000, 1e6).min_pull_tokens(peer) == math.inf
 
 
-LIES = [
+WRONG_HINTS = [
     {"engine_id": "another"},
     {"incarnation": "of an earlier start"},
     {"port": 1},
@@ -154,34 +159,32 @@ LIES = [
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("lie", LIES, ids=str)
-def test_a_hint_that_lies_costs_a_question_and_no_answer(make, lie, policy):
+@pytest.mark.parametrize("wrong_fields", WRONG_HINTS, ids=str)
+def test_wrong_hint_fails_no_request(make, wrong_fields, policy):
     settings = PullSettings(lookup_timeout_s=0.2)
     a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
     group.complete(a, [3, *PROMPT])
-    assert group.complete(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (
-        0,
-        30,
-        0,
-    )
+    hint = a.hint(**{"num_tokens": 30, **wrong_fields})
+    assert group.complete(b, PROMPT, hint=hint)[1] == (0, 30, 0)
     group.settle()
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_another_secret_learns_nothing(make):
+def test_lookups_of_an_engine_with_another_secret_are_not_answered(make):
     a, b = (group := make({}, {"secret": b"another"})).engines
     group.complete(a, PROMPT)
     for prompt in (PROMPT, PROMPT[::-1]):
         assert group.complete(b, prompt, hint=a.hint(30))[1][0] == 0
-    answered = [
-        a.stat("baton_kv_lookups_answered", outcome=o)
-        for o in ("found", "none", "full")
+    num_answered = [
+        a.stat("baton_kv_lookups_answered", outcome=outcome)
+        for outcome in ("found", "none", "full")
     ]
-    assert answered == [0, 0, 0]
+    assert num_answered == [0, 0, 0]
 
 
-def test_lookups_keep_half_of_a_pool_at_most(make):
-    a, b = (group := make({"num_blocks": 18}, {})).engines  # 17, and so 8 at most
+def test_leases_of_lookups_take_at_most_half_of_the_pool(make):
+    # The pool has 17 blocks without the null block, so 8 may be leased.
+    a, b = (group := make({"num_blocks": 18}, {})).engines
     prompts = [PROMPT, PROMPT[::-1], [9] * 5]
     for prompt in prompts:
         group.complete(a, prompt)
@@ -195,45 +198,49 @@ def test_lookups_keep_half_of_a_pool_at_most(make):
     assert [b.kv(name)[0] for name in names] == [28, 4, 0]
 
 
-def test_lookups_keep_no_blocks_from_who_waits_for_most_of_the_pool(make):
+def test_lookups_take_no_blocks_that_the_first_waiting_request_needs(make):
     a, b = (group := make({"num_blocks": 18}, {})).engines
     group.complete(a, PROMPT)
     b.movers.stall()
     first = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
     group.until(lambda: len(b.core.scheduler.receiving) == 1)
-    waits = group.begin(a, long := [*range(40), 1, 2, 3])
+    large_prompt = [*range(40), 1, 2, 3]
+    waiting = group.begin(a, large_prompt)
     later = group.begin(b, [*PROMPT, 2], hint=a.hint(30))
     assert group.tokens_of(b, later) == expected_output([*PROMPT, 2], 3)
     assert a.stat("baton_kv_lookups_answered", outcome="full") == 1
     b.movers.resume()
-    assert group.tokens_of(a, waits) == expected_output(long, 3)
+    assert group.tokens_of(a, waiting) == expected_output(large_prompt, 3)
     assert group.tokens_of(b, first) == expected_output([*PROMPT, 1], 3)
 
 
-@pytest.mark.parametrize("at", ["lookup", "pull"])
-def test_a_lender_that_dies_costs_no_answer(make, at):
+@pytest.mark.parametrize("moment", ["lookup", "pull"])
+def test_death_of_a_lender_fails_no_request(make, moment):
     settings = PullSettings(
         lookup_timeout_s=0.3, side_channel_timeout_s=0.2, drain_grace_s=0.01
     )
     a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
     group.complete(a, PROMPT)
-    if at == "pull":
+    if moment == "pull":
         b.movers.stall()
     name = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
-    if at == "pull":
+    if moment == "pull":
         group.until(lambda: b.movers.active > 0)
     group.engines.remove(a)
     a.end()
     group.until(
-        lambda: bool(b.core.scheduler.running or b.out.terminals(name)) or at == "pull"
+        lambda: (
+            moment == "pull" or bool(b.core.scheduler.running or b.out.terminals(name))
+        )
     )
     b.movers.resume()
     assert group.tokens_of(b, name) == expected_output([*PROMPT, 1], 3)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_workload_under_any_fault(make, seed):
-    """Shared beginnings, hints that are right or wrong, pools that evict, READs that fail."""
+def test_random_workloads_with_random_faults_give_correct_tokens(make, seed):
+    """Prompts share prefixes, hints are right or wrong, pools evict blocks, and READs
+    fail or hang."""
     rng = random.Random(seed)
     options = [
         {
@@ -246,7 +253,7 @@ def test_any_workload_under_any_fault(make, seed):
     settings = PullSettings(drain_grace_s=0.01, lookup_timeout_s=0.5)
     group: Group = make(*({**each, "settings": settings} for each in options))
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(3)]
-    asked: list[tuple[Engine, str, list[int]]] = []
+    requests: list[tuple[Engine, str, list[int]]] = []
     for _ in range(60):
         borrower, lender = rng.sample(group.engines, 2)
         prompt = [
@@ -255,7 +262,7 @@ def test_any_workload_under_any_fault(make, seed):
         ]
         hint = lender.hint(rng.randint(1, 40)) if rng.random() < 0.8 else None
         name = group.begin(borrower, prompt, 3, hint=hint)
-        asked.append((borrower, name, prompt))
+        requests.append((borrower, name, prompt))
         match rng.randrange(8):
             case 0:
                 borrower.movers.stall()
@@ -269,6 +276,6 @@ def test_any_workload_under_any_fault(make, seed):
     for engine in group.engines:
         engine.movers.resume()
         engine.movers.fail(0)
-    for engine, name, prompt in asked:
+    for engine, name, prompt in requests:
         tokens = group.tokens_of(engine, name)
         assert tokens == expected_output(prompt, 3)[: len(tokens)]

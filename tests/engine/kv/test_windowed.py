@@ -1,6 +1,10 @@
-"""Engines of a model with windows that lend each other what they can: prompts, prefixes, whole
-sequences. A slot stands for all that is before it, so that a block too few, or of another text,
-changes the tokens. A pull that is refused, as a block is missing, is a fault as well."""
+"""Engines of a model with attention windows lease prompts, prefixes and whole sequences to
+each other.
+
+In the shadow KV cache, the content of a slot depends on all tokens before it. A missing
+block, or a block of another text, therefore changes the tokens. A pull that is refused
+because a block is missing is a fault as well.
+"""
 
 import random
 from typing import Any
@@ -22,27 +26,29 @@ GROUPS = [
     KVGroups((7,)),
     KVGroups((None, 2, 9)),
 ]
-KINDS = ["lend", "redraw", "resume", "hint", "move"]
+KINDS = ["lend", "redraw", "resume", "hint", "migrate"]
 PROMPT = [(7 * i) % 50 for i in range(40)]
-NUM = 8
+MAX_TOKENS = 8
 
 
-def answered(
-    group: Group, engine: WindowedEngine, name: str, choices: int = 1
+def wait_for_answers(
+    group: Group, engine: WindowedEngine, name: str, num_choices: int = 1
 ) -> list[list[int]]:
-    group.until(lambda: len(engine.out.terminals(name)) == choices)
+    """Waits until all choices have ended. Returns the tokens of each choice."""
+    group.until(lambda: len(engine.out.terminals(name)) == num_choices)
     assert all(end.error is None for end in engine.out.terminals(name))
-    return [engine.out.tokens(name, choice) for choice in range(choices)]
+    return [engine.out.tokens(name, choice) for choice in range(num_choices)]
 
 
-def moved(
+def migrate(
     group: Group, engine: WindowedEngine, prompt: list[int], num_outputs: int
 ) -> dict[str, Any]:
-    """What another engine is asked with, to go on."""
-    name = group.begin(engine, prompt, NUM)
+    """Migrates a request after `num_outputs` tokens. Returns the options with which it
+    continues on another engine."""
+    name = group.begin(engine, prompt, MAX_TOKENS)
     group.until(lambda: len(engine.out.tokens(name)) >= num_outputs)
     engine.core.round([Migrate(name)])
-    (tokens,) = answered(group, engine, name)
+    (tokens,) = wait_for_answers(group, engine, name)
     assert engine.out.terminals(name)[0].finish_reason == MOVED
     return {
         "remote": engine.reference(name),
@@ -50,114 +56,128 @@ def moved(
     }
 
 
-def went_on(
-    group: Group, engine: WindowedEngine, prompt: list[int], asked: dict[str, Any]
+def check_request(
+    group: Group, engine: WindowedEngine, prompt: list[int], options: dict[str, Any]
 ) -> str:
-    num, groups = asked.get("num_choices", 1), engine.groups
-    found = answered(
-        group, engine, name := group.begin(engine, prompt, NUM, **asked), num
-    )
-    known = [one.token_ids for one in asked.get("resumed_choices", [])] or [[]] * num
-    for choice, tokens in enumerate(found):
-        assert known[choice] + tokens == windowed_output(prompt, NUM, groups, choice)
+    """Runs a request, and checks its tokens and that no pull has failed. Returns its
+    name."""
+    num_choices = options.get("num_choices", 1)
+    name = group.begin(engine, prompt, MAX_TOKENS, **options)
+    answers = wait_for_answers(group, engine, name, num_choices)
+    resumed: list[list[int]] = [[] for _ in range(num_choices)]
+    if options.get("resumed_choices"):
+        resumed = [choice.token_ids for choice in options["resumed_choices"]]
+    for choice, tokens in enumerate(answers):
+        expected = windowed_output(prompt, MAX_TOKENS, engine.groups, choice)
+        assert resumed[choice] + tokens == expected
     assert engine.stat("baton_kv_transfers", outcome="failed", path="none") == 0
     return name
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 8), (8, 2), (3, 5)])
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_a_sequence_moves_with_its_windows_and_none_of_its_prompt_is_computed_anew(
-    groups, sizes
-):
+def test_migrated_sequence_recomputes_no_prompt_token(groups, sizes):
     with Group(*(WindowedEngine(groups, block_size=n) for n in sizes)) as group:
         a, b = group.engines
-        for num_outputs in (1, 2, NUM - 2):
-            asked = moved(group, a, PROMPT, num_outputs)
-            assert b.kv(went_on(group, b, PROMPT, asked))[1] == 0
+        for num_outputs in (1, 2, MAX_TOKENS - 2):
+            options = migrate(group, a, PROMPT, num_outputs)
+            assert b.kv(check_request(group, b, PROMPT, options))[1] == 0
 
 
-def test_what_has_other_windows_is_computed():
+def test_prefix_of_a_model_with_other_windows_is_computed_locally():
     with Group(*map(WindowedEngine, GROUPS[:2])) as group:
         a, b = group.engines
-        answered(group, a, group.begin(a, PROMPT, 1))
-        assert b.kv(went_on(group, b, PROMPT, {"hint": a.hint(40)})) == (
-            0,
-            len(PROMPT),
-            0,
-        )
+        wait_for_answers(group, a, group.begin(a, PROMPT, 1))
+        name = check_request(group, b, PROMPT, {"hint": a.hint(40)})
+        assert b.kv(name) == (0, len(PROMPT), 0)
 
 
-def test_who_lends_less_than_choices_need_is_trusted_all_the_same():
-    """As where a router asks its prefill leg for one choice: nothing is read, so nothing hangs."""
-    how = {"settings": PullSettings(backoff_min_s=60.0)}
+def test_lease_with_too_few_blocks_for_all_choices_does_not_open_the_circuit():
+    """A router may send its prefill leg with one choice only. The prompt is then computed
+    by D, and later pulls from the lender are allowed."""
+    limits = {"settings": PullSettings(backoff_min_s=60.0)}
     with Group(
-        *(WindowedEngine(GROUPS[0], block_size=n, **how) for n in (2, 8))
+        *(WindowedEngine(GROUPS[0], block_size=size, **limits) for size in (2, 8))
     ) as group:
         a, b = group.engines
-        for at in range(4):
-            name = group.begin(a, prompt := [at, *PROMPT[1:]], 1, retain_kv=True)
-            answered(group, a, name)
-            (remote := a.reference(name)).first_tokens.clear()
-            name = group.begin(
-                b, prompt, 2, remote=remote, num_choices=3 if at < 3 else 1
-            )
-            answered(group, b, name, 3 if at < 3 else 1)
-            assert (b.kv(name)[0] > 0) is (at == 3)
+        for index, num_choices in enumerate((3, 3, 3, 1)):
+            prompt = [index, *PROMPT[1:]]
+            name = group.begin(a, prompt, 1, retain_kv=True)
+            wait_for_answers(group, a, name)
+            remote = a.reference(name)
+            remote.first_tokens.clear()
+            name = group.begin(b, prompt, 2, remote=remote, num_choices=num_choices)
+            wait_for_answers(group, b, name, num_choices)
+            assert (b.kv(name)[0] > 0) is (num_choices == 1)
 
 
-def test_what_is_found_here_before_a_shorter_prefix_can_be_pulled_needs_no_block():
-    with Group(*(WindowedEngine(GROUPS[0], block_size=n) for n in (2, 4))) as group:
+def test_longer_prefix_that_is_cached_during_a_lookup_is_used_without_a_pull():
+    with Group(
+        *(WindowedEngine(GROUPS[0], block_size=size) for size in (2, 4))
+    ) as group:
         a, b = group.engines
-        answered(group, a, group.begin(a, PROMPT[:26], 1))
-        name = group.begin(b, PROMPT, NUM, hint=a.hint(99), num_choices=3)
-        own = group.begin(b, PROMPT, NUM)
-        while not b.out.terminals(own):  # before `a` looks for the prefix
+        wait_for_answers(group, a, group.begin(a, PROMPT[:26], 1))
+        name = group.begin(b, PROMPT, MAX_TOKENS, hint=a.hint(99), num_choices=3)
+        local = group.begin(b, PROMPT, MAX_TOKENS)
+        while not b.out.terminals(local):  # engine `a` answers no lookup meanwhile
             b.core.round([])
-        answered(group, b, name, 3)
+        wait_for_answers(group, b, name, 3)
         assert b.kv(name) == (0, 4, 36)
 
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=10, deadline=None)
-@example(
-    5
-)  # a pull began in the middle of a block, which was a hit of another prompt later
-@example(
-    0
-)  # choices went on from before the window of a prefix that was found elsewhere
-def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
-    """In the smallest pools that engines take such sequences with."""
-    pick, noise = (dice := random.Random(seed)).choice, dice.randrange
-    groups, sizes = pick(GROUPS), [pick([1, 2, 3, 4, 8]) for _ in range(2)]
-    how = {"max_num_batched_tokens": (step := pick([4, 16])), "max_model_len": 50}
-    least = [smallest(groups, step, n, 50) + 1 for n in sizes]
-    pools = [
-        {"block_size": n, "num_blocks": m} for n, m in zip(sizes, least, strict=True)
+# A pull began in the middle of a block, which was later a hit of another prompt.
+@example(5)
+# Choices continued from before the window of a prefix on another engine.
+@example(0)
+def test_leases_contain_all_blocks_that_the_borrower_needs(seed: int) -> None:
+    """Runs random requests in the smallest pools that allow such sequences."""
+    rng = random.Random(seed)
+    groups = rng.choice(GROUPS)
+    sizes = [rng.choice([1, 2, 3, 4, 8]) for _ in range(2)]
+    step_tokens = rng.choice([4, 16])
+    engines = [
+        WindowedEngine(
+            groups,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=50,
+            block_size=size,
+            num_blocks=smallest(groups, step_tokens, size, 50) + 1,
+            depth=rng.randrange(2),
+        )
+        for size in sizes
     ]
-    engines = (WindowedEngine(groups, **how, **of, depth=noise(2)) for of in pools)
     with Group(*engines) as group:
-        stem = [noise(9) for _ in range(40)]
+        shared = [rng.randrange(9) for _ in range(40)]
         for _ in range(8):
-            a, b = dice.sample(group.engines, 2)
-            prompt, num = [*stem[: 1 + noise(40)], *[5] * noise(3)], pick([1, 1, 3])
-            asked: dict[str, Any] = {"num_choices": num}
-            match kind := pick(KINDS):
-                case "move":
-                    asked = moved(group, a, prompt, 1 + noise(3))
+            a, b = rng.sample(group.engines, 2)
+            prompt = [*shared[: 1 + rng.randrange(40)], *[5] * rng.randrange(3)]
+            num_choices = rng.choice([1, 1, 3])
+            options: dict[str, Any] = {"num_choices": num_choices}
+            kind = rng.choice(KINDS)
+            match kind:
+                case "migrate":
+                    options = migrate(group, a, prompt, 1 + rng.randrange(3))
                 case "hint":
-                    answered(group, a, group.begin(a, prompt, 1))
-                    asked["hint"] = a.hint(99)
+                    wait_for_answers(group, a, group.begin(a, prompt, 1))
+                    options["hint"] = a.hint(99)
                 case _:
-                    name = group.begin(a, prompt, 1, retain_kv=True, num_choices=num)
-                    answered(group, a, name, num)
-                    asked["remote"] = a.reference(name)
+                    name = group.begin(
+                        a, prompt, 1, retain_kv=True, num_choices=num_choices
+                    )
+                    wait_for_answers(group, a, name, num_choices)
+                    options["remote"] = a.reference(name)
                     if kind != "lend":
-                        asked["remote"].first_tokens.clear()
-                    if kind == "resume":  # clients have some tokens, not of all choices
-                        said = (
-                            windowed_output(prompt, noise(3), groups, at)
-                            for at in range(num)
-                        )
-                        asked["resumed_choices"] = [*map(ResumedChoice, said)]
-            name = went_on(group, b, prompt, asked)
+                        options["remote"].first_tokens.clear()
+                    if kind == "resume":  # the client has some tokens of some choices
+                        options["resumed_choices"] = [
+                            ResumedChoice(
+                                windowed_output(
+                                    prompt, rng.randrange(3), groups, choice
+                                )
+                            )
+                            for choice in range(num_choices)
+                        ]
+            name = check_request(group, b, prompt, options)
             assert kind == "hint" or b.kv(name)[1] <= 1

@@ -1,7 +1,7 @@
-"""Impossible geometry is refused before any rank starts."""
+"""Options that this model or this machine does not allow are refused before any rank
+starts."""
 
 import dataclasses
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def _changed(**values: object) -> EngineConfig:
         (8, 8, 4),
     ],
 )
-def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
+def test_layout_has_the_heads_of_a_rank_or_of_ranks_that_share_tokens(tp, dcp, heads):
     config = _changed(tp=tp, dcp=dcp, block_size=16, kv_layout="LBCNHD")
     layout = check_geometry(config, _MODEL)
     assert (layout.num_heads, layout.num_layers, layout.num_components) == (heads, 2, 2)
@@ -65,7 +65,7 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"tp": 3}, r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"),
         (
@@ -74,23 +74,25 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_with_what_does(options, told):
-    with pytest.raises((InvalidParallelism, InvalidGeometry), match=told):
+def test_options_that_do_not_fit_the_model_are_refused_with_values_that_do(
+    options, message
+):
+    with pytest.raises((InvalidParallelism, InvalidGeometry), match=message):
         check_geometry(_changed(**options), _MODEL)
 
 
-def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():
+def test_staging_memory_below_two_blocks_is_refused_with_the_required_size():
     config = _changed(tp=2)
     layout = check_geometry(config, _MODEL)
-    least = 2 * layout.block_bytes
-    check_staging(config.model_copy(update={"staging_bytes": least}), layout)
-    with pytest.raises(
-        InvalidGeometry, match=rf"--staging-bytes is {least - 1}.*bytes {least} "
-    ):
-        check_staging(config.model_copy(update={"staging_bytes": least - 1}), layout)
+    min_bytes = 2 * layout.block_bytes
+    check_staging(config.model_copy(update={"staging_bytes": min_bytes}), layout)
+    too_small = config.model_copy(update={"staging_bytes": min_bytes - 1})
+    message = rf"--staging-bytes is {min_bytes - 1}.*bytes {min_bytes} "
+    with pytest.raises(InvalidGeometry, match=message):
+        check_staging(too_small, layout)
 
 
-# -- what the attention backend of a rank would not serve -----------------------------------------
+# -- models that the attention backend of a rank cannot serve --------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():
         ({"device": "cpu", "attention_backend": "flashinfer"}, r"GPU memory only"),
     ],
 )
-def test_what_no_rank_could_attend_to_is_refused(options, message):
+def test_model_that_the_attention_backend_cannot_serve_is_refused(options, message):
     config = _changed(**{"device": "cuda", "dtype": "bfloat16", **options})
     with pytest.raises(UnsupportedPool, match=message):
         check_attention(config, _MODEL)
@@ -112,7 +114,7 @@ def test_what_no_rank_could_attend_to_is_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    ("tp", "dcp", "refused"),
+    ("tp", "dcp", "refused_heads"),
     [
         (1, 1, 48),
         (2, 1, 24),
@@ -123,27 +125,31 @@ def test_what_no_rank_could_attend_to_is_refused(options, message):
         (6, 3, 24),
     ],
 )
-def test_heads_are_those_of_a_rank_and_of_its_group(tp, dcp, refused):
+def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tokens(
+    tp, dcp, refused_heads
+):
     config = _changed(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
-    expected = pytest.raises(UnsupportedPool, match=f"for {refused} query heads")
-    with expected if refused else nullcontext():
+    if refused_heads is None:
+        check_attention(config, _LATENT_MODEL)
+        return
+    with pytest.raises(UnsupportedPool, match=f"for {refused_heads} query heads"):
         check_attention(config, _LATENT_MODEL)
 
 
 @pytest.mark.parametrize(
-    ("options", "own", "of_group"),
+    ("options", "rank_limits", "group_limits"),
     [
         ({}, StepLimits(64, 2048, 512), StepLimits(64, 64, 0)),
         ({"max_num_batched_tokens": 8}, StepLimits(64, 64, 512), StepLimits(64, 64, 0)),
     ],
 )
-def test_backends_are_made_for_the_steps_to_come(options, own, of_group):
-    config, model = _changed(**options), _LATENT_MODEL
-    assert step_limits(config, model, of_group=False) == own
-    assert step_limits(config, model, of_group=True) == of_group
+def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):
+    config = _changed(**options)
+    assert step_limits(config, _LATENT_MODEL, of_group=False) == rank_limits
+    assert step_limits(config, _LATENT_MODEL, of_group=True) == group_limits
 
 
-def test_steps_over_latents_that_no_plan_holds_are_refused():
+def test_steps_over_latents_that_are_too_large_for_a_plan_are_refused():
     config = _changed(
         device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536
     )
@@ -156,28 +162,29 @@ def test_steps_over_latents_that_no_plan_holds_are_refused():
         )
 
 
-def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic():
-    config, needed = (
-        _changed(load_format="dummy"),
-        4 * weight_bytes(_MODEL, 1, keep_quantised=False),
-    )
-    check_weights(config, _MODEL, needed)
-    check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
-    with pytest.raises(
-        InvalidGeometry, match=r"take 0\.0 GiB in float32, .* use a smaller model"
-    ):
-        check_weights(config, _MODEL, needed - 1)
+def test_dummy_weights_that_exceed_the_memory_are_refused():
+    config = _changed(load_format="dummy")
+    needed_bytes = 4 * weight_bytes(_MODEL, 1, keep_quantised=False)
+    check_weights(config, _MODEL, needed_bytes)
+    half = _changed(load_format="dummy", dtype="bfloat16")
+    check_weights(half, _MODEL, needed_bytes // 2)
+    message = r"take 0\.0 GiB in float32, .* use a smaller model"
+    with pytest.raises(InvalidGeometry, match=message):
+        check_weights(config, _MODEL, needed_bytes - 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_slip_in_a_config_is_refused_on_any_device(device):
+def test_absurd_size_in_config_json_is_refused_on_any_device(device):
     model = dataclasses.replace(_MODEL, vocab_size=10**12)
-    told = r"953,674\.3 GiB .*embed_tokens\.weight \(vocab_size 10{12} by .*correct config\.json"
-    with pytest.raises(InvalidGeometry, match=told):
+    message = (
+        r"953,674\.3 GiB .*embed_tokens\.weight \(vocab_size 10{12} by "
+        r".*correct config\.json"
+    )
+    with pytest.raises(InvalidGeometry, match=message):
         check_weights(_changed(load_format="dummy", device=device), model)
 
 
-def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
+def test_weights_in_files_take_memory_only_if_they_cannot_be_mapped():
     folder = ensure_model("gqa")
     model = load_config(folder)
     mapped = _changed(model_dir=str(folder), pack_weights=False)
@@ -195,17 +202,15 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
 
 
-def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(
-    tmp_path,
-):
-    """Such as the scales of FP8 KV."""
-    model, bfloat16 = dataclasses.replace(_MODEL, num_layers=1), torch.bfloat16
+def test_small_tensors_of_another_dtype_do_not_count_as_a_copy_of_the_weights(tmp_path):
+    """The scales of FP8 KV are such tensors."""
+    model = dataclasses.replace(_MODEL, num_layers=1)
     shapes = {
-        each.name: [size.value for size in each.shape]
-        for each in implied_weights(model)
+        weight.name: [size.value for size in weight.shape]
+        for weight in implied_weights(model)
     }
     tensors = {
-        name: torch.zeros(shape, dtype=bfloat16) for name, shape in shapes.items()
+        name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()
     }
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,10 +1,13 @@
-"""Two ranks, each with half the heads or (dcp) half the tokens, under random schedules, against one
-rank that has a request alone. All but the first get each step as bytes.
+"""Two ranks run random requests concurrently, and draw the same tokens as a single rank
+that runs each request alone.
 
-Chunks, preemptions, prefix hits, choices and aborts come as they will. Between two steps all memory
-that holds nothing anybody may read is NaN on every rank, so whoever reads it says so. Whatever one
-rank would miss (a block, a prompt to score, a penalty's counts) either changes what rank 0
-answers, because both share every sum, or leaves a collective without its partner.
+Each of the two ranks has half of the heads or, with dcp, half of the tokens. Rank 1
+receives each step as bytes. Chunks, preemptions, prefix hits, choices and aborts occur
+at random. Between two steps, all memory that no step may read is NaN on every rank, so a
+wrong read changes the tokens.
+
+If one rank lacks data (a block, a prompt to score, the counts of a penalty), the tokens
+of rank 0 change, because both ranks contribute to every sum, or a collective hangs.
 """
 
 import random
@@ -26,90 +29,98 @@ from tests.rigs.shadow import (
     run_until_idle,
 )
 
-VOCAB, LONGEST = 512, 64
-TOLERANCE = 1e-3  # sums in another order
+VOCAB = 512
+MAX_MODEL_LEN = 64
+TOLERANCE = 1e-3  # because the ranks add in a different order
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    with ranks(1) as one:
-        one.allocate(20, 8)
-        yield one
+def single_rank() -> Iterator[Ranks]:
+    with ranks(1) as executor:
+        executor.allocate(20, 8)
+        yield executor
 
 
 @pytest.fixture(
     scope="module", params=[(1, 0), (2, 0), (2, 1)], ids=["heads", "tokens", "ahead"]
 )
-def shared(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """`ahead`: each step is launched before the last one's tokens are read, as on a GPU."""
+def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """With "ahead", each step is launched before the tokens of the previous step are
+    read, as on a GPU."""
     dcp, depth = request.param
     with (
         pytest.MonkeyPatch.context() as patch,
-        ranks(2, dcp=dcp, max_model_len=LONGEST) as two,
+        ranks(2, dcp=dcp, max_model_len=MAX_MODEL_LEN) as executor,
     ):
         patch.setattr(ModelRunner, "depth", depth)
-        two.depth = depth
-        yield two
+        executor.depth = depth
+        yield executor
 
 
-def _requests(rng: random.Random) -> list[AddRequest]:
-    stems = [
+def _make_requests(rng: random.Random) -> list[AddRequest]:
+    prefixes = [
         [rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(2)
     ]
-    found = []
+    requests = []
     for number in range(7):
-        prompt = [*rng.choice([[], *stems]), *(rng.randrange(VOCAB) for _ in range(5))]
+        prompt = [
+            *rng.choice([[], *prefixes]),
+            *(rng.randrange(VOCAB) for _ in range(5)),
+        ]
         sampling = SamplingParams(
             temperature=rng.choice([0.0, 1.0]), seed=number, num_logprobs=3,
             frequency_penalty=rng.choice([0.0, 0.5]), repetition_penalty=rng.choice([1.0, 1.2]),
             logit_bias=rng.choice([{}, {7: 3.0}]),
             **rng.choice([{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}]),
         )  # fmt: skip
-        found.append(
+        requests.append(
             add(f"r{number}", prompt, rng.choice([1, 5, 25]), sampling,
             num_choices=rng.choice([1, 1, 2]), num_prompt_logprobs=rng.choice([None, None, 1]))
         )  # fmt: skip
-    return found
+    return requests
 
 
-def _spoil(core: EngineCore, executor: Ranks) -> None:
+def _overwrite_free_blocks(core: EngineCore, executor: Ranks) -> None:
+    """Writes NaN to all memory that no step may read."""
     allocator = core.scheduler.allocator
-    unused = [
-        b
-        for b in range(1, allocator.num_blocks)
-        if allocator.state(b) is BlockState.FREE
+    free_blocks = [
+        block
+        for block in range(1, allocator.num_blocks)
+        if allocator.state(block) is BlockState.FREE
     ]
     for runner in executor.runners:
-        runner.memory.pool.canonical[torch.tensor([0, *unused])] = float("nan")
+        runner.memory.pool.canonical[torch.tensor([0, *free_blocks])] = float("nan")
         if runner.config.dcp > 1:
-            runner.memory.backend.pool.tensor.fill_(
-                float("nan")
-            )  # the scratch of prompts
+            # The scratch buffer for the contexts of prompts.
+            runner.memory.backend.pool.tensor.fill_(float("nan"))
 
 
-def _assert_kept(core: EngineCore, executor: Ranks) -> None:
-    """What a step has computed when it ends on rank 0 is on every rank, or NaN: it may be lent."""
+def _assert_kv_is_written(core: EngineCore, executor: Ranks) -> None:
+    """Asserts that the KV of finished steps is written on every rank.
+
+    Rank 0 may lease this KV as soon as the step has ended on rank 0.
+    """
     for sequence in core.scheduler.running:
-        at, table = (
-            torch.arange(sequence.num_computed),
-            torch.IntTensor(sequence.block_ids),
-        )
+        positions = torch.arange(sequence.num_computed)
+        table = torch.IntTensor(sequence.block_ids)
         for rank, runner in enumerate(executor.runners):
-            size, dcp = runner.config.block_size, runner.config.dcp
-            own = at[at // size % dcp == rank % dcp]
-            found = runner.memory.pool.canonical[
-                table[own // (size * dcp)], :, :, :, own % size
+            size = runner.config.block_size
+            dcp = runner.config.dcp
+            stored = positions[positions // size % dcp == rank % dcp]
+            kv = runner.memory.pool.canonical[
+                table[stored // (size * dcp)], :, :, :, stored % size
             ]
-            assert not found.isnan().any()
+            assert not kv.isnan().any()
 
 
-def _play(
+def _run_requests(
     rng: random.Random, executor: Ranks, requests: list[AddRequest]
 ) -> MemoryTransport:
-    """The answers of a small engine; some requests are aborted."""
-    block_size, num_blocks = rng.choice([1, 2, 3, 4]), rng.randint(6, 14)
+    """Runs all requests on a small engine, and aborts some. Returns the outputs."""
+    block_size = rng.choice([1, 2, 3, 4])
+    num_blocks = rng.randint(6, 14)
     tokens_per_block = block_size * executor.runners[0].config.dcp
-    num_blocks = max(num_blocks, -(-LONGEST // tokens_per_block) + 1)
+    num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // tokens_per_block) + 1)
     executor.allocate(num_blocks, block_size)
     core, _, out = make_core(
         executor=executor,  # type: ignore[arg-type]
@@ -117,63 +128,72 @@ def _play(
         block_size=tokens_per_block,
         max_num_seqs=rng.choice([2, 4, 8]),
         max_num_batched_tokens=rng.choice([1, 5, 16, 60]),
-        max_model_len=LONGEST,
+        max_model_len=MAX_MODEL_LEN,
         prefix_caching=rng.random() < 0.8,
     )
-    todo = list(requests)
-    while todo or not core.is_idle:
-        messages: list = [todo.pop(0)] if todo and rng.random() < 0.5 else []
+    unsent = list(requests)
+    while unsent or not core.is_idle:
+        messages: list = [unsent.pop(0)] if unsent and rng.random() < 0.5 else []
         if rng.random() < 0.03:
             messages.append(AbortRequest(rng.choice(requests).request_id, None))
         if not core._steps.in_flight:
-            _spoil(core, executor)
+            _overwrite_free_blocks(core, executor)
         core.round(messages)
         core.scheduler.check_integrity()
-        _assert_kept(core, executor)
+        _assert_kv_is_written(core, executor)
     run_until_idle(core)
     assert_all_blocks_free(core)
     drawn = [[rank.token_ids for rank in step] for step in executor.outputs()]
-    assert all(first == second for first, second in drawn), "both draw the same"
+    assert all(first == second for first, second in drawn), "both ranks draw the same"
     return out
 
 
 def _assert_close(
-    found: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]
+    logprobs: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]
 ) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+    for entry, expected_entry in zip(logprobs, expected, strict=True):
+        assert (entry is None) == (expected_entry is None)
+        if entry is not None and expected_entry is not None:
+            expected_logprob = pytest.approx(expected_entry.logprob, abs=TOLERANCE)
+            assert entry.logprob == expected_logprob
 
 
 def _logprobs(out: MemoryTransport, name: str, choice: int) -> list[TokenLogprobs]:
-    mine = [d for d in out.deltas if (d.request_id, d.choice) == (name, choice)]
-    return [row for delta in mine for row in delta.logprobs or []]
+    deltas = [
+        delta
+        for delta in out.deltas
+        if delta.request_id == name and delta.choice == choice
+    ]
+    return [row for delta in deltas for row in delta.logprobs or []]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_ranks_answer_like_one(alone, shared, seed):
+def test_two_ranks_draw_the_same_tokens_as_one(single_rank, two_ranks, seed):
     rng = random.Random(seed)
-    requests = _requests(rng)
-    out = _play(rng, shared, requests)
+    requests = _make_requests(rng)
+    out = _run_requests(rng, two_ranks, requests)
     for request in requests:
         name = request.request_id
         core, _, expected = make_core(
-            executor=alone,  # type: ignore[arg-type]
+            executor=single_rank,  # type: ignore[arg-type]
             num_blocks=20,
             block_size=8,
             max_num_batched_tokens=100,
-            max_model_len=LONGEST,
+            max_model_len=MAX_MODEL_LEN,
             prefix_caching=False,
         )
         run_until_idle(core, request)
         ends = out.terminals(name)
         assert all(end.error is None for end in ends)
-        is_cut = len(ends) == 0 or any(end.finish_reason == "abort" for end in ends)
+        is_aborted = len(ends) == 0 or any(end.finish_reason == "abort" for end in ends)
         for choice in range(request.num_choices):
-            told, wanted = out.tokens(name, choice), expected.tokens(name, choice)
-            assert told == (wanted[: len(told)] if is_cut else wanted)
-            found = _logprobs(out, name, choice)
-            _assert_close(found, _logprobs(expected, name, choice)[: len(found)])
-        if request.num_prompt_logprobs is not None and not is_cut:
+            tokens = out.tokens(name, choice)
+            expected_tokens = expected.tokens(name, choice)
+            if is_aborted:
+                expected_tokens = expected_tokens[: len(tokens)]
+            assert tokens == expected_tokens
+            logprobs = _logprobs(out, name, choice)
+            expected_logprobs = _logprobs(expected, name, choice)
+            _assert_close(logprobs, expected_logprobs[: len(logprobs)])
+        if request.num_prompt_logprobs is not None and not is_aborted:
             _assert_close(out.prompt_logprobs(name), expected.prompt_logprobs(name))

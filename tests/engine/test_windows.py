@@ -1,5 +1,8 @@
-"""The core over a shadow cache of several KV groups: what a window has passed goes home, and no
-step reads it, whatever hits, choices, preemptions and ends come together."""
+"""The engine core over a shadow KV cache with several KV groups.
+
+Blocks before all windows are released, and no step reads them, with any combination of
+cache hits, choices, preemptions and aborts.
+"""
 
 import random
 
@@ -27,72 +30,97 @@ GROUPS = [HYBRID, KVGroups((None, 3)), KVGroups((7,)), KVGroups((None, 2, 9))]
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.parametrize("evicted", [0, 1, 2, 3, 5, 40])
-def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) -> None:
+@pytest.mark.parametrize("num_evicted", [0, 1, 2, 3, 5, 40])
+def test_prefix_hit_ends_at_the_last_token_with_complete_windows(
+    depth: int, num_evicted: int
+) -> None:
     core, _, out = make_core(num_blocks=40, depth=depth, groups=HYBRID)
     prompt = list(range(40))
     run_until_idle(core, add("a", prompt, 1))
     allocator = core.scheduler.allocator
-    free = allocator.counts()[BlockState.FREE]
-    allocator.release(allocator.allocate(min(free + evicted, allocator.num_available)))
+    num_free = allocator.counts()[BlockState.FREE]
+    num_allocated = min(num_free + num_evicted, allocator.num_available)
+    allocator.release(allocator.allocate(num_allocated))
     run_until_idle(core, add("b", [*prompt, 1, 2], 5))
     assert out.tokens("b") == windowed_output([*prompt, 1, 2], 5, HYBRID)
     usage = out.terminals("b")[0].usage
     assert usage is not None
-    # What the prompt's windows passed went first, and nobody misses it.
-    assert usage.skipped == (40 if evicted <= 5 else 0)
+    # Blocks before the prompt's windows are evicted first, and a hit does not need them.
+    assert usage.skipped == (40 if num_evicted <= 5 else 0)
     assert_all_blocks_free(core)
 
 
 @given(st.data())
 @examples(60)
-def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
-    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small for
-    all: from the smallest that an engine takes sequences of 40 tokens with. None is stuck there."""
+def test_no_step_reads_blocks_before_its_windows(data: st.DataObject) -> None:
+    """Prompts with shared prefixes, choices, aborts and preemptions run in a small pool.
+
+    The pool may be the smallest with which an engine accepts sequences of 40 tokens. No
+    request is stuck in that pool.
+    """
     groups = data.draw(st.sampled_from(GROUPS))
-    size = data.draw(st.integers(1, 5))
-    step = data.draw(st.sampled_from([4, 7, 16]))
-    lends = data.draw(st.booleans())
-    least = smallest(groups, step, size, 40)
+    block_size = data.draw(st.integers(1, 5))
+    step_tokens = data.draw(st.sampled_from([4, 7, 16]))
+    retains_kv = data.draw(st.booleans())
+    min_blocks = smallest(groups, step_tokens, block_size, 40)
     core, _, out = make_core(
-        groups=groups, block_size=size, num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
-        max_num_batched_tokens=step, max_num_seqs=data.draw(st.sampled_from([3, 8])),
-        max_model_len=40, depth=data.draw(st.integers(0, 1)),
+        groups=groups,
+        block_size=block_size,
+        num_blocks=min_blocks + 1 + data.draw(st.integers(0, 2 * min_blocks)),
+        max_num_batched_tokens=step_tokens,
+        max_num_seqs=data.draw(st.sampled_from([3, 8])),
+        max_model_len=40,
+        depth=data.draw(st.integers(0, 1)),
         prefix_caching=data.draw(st.booleans()),
-    )  # fmt: skip
-    noise = random.Random(data.draw(st.integers(0, 1 << 20)))
-    asked, gone = {}, set()
+    )
+    rng = random.Random(data.draw(st.integers(0, 1 << 20)))
+    requests: dict[str, tuple[list[int], int, int]] = {}
+    aborted: set[str] = set()
     for index in range(data.draw(st.integers(2, 9))):
-        shared = noise.randrange(0, 26)
+        name = str(index)
+        num_shared = rng.randrange(0, 26)
         prompt = [
-            *range(shared),
-            *(noise.randrange(3) for _ in range(noise.randrange(1, 8))),
+            *range(num_shared),
+            *(rng.randrange(3) for _ in range(rng.randrange(1, 8))),
         ]
-        num, choices = noise.randrange(1, 9), noise.choice([1, 1, 1, 3])
-        asked[str(index)] = prompt, num, choices
-        members = {"retain_kv": lends and noise.random() < 0.5}
-        core.round([add(str(index), prompt, num, num_choices=choices, **members)])
-        for _ in range(noise.randrange(3)):
+        max_tokens = rng.randrange(1, 9)
+        num_choices = rng.choice([1, 1, 1, 3])
+        requests[name] = (prompt, max_tokens, num_choices)
+        retain_kv = retains_kv and rng.random() < 0.5
+        core.round(
+            [
+                add(
+                    name,
+                    prompt,
+                    max_tokens,
+                    num_choices=num_choices,
+                    retain_kv=retain_kv,
+                )
+            ]
+        )
+        for _ in range(rng.randrange(3)):
             core.round([])
-        _disturb(core, noise, gone)
+        _abort_or_preempt(core, rng, aborted)
         core.scheduler.check_integrity()
     run_until_idle(core)
-    for name, (prompt, num, choices) in asked.items():
-        for choice in range(choices):
-            expected = windowed_output(prompt, num, groups, choice)
-            found = out.tokens(name, choice)
-            assert found == expected[: len(found)]
-            assert found == expected or name in gone
+    for name, (prompt, max_tokens, num_choices) in requests.items():
+        for choice in range(num_choices):
+            expected = windowed_output(prompt, max_tokens, groups, choice)
+            tokens = out.tokens(name, choice)
+            assert tokens == expected[: len(tokens)]
+            assert tokens == expected or name in aborted
     assert_all_blocks_free(core)
 
 
-def _disturb(core: EngineCore, noise: random.Random, gone: set[str]) -> None:
+def _abort_or_preempt(core: EngineCore, rng: random.Random, aborted: set[str]) -> None:
+    """Sometimes aborts or preempts a running request. Adds an aborted one to
+    `aborted`."""
     running = core.scheduler.running
-    if running and noise.random() < 0.2:
-        name = noise.choice(running).request_id
-        gone.add(name)
+    if running and rng.random() < 0.2:
+        name = rng.choice(running).request_id
+        aborted.add(name)
         core.round([AbortRequest(name)])
-    elif running and noise.random() < 0.3:
+    elif running and rng.random() < 0.3:
         core.finish_steps(0)
         if core.scheduler.running:
             core.scheduler._preempt(core.scheduler.running[-1], Plan(0))

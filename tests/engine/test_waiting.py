@@ -1,4 +1,5 @@
-"""The order of those that wait: short prompts before long ones, and nobody waits for ever."""
+"""The order of the waiting queue: short prompts precede long ones, and every request is
+served."""
 
 from collections import deque
 from typing import Any
@@ -13,75 +14,74 @@ from protocol.messages import ResumedChoice
 from tests.rigs.shadow import add, assert_all_blocks_free, make_core, run_until_idle
 
 
-def waits(tokens: int, priority: int = 0, **members: Any) -> Sequence:
-    return Sequence.from_request(add("", [0] * tokens, 1, priority=priority, **members))
+def make_sequence(num_tokens: int, priority: int = 0, **members: Any) -> Sequence:
+    request = add("", [0] * num_tokens, 1, priority=priority, **members)
+    return Sequence.from_request(request)
 
 
-def order_of(sequences: list[Sequence]) -> list[int]:
+def queue_order(sequences: list[Sequence]) -> list[int]:
+    """Enqueues sequences in order. Returns their indices in the order of the queue."""
     waiting = deque[Sequence]()
     for sequence in sequences:
         enqueue(waiting, sequence)
-    return [
-        next(at for at, one in enumerate(sequences) if one is each) for each in waiting
-    ]
+    return [sequences.index(sequence) for sequence in waiting]
 
 
-def test_prompts_whose_logprobs_are_wanted_count_as_more_work():
+def test_prompts_with_logprobs_count_as_more_work():
     scored = {"num_prompt_logprobs": 20}
-    assert order_of([waits(8000, **scored), waits(8000)]) == [1, 0]
-    assert order_of([waits(8000, **scored), waits(2000, **scored)]) == [1, 0]
-    assert order_of([waits(8000), waits(2000, **scored)]) == [0, 1]
-    assert order_of([waits(8000, **scored), *(waits(8000) for _ in range(5))]) == [
-        1,
-        2,
-        3,
-        4,
-        0,
-        5,
-    ]
+    long = make_sequence(8000)
+    long_scored = make_sequence(8000, **scored)
+    assert queue_order([long_scored, long]) == [1, 0]
+    long_scored = make_sequence(8000, **scored)
+    assert queue_order([long_scored, make_sequence(2000, **scored)]) == [1, 0]
+    long = make_sequence(8000)
+    assert queue_order([long, make_sequence(2000, **scored)]) == [0, 1]
+    long_scored = make_sequence(8000, **scored)
+    unscored = [make_sequence(8000) for _ in range(5)]
+    assert queue_order([long_scored, *unscored]) == [1, 2, 3, 4, 0, 5]
 
 
-def test_keys_that_wait_are_served_in_turn_whatever_each_has_sent():
+def test_keys_get_equal_shares_of_work_however_many_requests_each_has():
     keys = "aaaaabbc"
-    order = order_of([waits(500, share=key) for key in keys])
-    assert "".join(keys[at] for at in order) == "abcabaaa"
-    long = [
-        waits(900, share="a"),
-        waits(900, share="a"),
-        *(waits(300, share="b") for _ in "123"),
+    order = queue_order([make_sequence(500, share=key) for key in keys])
+    assert "".join(keys[index] for index in order) == "abcabaaa"
+    sequences = [make_sequence(900, share="a") for _ in range(2)]
+    sequences += [make_sequence(300, share="b") for _ in range(3)]
+    # The work of a key counts, not the number of its requests.
+    assert queue_order(sequences) == [2, 3, 0, 4, 1]
+
+
+def test_urgent_request_precedes_less_urgent_ones_of_other_keys():
+    sequences = [
+        make_sequence(500, share="a"),
+        make_sequence(500, 1, share="b"),
+        make_sequence(500, share="a"),
     ]
-    assert order_of(long) == [2, 3, 0, 4, 1]  # by work, not by number
+    assert queue_order(sequences) == [0, 2, 1]
 
 
-def test_an_urgent_request_goes_before_the_turns_of_keys():
-    sequences = [waits(500, share="a"), waits(500, 1, share="b"), waits(500, share="a")]
-    assert order_of(sequences) == [0, 2, 1]
-
-
-def test_turns_of_other_keys_are_bounded():
-    sequences = [waits(500, share="a"), waits(500, share="a")]
-    sequences += [waits(500, share=f"{key}") for key in range(2 * MAX_OVERTAKEN)]
-    assert order_of(sequences).index(1) == MAX_OVERTAKEN + 1
+def test_requests_of_other_keys_overtake_a_limited_number_of_times():
+    sequences = [make_sequence(500, share="a"), make_sequence(500, share="a")]
+    for key in range(2 * MAX_OVERTAKEN):
+        sequences.append(make_sequence(500, share=f"{key}"))
+    assert queue_order(sequences).index(1) == MAX_OVERTAKEN + 1
 
 
 @pytest.mark.parametrize(
     ("lengths", "order"),
     [
         ([8192, 100, 100], [1, 2, 0]),
-        ([8192, 2048, 2049], [1, 0, 2]),  # a quarter, and not quite
+        ([8192, 2048, 2049], [1, 0, 2]),  # only 2048 is at most a quarter
         ([8192, 2000, 400], [2, 1, 0]),
-        ([800, 8], [0, 1]),  # is served so soon that it does not matter
-        ([4096, *[1024] * 6], [1, 2, 3, 4, 0, 5, 6]),  # as much as itself
+        ([800, 8], [0, 1]),  # 800 tokens are not a long prompt
+        ([4096, *[1024] * 6], [1, 2, 3, 4, 0, 5, 6]),  # overtaken by 4096 tokens
         ([8192, *[1] * 70], [*range(1, MAX_OVERTAKEN + 1), 0, *range(65, 71)]),
     ],
 )
-def test_much_shorter_prompts_go_first_for_as_long_as_they_would_have_waited(
+def test_much_shorter_prompts_overtake_a_long_prompt_with_at_most_its_work(
     lengths, order
 ):
-    waiting, sequences = deque[Sequence](), [waits(length) for length in lengths]
-    for sequence in sequences:
-        enqueue(waiting, sequence)
-    assert [sequences.index(sequence) for sequence in waiting] == order
+    assert queue_order([make_sequence(length) for length in lengths]) == order
 
 
 lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_PROMPT_TOKENS, 4096, 8192])
@@ -92,28 +92,30 @@ lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_PROMPT_TOKENS, 4096, 8192
         st.tuples(lengths, st.sampled_from([0, 0, 0, 1]), st.booleans()), max_size=60
     )
 )
-def test_nobody_waits_for_more_than_its_own_length_of_others_that_came_later(asked):
-    waiting, passed = deque[Sequence](), dict[int, list[Sequence]]()
-    for tokens, priority, is_served in asked:
-        new, before = waits(tokens, priority), list(waiting)
+def test_work_that_overtakes_a_prompt_is_at_most_its_own_work(requests):
+    waiting = deque[Sequence]()
+    overtaken_by: dict[Sequence, list[Sequence]] = {}
+    for num_tokens, priority, is_served in requests:
+        new = make_sequence(num_tokens, priority)
+        before = list(waiting)
         enqueue(waiting, new)
-        assert [each for each in waiting if each is not new] == before, (
-            "others keep their order"
-        )
-        for each in before[list(map(id, waiting)).index(id(new)) :]:
-            passed.setdefault(id(each), []).append(new)
-            equals = [
-                p
-                for p in passed[id(each)]
-                if p.request.priority == each.request.priority
-            ]
-            assert sum(len(p.token_ids) for p in equals) <= len(each.token_ids)
-            assert len(passed[id(each)]) <= MAX_OVERTAKEN
+        others = [sequence for sequence in waiting if sequence is not new]
+        assert others == before, "the other sequences keep their order"
+        for overtaken in before[waiting.index(new) :]:
+            overtaking = overtaken_by.setdefault(overtaken, [])
+            overtaking.append(new)
+            num_equally_urgent = sum(
+                len(sequence.token_ids)
+                for sequence in overtaking
+                if sequence.request.priority == overtaken.request.priority
+            )
+            assert num_equally_urgent <= len(overtaken.token_ids)
+            assert len(overtaking) <= MAX_OVERTAKEN
         if is_served:
-            passed.pop(id(waiting.popleft()), None)
+            overtaken_by.pop(waiting.popleft(), None)
 
 
-def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
+def test_resumed_requests_precede_all_others_in_their_order_of_arrival():
     core, _, out = make_core(max_num_seqs=1)
     core.round([add("first", [1] * 9, 9)])
     core.round([add("urgent", [2] * 9, 2, priority=-9)])
@@ -128,7 +130,7 @@ def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
     assert_all_blocks_free(core)
 
 
-def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
+def test_short_prompts_share_the_next_step_of_a_running_long_prompt():
     core, _, out = make_core(
         num_blocks=1200, max_num_batched_tokens=512, max_model_len=4096
     )
@@ -137,7 +139,7 @@ def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
     core.round([add(name, [ord(name)] * 100, 1) for name in "abc"])
     core.finish_steps(0)
     assert [delta.request_id for delta in out.deltas] == ["a", "b"], (
-        "half of a step at most"
+        "short prompts take at most half of a step"
     )
     assert core.sequences["long"].num_computed == 2 * 512 - 200
     run_until_idle(core)

@@ -1,5 +1,7 @@
-"""Before a server is ready it captures decode steps and runs every kind of step once; here, what
-of that shows without a GPU."""
+"""The warm-up: the captured decode steps, and the steps that run before a server is ready.
+
+These tests need no GPU.
+"""
 
 import logging
 import os
@@ -18,7 +20,7 @@ from tests.rigs.rank_threads import ranks
 SERVER = WarmUpSizes(
     num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256
 )
-STAGES = [
+ALL_SIZES = [
     SERVER,
     WarmUpSizes(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
     WarmUpSizes(num_blocks=9, block_size=16, max_len=100, max_tokens=600, max_seqs=3),
@@ -28,66 +30,65 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_step_fits_the_server(stage):
-    for step in steps(stage):
-        assert 0 < len(step.token_ids) == step.query_lens.sum() <= stage.max_tokens
-        assert 0 < len(step.query_lens) <= stage.max_seqs
-        assert step.query_lens.min() > 0 and step.context_lens.max() <= stage.max_len
+@pytest.mark.parametrize("sizes", ALL_SIZES)
+def test_every_warm_up_step_is_within_the_limits(sizes):
+    for step in steps(sizes):
+        assert 0 < len(step.token_ids) == step.query_lens.sum() <= sizes.max_tokens
+        assert 0 < len(step.query_lens) <= sizes.max_seqs
+        assert step.query_lens.min() > 0 and step.context_lens.max() <= sizes.max_len
         assert (step.context_lens >= step.query_lens).all()
-        step.attention_batch(
-            stage.block_size
-        )  # the tables reach as far as the contexts
-        assert (
-            0 < step.block_tables.min() and step.block_tables.max() < stage.num_blocks
-        )
-        assert step.shapes is None or max(step.shapes.rows) < stage.max_seqs
+        # Fails if a table has fewer blocks than its context needs.
+        step.attention_batch(sizes.block_size)
+        assert step.block_tables.min() > 0
+        assert step.block_tables.max() < sizes.num_blocks
+        assert step.shapes is None or max(step.shapes.rows) < sizes.max_seqs
         for scored in step.scores:
             assert scored.first_row + len(scored.targets) <= len(step.token_ids)
 
 
 def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
-    """What attention and products tell apart: sequences that decode, prompts whose context is
-    stored, prompts that are all there is, and how many tokens."""
-    decodes = step.query_lens == 1
-    whole = step.query_lens == step.context_lens
-    long = whole & (step.query_lens >= 512)
+    """The properties on which the kernels of attention and of products depend: whether
+    sequences decode, whether prompts are long and without stored context or not, and a
+    class of the number of tokens."""
+    is_decode = step.query_lens == 1
+    is_new = step.query_lens == step.context_lens
+    is_long = is_new & (step.query_lens >= 512)
     return (
-        bool(decodes[0]),
-        bool((~decodes & ~long).any()),
-        bool(long.any()),
+        bool(is_decode[0]),
+        bool((~is_decode & ~is_long).any()),
+        bool(is_long.any()),
         int(np.searchsorted([2, 257, 1024], len(step.token_ids), side="right")),
     )
 
 
-def test_any_mix_of_prompts_is_of_a_kind_that_was_run():
-    rehearsed = {_kind(step) for step in steps(SERVER)}
+def test_random_steps_are_of_a_kind_that_the_warm_up_runs():
+    kinds = {_kind(step) for step in steps(SERVER)}
     rng = np.random.default_rng(7)
     for _ in range(2000):
-        longer = 2 ** rng.uniform(1, 12, rng.integers(0, 4))
-        lens = [1] * int(rng.integers(0, 5)) + longer.astype(int).tolist()
+        prompts = 2 ** rng.uniform(1, 12, rng.integers(0, 4))
+        lens = [1] * int(rng.integers(0, 5)) + prompts.astype(int).tolist()
         if not lens:
             continue
         stored = [int(rng.integers(0, 2)) * 100 + (n == 1) for n in lens]
         step = SERVER.step(lens, stored)
-        assert _kind(step) in rehearsed, (lens, stored)
+        assert _kind(step) in kinds, (lens, stored)
 
 
 @pytest.mark.parametrize("dcp", [1, 2])
-def test_two_ranks_run_all_of_them(dcp):
+def test_two_ranks_run_all_warm_up_steps(dcp):
     with ranks(2, dcp=dcp) as executor:
         executor.allocate(20, 8)
-        stage = WarmUpSizes(
+        sizes = WarmUpSizes(
             num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4
         )
-        for step in steps(stage):
+        for step in steps(sizes):
             pending = executor.launch(step)
             if step.is_masked:
                 words = -(-executor.runners[0].model_config.vocab_size // 32)
                 pending.draw(np.full((len(step.sampling), words), -1, np.int32))
-            found = pending.result()
-            assert len(found.token_ids) == len(step.sampled_sequences)
-            assert len(found.scores) == len(step.scores)
+            output = pending.result()
+            assert len(output.token_ids) == len(step.sampled_sequences)
+            assert len(output.scores) == len(step.scores)
 
 
 def test_late_kernel_is_logged_as_error_with_its_name(caplog):
@@ -104,27 +105,27 @@ def test_late_kernel_is_logged_as_error_with_its_name(caplog):
     assert stats.totals()["baton_kernels_loaded_late"] == 1
 
 
-def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
+def test_kernels_are_cached_in_the_cache_folder_unless_the_user_sets_another(
+    monkeypatch, tmp_path
+):
     names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "BATON_CACHE")
     for name in names:
-        monkeypatch.setenv(
-            name, ""
-        )  # so that the end of the test takes back what is set below
+        # Setting each name first lets monkeypatch undo what set_kernel_cache sets.
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     set_kernel_cache()
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
-    assert "FLASHINFER_WORKSPACE_BASE" not in os.environ  # it is ~/.cache/flashinfer
-    monkeypatch.setenv("BATON_CACHE", "/kept")
+    assert "FLASHINFER_WORKSPACE_BASE" not in os.environ  # ~/.cache/flashinfer is used
+    monkeypatch.setenv("BATON_CACHE", "/cache")
     set_kernel_cache()
-    assert (
-        os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
-    )  # as the user set it
-    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == "/kept"
+    # TRITON_CACHE_DIR is set already, and is therefore not changed.
+    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == "/cache"
 
 
 @pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 63, 64, 65, 256, 1000])
-def test_every_step_has_a_graph_that_pads_it_little(max_seqs):
+def test_every_decode_step_has_a_graph_with_few_padding_rows(max_seqs):
     sizes = captured_sizes(max_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1 and sizes[-1] == max_seqs
@@ -134,7 +135,7 @@ def test_every_step_has_a_graph_that_pads_it_little(max_seqs):
     assert len(sizes) < 40
 
 
-def test_padding_rows_touch_the_null_block_only():
+def test_padding_rows_use_only_the_null_block():
     tables = np.array([[5, 6, 7], [8, 0, 0]], np.int32)
     lens = np.array([9, 3], np.int32)
     batch = AttentionBatch(np.ones(2, np.int32), lens, tables, np.array([28, 34]))

@@ -1,4 +1,4 @@
-"""A decode engine whose request waits for its grammar while the lease runs on."""
+"""A request of a decode engine waits for its grammar, while its lease may expire."""
 
 import json
 import threading
@@ -15,14 +15,14 @@ from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output
 
 
-class Waiting:
-    """A pair whose decode engine compiles nothing before `go_on` is set."""
+class BlockedPair:
+    """A pair with a decode engine that compiles no grammar before `unblock` is set."""
 
     def __init__(self, pair: Pair, compiler: GrammarCompiler) -> None:
         self.pair = pair
-        self.go_on = threading.Event()
+        self.unblock = threading.Event()
         for _ in range(_NUM_COMPILING):
-            compiler._compiling.submit(self.go_on.wait)
+            compiler._compiling.submit(self.unblock.wait)
         pair.d.core.grammars.compiler = compiler
 
     def submit(self, prompt: list[int], grammar: Grammar) -> str:
@@ -34,7 +34,7 @@ class Waiting:
         return name
 
     def end(self, name: str) -> tuple[list[int], str | None, str | None]:
-        """Tokens, finish reason and error of the one end of a request."""
+        """Returns the tokens of a request, its finish reason and its error code."""
         end = self.pair.end(name)
         return (
             self.pair.d.out.tokens(name),
@@ -44,48 +44,53 @@ class Waiting:
 
 
 @pytest.fixture
-def waiting(pair: Pair) -> Iterator[Waiting]:
+def blocked(pair: Pair) -> Iterator[BlockedPair]:
     with compiling() as compiler:
-        waiting = Waiting(pair, compiler)
-        yield waiting
-        waiting.go_on.set()
+        blocked = BlockedPair(pair, compiler)
+        yield blocked
+        blocked.unblock.set()
 
 
 @pytest.fixture(scope="module")
-def told() -> tuple[list[int], int, str]:
-    """A prompt whose first token, as the prefill server draws it, is a plain character."""
+def prompt_and_first_token() -> tuple[list[int], int, str]:
+    """A prompt, the first token that the prefill server draws, and the token's text,
+    which is alphanumeric."""
     tokenizer = Tokenizer(ensure_model("gqa"))
-    prompts = ([n, 1, 2, 3, 4] for n in range(100))
-    drawn = ((prompt, expected_output(prompt, 1)[0]) for prompt in prompts)
-    texts = ((prompt, token, tokenizer.decode([token])) for prompt, token in drawn)
-    return next(one for one in texts if one[2].isascii() and one[2].isalnum())
+    for first in range(100):
+        prompt = [first, 1, 2, 3, 4]
+        token = expected_output(prompt, 1)[0]
+        text = tokenizer.decode([token])
+        if text.isascii() and text.isalnum():
+            return prompt, token, text
+    raise AssertionError("no prompt has an alphanumeric first token")
 
 
-@pytest.mark.parametrize("lease_ends", [False, True])
-def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
-    waiting, told, lease_ends
+@pytest.mark.parametrize("lease_expires", [False, True])
+def test_request_with_a_grammar_that_the_first_token_completes_pulls_nothing(
+    blocked, prompt_and_first_token, lease_expires
 ):
-    prompt, token, text = told
-    name = waiting.submit(prompt, Grammar("choice", json.dumps([text])))
-    if lease_ends:  # meanwhile
-        waiting.pair.now_s += 1e6
-        waiting.pair.until(waiting.pair.p.has_all_blocks_free)
-    waiting.go_on.set()
-    assert waiting.end(name) == ([token], "stop", None)
-    assert lease_ends or waiting.pair.d.kv(name) == (0, 0, 0)
+    prompt, token, text = prompt_and_first_token
+    name = blocked.submit(prompt, Grammar("choice", json.dumps([text])))
+    if lease_expires:
+        blocked.pair.now_s += 1e6
+        blocked.pair.until(blocked.pair.p.has_all_blocks_free)
+    blocked.unblock.set()
+    assert blocked.end(name) == ([token], "stop", None)
+    assert lease_expires or blocked.pair.d.kv(name) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("regex", "ends"),
+    ("regex", "end"),
     [("a+", ([], "abort", None)), ("[!", ([], None, "grammar_failed"))],
 )
-def test_an_abort_meanwhile_or_a_mistake_gives_the_lease_back(
-    waiting, told, regex, ends
+def test_lease_ends_after_an_abort_or_a_wrong_grammar(
+    blocked, prompt_and_first_token, regex, end
 ):
-    name = waiting.submit(told[0], Grammar("regex", regex))
-    if ends[1] == "abort":
-        waiting.pair.d.core.round([AbortRequest(name)])
+    prompt, _, _ = prompt_and_first_token
+    name = blocked.submit(prompt, Grammar("regex", regex))
+    if end[1] == "abort":
+        blocked.pair.d.core.round([AbortRequest(name)])
     else:
-        waiting.go_on.set()
-    assert waiting.end(name) == ends
-    waiting.pair.settle()
+        blocked.unblock.set()
+    assert blocked.end(name) == end
+    blocked.pair.settle()

@@ -1,5 +1,8 @@
-"""How the core waits for grammars, and how their sequences end. What they draw beside others, with
-choices, preemptions and late masks: tests/engine/kv/test_role_mixture.py."""
+"""The engine core waits for grammars and masks without delaying other requests.
+
+tests/engine/kv/test_role_mixture.py checks the drawn tokens, with choices, preemptions
+and late masks.
+"""
 
 import json
 import threading
@@ -30,7 +33,7 @@ from tests.rigs.shadow import (
 TEXTS = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
 CHOICES = Grammar("choice", json.dumps(TEXTS))
 WORDS = Grammar("regex", "([a-z]{3} ){30}")
-MISTAKEN = Grammar("regex", "[a")
+WRONG = Grammar("regex", "[a")
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +43,16 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    """Has compiled nothing."""
-    with compiling() as made:
-        yield made
+    """A compiler that has compiled nothing."""
+    with compiling() as empty_compiler:
+        yield empty_compiler
 
 
-def core_with(
-    compiler: GrammarCompiler, depth: int, *compiled: Grammar
+def make_core_with(
+    compiler: GrammarCompiler, depth: int, *grammars: Grammar
 ) -> tuple[EngineCore, MemoryTransport]:
-    for grammar in compiled:
+    """Makes a core after the compiler has compiled `grammars`."""
+    for grammar in grammars:
         compiler.compiled(grammar).exception()
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
@@ -64,10 +68,11 @@ def constrained(
     )
 
 
-FREE = add("b", [4, 5, 6], 9)
+WITHOUT_GRAMMAR = add("b", [4, 5, 6], 9)
 
 
-def answered(core: EngineCore, *requests: AddRequest) -> None:
+def run_all(core: EngineCore, *requests: AddRequest) -> None:
+    """Runs requests to their ends, and checks that no block is left in use."""
     run_until_idle(core, *requests)
     assert core.is_idle
     assert_all_blocks_free(core)
@@ -76,98 +81,104 @@ def answered(core: EngineCore, *requests: AddRequest) -> None:
 def assert_failed(
     out: MemoryTransport, request_id: str = "a", code: str = "grammar_failed"
 ) -> str:
+    """Checks that a request ended with one error. Returns the message."""
     (end,) = out.terminals(request_id)
     assert end.error is not None and end.error.code == code
     return end.error.message
 
 
-def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
+def test_sequences_that_wait_for_grammars_delay_no_other_request(
     depth, compiler, tokenizer
 ):
-    go_on = threading.Event()
-    core, out = core_with(compiler, depth)
+    unblock = threading.Event()
+    core, out = make_core_with(compiler, depth)
     for _ in range(_NUM_COMPILING):
-        compiler._compiling.submit(go_on.wait)
+        compiler._compiling.submit(unblock.wait)
     waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
-    run_until_idle(core, *waiting, constrained("failed", MISTAKEN), FREE)
+    wrong = constrained("failed", WRONG)
+    run_until_idle(core, *waiting, wrong, WITHOUT_GRAMMAR)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
     assert out.compiled == []
     core.round([AbortRequest("aborted")])
     core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))
-    go_on.set()
-    for grammar in (CHOICES, MISTAKEN):
+    unblock.set()
+    for grammar in (CHOICES, WRONG):
         compiler.compiled(grammar).exception()
-    answered(core)
-    assert out.compiled == ["a"], "it is reported whose grammar is there"
+    run_all(core)
+    assert out.compiled == ["a"], "the HTTP process learns that the grammar is compiled"
     assert tokenizer.decode(out.tokens("a")) in TEXTS
     assert [end.finish_reason for end in out.terminals("aborted")] == ["abort"]
     assert_failed(out, "failed", "lease_gone")
     assert not out.tokens("aborted")
 
 
-def test_the_end_is_length_before_a_grammar_is_satisfied_and_stop_at_it(
+def test_finish_reason_is_stop_only_if_the_grammar_is_complete(
     depth, compiler, tokenizer
 ):
-    long, one = Grammar("regex", "[a-z]{1000}"), Grammar("choice", '["a"]')
-    core, out = core_with(compiler, depth, long, one)
-    answered(core, constrained("a", long, 5), constrained("b", one, 1))
+    long = Grammar("regex", "[a-z]{1000}")
+    short = Grammar("choice", '["a"]')
+    core, out = make_core_with(compiler, depth, long, short)
+    run_all(core, constrained("a", long, 5), constrained("b", short, 1))
     assert len(out.tokens("a")) == 5 and out.tokens("b") == tokenizer.encode("a")
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["length", "stop"]
 
 
-def test_a_grammar_with_a_mistake_is_one_error(depth, compiler):
-    core, out = core_with(compiler, depth, MISTAKEN)
-    answered(core, constrained("a", MISTAKEN), FREE)
+def test_wrong_grammar_ends_its_request_with_one_error(depth, compiler):
+    core, out = make_core_with(compiler, depth, WRONG)
+    run_all(core, constrained("a", WRONG), WITHOUT_GRAMMAR)
     assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
-def test_more_grammars_may_be_waited_for_than_are_kept(
+def test_requests_may_wait_for_more_grammars_than_the_cache_holds(
     depth, compiler, tokenizer, monkeypatch
 ):
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
-    core, out = core_with(compiler, depth)
+    core, out = make_core_with(compiler, depth)
     texts = [f"text {number}" for number in range(40)]
     core.round(
         [constrained(text, Grammar("choice", json.dumps([text]))) for text in texts]
     )
     for work in list(core.grammars.compiling.values()):
         work.exception()
-    answered(core)
+    run_all(core)
     for text in texts:
         assert tokenizer.decode(out.tokens(text)) == text
 
 
-def test_a_grammar_slows_nobody_and_itself_least(compiler):
-    """The forward pass of its next step is launched before the last token is known."""
-    core, out = core_with(compiler, 1, WORDS)
-    answered(core, constrained("a", WORDS, 20), add("b", [4, 5, 6], 20))
+def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
+    """The forward pass of the next step is launched before the last token is known."""
+    core, out = make_core_with(compiler, 1, WORDS)
+    run_all(core, constrained("a", WORDS, 20), add("b", [4, 5, 6], 20))
     assert (len(out.tokens("a")), len(out.tokens("b"))) == (20, 20)
     executor: Any = core.executor
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_who_is_late_for_too_long_fails_alone(depth, slow, compiler, monkeypatch):
-    """A step waits a moment for a mask, and not at all where the grammar is known to be slow."""
-    go_on = threading.Event()
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_request_that_waits_too_long_for_a_mask_fails_alone(
+    depth, is_slow, compiler, monkeypatch
+):
+    """A step waits for a mask for a limited time, and not at all if the grammar is
+    slow."""
+    unblock = threading.Event()
     compute = GrammarState._compute_mask
 
-    def held(state: GrammarState) -> None:
-        assert state._num_consumed < 3 or go_on.wait(60.0)
+    def compute_late(state: GrammarState) -> None:
+        assert state._num_consumed < 3 or unblock.wait(60.0)
         compute(state)
 
-    monkeypatch.setattr(GrammarState, "_compute_mask", held)
-    monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if slow else 0.001)
-    if slow:
+    monkeypatch.setattr(GrammarState, "_compute_mask", compute_late)
+    monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if is_slow else 0.001)
+    if is_slow:
         monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
-    core, out = core_with(compiler, depth, WORDS)
+    core, out = make_core_with(compiler, depth, WORDS)
     core.grammars.timeout_s = 0.0
-    core.round([constrained("a", WORDS), replace(FREE, max_tokens=20)])
+    core.round([constrained("a", WORDS), replace(WITHOUT_GRAMMAR, max_tokens=20)])
     while not (out.terminals("a") and out.terminals("b")):
         core.round([])
         core.scheduler.check_integrity()
     assert "--grammar-timeout-s" in assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 20)
-    go_on.set()
-    answered(core)
+    unblock.set()
+    run_all(core)

@@ -69,6 +69,7 @@ CONVERTED = (
     "tests/kernels/",
     "tests/make_models.py",
     "tests/protocol/",
+    "tests/proxy/",
     "tests/rigs/",
     "tests/test_",
 )

@@ -148,7 +148,7 @@ async def test_proxy_leaves_the_refusal_to_servers_with_admission_control():
 
 
 @pytest.mark.parametrize("retry_after", [61, 2146, 26_970])
-async def test_retry_after_is_at_most_a_minute(retry_after):
+async def test_retry_after_is_limited_to_a_minute(retry_after):
     async with Rig([], fleet(full(retry_after))) as rig:
         refused = await rig.complete()
         assert refused.headers["retry-after"] == f"{MAX_RETRY_AFTER_S}" == "60"

@@ -317,7 +317,7 @@ async def test_decode_server_answers_tokenizer_and_document_paths(path, server_p
 # -- metrics
 
 
-async def test_metrics_count_the_requests_of_this_proxy_alone():
+async def test_metrics_count_only_the_requests_of_this_proxy():
     async with Rig() as rig, Rig() as other:
         await rig.complete()
         await rig.client.post("/v1/completions", content=b"{")

@@ -34,7 +34,7 @@ MANY = (P, None, 64)
 @pytest.mark.parametrize(
     ("prefill", "decode", "body", "status", "calls", "reason"),
     [
-        # A decode server whose context is too short receives no request.
+        # A decode server with too short a context receives no request.
         ([(P,)], CONTEXTS, {"max_tokens": 200}, 200, [4, 2, 2], None),
         ([(P,)], CONTEXTS, {"max_tokens": 201}, 200, [4, 0, 4], None),
         ([(P,)], CONTEXTS, {"max_completion_tokens": 201}, 200, [4, 0, 4], None),
@@ -151,9 +151,7 @@ async def test_requests_go_to_servers_that_can_take_them(
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_tokens": 0}])
-async def test_body_too_large_for_a_prefill_server_goes_to_a_decode_server_alone(
-    limits,
-):
+async def test_body_too_large_for_prefill_servers_goes_to_a_decode_server_only(limits):
     async def refuses(call: Call) -> None:
         # A gateway's 413, for example.
         await call.start(413, {"content-type": "text/html"})
@@ -194,7 +192,7 @@ async def scores(call: Call) -> None:
         {"max_tokens": -0.0},  # JSON has a negative zero
     ],
 )
-async def test_prefill_server_answers_scoring_requests_alone(fields):
+async def test_scoring_requests_need_no_decode_server(fields):
     async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
         body = {"model": "m", "prompt": "hello", "seed": 1, **fields}
         content = json.dumps(body).replace("-0.0", "-0")

@@ -132,7 +132,7 @@ async def test_new_decode_leg_names_the_server_that_replaces_a_lost_prefill_serv
 async def test_refused_offer_is_followed_by_the_prefill_servers_params(
     refusal, cooldown_s, monkeypatch
 ):
-    """A server that rejects a signature gets no offers for a while, or until it restarts."""
+    """A server that rejects a signature gets no offers until a cooldown or a restart."""
     monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", cooldown_s)
 
     async def refuses_offers(call: Call) -> None:

@@ -174,9 +174,7 @@ async def test_refusal_by_either_server_is_the_answer(kind, status):
         (None, "no_prefill_server"),  # not ready
     ],
 )
-async def test_decode_server_serves_alone_without_a_usable_prefill_and_is_counted(
-    behave, reason
-):
+async def test_decode_only_request_without_a_usable_prefill_is_counted(behave, reason):
     async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
         response = await rig.complete()
         assert response.status_code == 200

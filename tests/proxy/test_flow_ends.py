@@ -58,7 +58,7 @@ async def test_stream_that_breaks_ends_with_an_error_event(behave, number):
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 
 
-async def test_error_event_of_the_decode_server_is_relayed_alone_and_kv_released():
+async def test_error_event_is_relayed_without_another_and_kv_is_released():
     text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 
     async with Rig(decode=[Fake(streams(text))]) as rig:
@@ -290,7 +290,7 @@ JSON_ANSWER = (
 
 
 class Dying:
-    """A server that answers health checks, and sends `position` bytes of other answers."""
+    """A server that sends only `position` bytes of answers other than to GET /ready."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer

@@ -80,7 +80,7 @@ class Fleet:
         return hint.engine_id if hint else None
 
 
-def test_hint_names_the_server_that_has_most_of_the_prompt():
+def test_hint_names_the_server_with_the_longest_cached_prefix():
     fleet = Fleet()
     # The decode server also has the answer.
     assert fleet.named(fleet.p) == "engine decode0"

@@ -214,7 +214,7 @@ def test_blocks_of_removed_server_are_hidden_at_once_and_deleted_step_by_step():
     assert len(index) == 10_000
 
 
-def test_bounded_index_evicts_from_the_server_with_the_most_blocks():
+def test_bounded_index_evicts_from_the_server_with_the_largest_cache():
     index = PrefixIndex(max_blocks=10)
     index.add(0, [1, 2])
     index.add(1, range(100, 140))

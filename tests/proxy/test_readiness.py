@@ -1,4 +1,4 @@
-"""GET /ready of the proxy: what it waits for, what its body names, and when it stops waiting."""
+"""GET /ready of the proxy: the servers that it waits for, and the end of the wait."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -81,7 +81,7 @@ def profile_of(**body: Any) -> Any:
     return profile(parse_body(json.dumps({"max_tokens": 5, **body}).encode()))
 
 
-def test_profile_of_a_truncated_prompt_has_at_most_the_limit():
+def test_profile_of_a_truncated_prompt_is_bounded_by_the_limit():
     text = "x" * 40_000
     assert profile_of(prompt=text).tokens > 9000
     assert profile_of(prompt=text, **{LIMIT: 100}).tokens == 100

@@ -32,19 +32,17 @@ TRANSFER_S = 0.01
 PULL_TOKEN_S = 5e-6
 # Seconds. Up to here each moment of waiting for the first token costs more than the one
 # before; a wait this long counts three times. Fitted: without it, the row "open loop at
-# 24/s", 1P1D, is good for 0.30 instead of 0.83.
+# 24/s", 1P1D, is good for 0.30 instead of 0.85.
 PATIENCE_S = 0.7
 # Seconds of cost per running stream and prompt, however short the prompt: a step with
 # any prompt is launched kernel by kernel and has a minimum duration. Fitted: with
-# 0.012, the first token takes 0.055 instead of 0.043 s (p50) in the row "agents", 2P2D.
+# 0.006, the row "Mooncake 1.5 x", 3P1D, is good for 0.59 instead of 0.64.
 INTERRUPTION_S = 0.0175
 # Streams. Interrupting more streams than this costs no more. Fitted: without it, the
-# first token takes 1.17 instead of 0.31 s (p50) in the row "Azure 15 x, 2P2D".
+# first token takes 1.16 instead of 0.30 s (p50) in the row "Azure 15 x, 2P2D".
 MAX_COUNTED_STREAMS = 32
-# Seconds of cost per second of prefill and running stream. Fitted: with 0.2, a burst of
-# 256 prompts after short ones takes 1.08 instead of 1.06 times as long as with the best
-# split, 1P1D; with 0.12, the row "Mooncake 1.5 x", 1P3D `never`, has 0.70 instead of
-# 0.54 s to the first token (p50).
+# Seconds of cost per second of prefill and running stream. Fitted: with 0, the row
+# "Mooncake 1.5 x", 1P3D `never`, is good for 0.59 instead of 0.63.
 STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")

@@ -6,6 +6,34 @@ Llama models.
 
 from typing import Any
 
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "hidden_size": 4096,
@@ -32,6 +60,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
+    },
+    "gpt-oss-20b": {
+        **_GPT_OSS,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "gpt-oss-120b": {
+        **_GPT_OSS,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     # DeepSeek-V3 with one dense layer and three expert layers of its 61 layers.
     "deepseek-v3-4-layers": {

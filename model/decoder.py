@@ -206,7 +206,7 @@ def load_model(
     """
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
-    source: StoredWeights | DummySource = DummySource(seed, device)
+    source: StoredWeights | DummySource = DummySource(seed, device, config.quantization)
     if load_format != "dummy":
         upload = Upload(torch.device(device))
         source = StoredWeights(

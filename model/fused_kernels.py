@@ -118,7 +118,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # Number of elements that a thread loads at once and whose products it adds. They are 16
 # bytes of x. More elements would have to go through shared memory.
 FOLD: Final = 8
-_MIN_COLUMNS: Final = 128
+# A row must have a multiple of these columns, so that all rows are aligned.
+_MIN_COLUMNS: Final = 64
+# Rows that no larger power of two divides are loaded in tiles of this many columns, the
+# last of which is not full.
+_PARTIAL_COLUMNS: Final = 1024
+_MIN_FULL_COLUMNS: Final = 512
 # FP8 rows up to this number of columns are loaded at once. Wider rows are loaded in
 # tiles, to have more loads in flight.
 _MAX_FULL_ROW_COLUMNS: Final = 16384
@@ -132,9 +137,9 @@ _MIN_HEAD_ROWS: Final = 1 << 16
 
 
 def _one_row(  # type: ignore[no-untyped-def]
-    x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr,
-    NUM_OUT: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, scales, bias, out, norm, residual, eps, WIDTH: tl.constexpr,
+    NUM_OUT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Multiplies one row.
@@ -149,6 +154,7 @@ def _one_row(  # type: ignore[no-untyped-def]
         at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first"
     )
     scale = tl.load(scales + row) if SCALED else 1.0
+    shift = tl.load(bias + row).to(tl.float32) if BIASED else 0.0
     if GATED:
         up_at = at + NUM_OUT * WIDTH
         up_tile = tl.load(
@@ -181,7 +187,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     result = tl.sum(sums, 0) * (scale * size)
     if GATED:
         result = result / (1 + tl.exp(-result)) * (tl.sum(up, 0) * (up_scale * size))
-    tl.store(out + row, (result + added).to(out.dtype.element_ty))
+    tl.store(out + row, (result + shift + added).to(out.dtype.element_ty))
 
 
 _one_row_kernel: Any = triton.jit(_one_row)
@@ -222,6 +228,8 @@ def _tile_of(weight: Weight, *, gated: bool) -> _RowTile:
     """Returns the fastest of the tiles that were measured on an H200."""
     num_out, width = weight.shape
     columns = width & -width  # the largest power of two that divides the width
+    if columns < min(_MIN_FULL_COLUMNS, triton.next_power_of_2(width)):
+        columns = min(_PARTIAL_COLUMNS, triton.next_power_of_2(width))
     is_short = columns == width <= _MAX_SHORT_COLUMNS
     is_fp8 = isinstance(weight, Quantized)
     num_bytes = num_out * width * (1 if is_fp8 else 2)
@@ -255,6 +263,7 @@ def one_row(
     x: Tensor,
     weight: Weight,
     *,
+    bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
@@ -264,6 +273,7 @@ def one_row(
     """Multiplies x [1, in] by a weight [out, in].
 
     Args:
+        bias: [out], added to the product. Not with `gated`.
         norm: weight of a root-mean-square norm that is applied to x first.
         gated: the first half of the weight is a gate. The result is silu of the first
             half of the product times the second half, [1, out / 2].
@@ -288,6 +298,7 @@ def one_row(
         x,
         matrix,
         scales,
+        bias,
         out,
         norm,
         residual,
@@ -295,6 +306,7 @@ def one_row(
         WIDTH=width,
         NUM_OUT=num_out,
         SCALED=scales is not None,
+        BIASED=bias is not None,
         NORM=norm is not None,
         GATED=gated,
         ADD=residual is not None,

@@ -45,6 +45,14 @@ def experts() -> Any:
 
 
 @functools.cache
+def fp4_experts() -> Any:
+    """Returns the module kernels.fp4_experts, which is imported on first use, too."""
+    from model.kernels import fp4_experts as fp4_kernels
+
+    return fp4_kernels
+
+
+@functools.cache
 def rotation() -> Any:
     """Returns the module of the rotation kernel; see `kernels` for the late import."""
     from attention.kernels import store

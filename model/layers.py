@@ -66,13 +66,13 @@ class Linear:
         if self.is_packed:
             self.weight = _mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
         self.bias = bias
-        is_fused = bias is None and fused_ops.is_supported(weight.device, weight.dtype)
+        is_fused = fused_ops.is_supported(weight.device, weight.dtype)
         # A kernel multiplies a single row by this weight.
         self.has_one_row_kernel = is_fused and products.has_one_row_kernel(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_one_row_kernel and len(x) == 1:
-            return fused_ops.kernels().one_row(x, self.weight)  # type: ignore[no-any-return]
+            return fused_ops.kernels().one_row(x, self.weight, bias=self.bias)  # type: ignore[no-any-return]
         if self.is_packed:
             rows = x.shape[0]
             granularity = 1 << max(0, rows.bit_length() - _SIGNIFICANT_ROW_BITS)
@@ -115,10 +115,18 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._parallel.size == 1 and self._join.is_plain:
-            self.add_share(x, residual)
-            return residual if self._bias is None else residual.add_(self._bias)
+            return self._add(x, residual)
         out = self._parallel.all_reduce(self._product(x))
         return self._join(out if self._bias is None else out.add_(self._bias), residual)
+
+    def _add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds the product and the bias to the residual of a single rank in place."""
+        if self._product.has_one_row_kernel and len(x) == 1:
+            return fused_ops.kernels().one_row(  # type: ignore[no-any-return]
+                x, self.weight, bias=self._bias, residual=residual
+            )
+        self.add_share(x, residual)
+        return residual if self._bias is None else residual.add_(self._bias)
 
     def add_share(self, x: Tensor, out: Tensor) -> None:
         """Adds this rank's part of the sum, without the bias, to `out` [T, out] in
@@ -243,13 +251,15 @@ class Columns:
         self._is_fused = self._joined is not None and fused_ops.is_supported(
             first.device, first.dtype
         )
-        # Whether there are kernels for the joined matrix. The kernels add no bias.
+        # Whether there are kernels for the joined matrix. Only the kernel for one row
+        # without a gate adds a bias.
         self._has_one_row_kernel = False
         self._has_gated_one_row_kernel = False
         self._has_gated_rows_kernel = False
+        if self._is_fused and self._joined is not None:
+            self._has_one_row_kernel = self._joined.has_one_row_kernel
         if self._is_fused and self._joined is not None and self._joined.bias is None:
             matrix = self._joined.weight
-            self._has_one_row_kernel = self._joined.has_one_row_kernel
             self._has_gated_one_row_kernel = products.has_one_row_kernel(
                 matrix, gated=True
             )
@@ -298,7 +308,12 @@ class Columns:
     def _one_row(self, x: Tensor, norm: RMSNorm, *, gated: bool = False) -> Tensor:
         assert self._joined is not None
         out: Tensor = fused_ops.kernels().one_row(
-            x, self._joined.weight, norm=norm.weight, eps=norm.eps, gated=gated
+            x,
+            self._joined.weight,
+            bias=self._joined.bias,
+            norm=norm.weight,
+            eps=norm.eps,
+            gated=gated,
         )
         return out
 

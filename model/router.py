@@ -40,11 +40,18 @@ class Router:
             name = f"{prefix}.{mixture.correction_bias}"
             self._correction_bias = loader.load(name, shape[:1], dtype=torch.float32)
         self._is_fused = fused_ops.is_supported(self.weight.device, self.weight.dtype)
+        self._has_one_row_kernel = (
+            self._is_fused and fused_ops.kernels().has_one_row_kernel(self.weight)
+        )
         self._has_kernel = self._is_fused and self._passes_self_test()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights and expert ids for x [T, hidden]. See `choose`."""
-        if self._is_fused:
+        if self._has_one_row_kernel and len(x) == 1:
+            logits = fused_ops.kernels().one_row(
+                x, self.weight, bias=self._bias, dtype=torch.float32
+            )
+        elif self._is_fused:
             # Products of 16-bit numbers are exact in float32, and so are their sums
             # here.
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)

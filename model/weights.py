@@ -22,7 +22,7 @@ from model.errors import ModelLoadError
 from model.files import kv_scales
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, quantise
-from model.quantization.stored import StoredWeights
+from model.quantization.stored import MXFP4_GROUP, StoredWeights
 from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
@@ -54,17 +54,49 @@ class DummySource:
     the depth. Norms are 1, and other vectors are small.
     """
 
-    def __init__(self, seed: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device | str,
+        quantization: Quantization | None = None,
+    ) -> None:
         self._seed = seed
         self._device = device
+        self._has_mxfp4_experts = (
+            quantization is not None and quantization.stored == "mxfp4"
+        )
 
     def names(self) -> set[str]:
         """Returns an empty set, since any weight can be made."""
         return set()
 
-    def quantised(self, *_part: object) -> None:
-        """Returns None, since no weight is quantised."""
-        return None
+    def quantised(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> Quantized | None:
+        """Returns a part of stacked experts in MXFP4, or None for other weights.
+
+        The weights of other formats are not quantised.
+        """
+        if not self._has_mxfp4_experts or len(shape) != 3:
+            return None
+        width = shape[-1]
+        codes = self._bytes(f"{name}_blocks", (*shape[:-1], width // 2), rows)
+        groups_shape = (*shape[:-1], width // MXFP4_GROUP)
+        # Codes have a standard deviation of 2.9. Half of the scales are smaller by two.
+        exponent = 127 - round(math.log2(2.9 * 0.8 * math.sqrt(width)))
+        scales = exponent - (self._bytes(f"{name}_scales", groups_shape, rows) & 1)
+        weight = Quantized(codes, scales, None, "fp4", MXFP4_GROUP, torch.float32)
+        return weight if cols is None else weight.columns(cols)
+
+    def _bytes(self, name: str, shape: tuple[int, ...], rows: range) -> Tensor:
+        """Returns random bytes, uint8, of some rows of a tensor."""
+        columns = range(math.prod(shape[1:]))
+        stream = zlib.crc32(f"{self._seed}/{name}".encode())
+        chunks = []
+        for row in rows:
+            bits = self._bits(range(row, row + 1), columns, len(columns), stream)
+            chunks.append((bits >> 8).to(torch.uint8))
+        return torch.cat(chunks).view(len(rows), *shape[1:])
 
     def part(
         self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
@@ -87,15 +119,19 @@ class DummySource:
     def _uniform(
         self, rows: range, cols: range, width: int, stream: int, scale: float
     ) -> Tensor:
+        bits = self._bits(rows, cols, width, stream)
+        # float32 is exact for 24 bits, so every device and rank computes the same
+        # value.
+        return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
+
+    def _bits(self, rows: range, cols: range, width: int, stream: int) -> Tensor:
+        """Returns int64 [rows, cols] with 32 random bits each, a hash of the place."""
         row = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
         col = torch.arange(cols.start, cols.stop, device=self._device)
         bits = (row * width + col).mul_(0x9E3779B1).add_(stream)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> shift).mul_(factor)
-        bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> 16)
-        # float32 is exact for 24 bits, so every device and rank computes the same
-        # value.
-        return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
+        return bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> 16)
 
 
 class Upload:

@@ -148,8 +148,12 @@ def _combine(  # type: ignore[no-untyped-def]
     NUM_CHOSEN: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """Sums the products of a token with its experts, multiplied by their weights."""
+    """Sums the products of a token with its experts, multiplied by their weights.
+
+    ADD: the sum is added to `out`.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -164,15 +168,70 @@ def _combine(  # type: ignore[no-untyped-def]
         products + pair[:, None] * WIDTH + column[None, :], mask=inside, other=0.0
     )
     result = tl.sum(product.to(tl.float32) * weight[:, None], 0)
-    tl.store(
-        out + token * WIDTH + column,
-        result.to(out.dtype.element_ty),
-        mask=column < WIDTH,
-    )
+    at = out + token * WIDTH + column
+    if ADD:
+        result += tl.load(at, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 _combine_kernel: Any = triton.jit(_combine)
 _COMBINE_COLUMNS: Final = 512
+
+
+def sort_pairs(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sorts pairs of a token and a chosen expert by their experts.
+
+    Args:
+        chosen: int64 [T, k], ids of experts. Only those below `count` are sorted.
+
+    Returns:
+        order: int32 [T * k], the pairs of each expert, in the order of the experts.
+        ends: int32 [count], the end of each expert's pairs in `order`.
+    """
+    pairs = chosen.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    size = 512 if pairs <= 4096 else 4096  # pairs that a program reads at a time
+    _sort_kernel[(count,)](
+        chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=PDL
+    )
+    return order, ends
+
+
+def combine(
+    products: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    count: int,
+    out: Tensor,
+    *,
+    adds: bool = False,
+) -> None:
+    """Sums the products of each token with its experts, multiplied by their weights.
+
+    Args:
+        products: [T * k, n], one row for each pair of a token and a chosen expert.
+        weights: float32 [T, k].
+        chosen: int64 [T, k]. Experts from `count` on have no products and are skipped.
+        out: [T, n], the sums.
+        adds: the sums are added to `out`.
+    """
+    num_tokens, num_chosen = chosen.shape
+    width = products.shape[1]
+    _combine_kernel[(num_tokens, triton.cdiv(width, _COMBINE_COLUMNS))](
+        products,
+        weights,
+        chosen,
+        out,
+        count,
+        WIDTH=width,
+        NUM_CHOSEN=num_chosen,
+        SLOTS=triton.next_power_of_2(num_chosen),
+        COLUMNS=_COMBINE_COLUMNS,
+        ADD=adds,
+        num_warps=4,
+        launch_pdl=PDL,
+    )
 
 
 def mixture(
@@ -199,15 +258,10 @@ def mixture(
     Returns:
         [T, hidden].
     """
-    num_tokens, num_chosen = chosen.shape
-    count, hidden, _ = down.shape
+    num_chosen = chosen.shape[1]
+    count = len(down)
     pairs = chosen.numel()
-    order = x.new_empty(pairs, dtype=torch.int32)
-    ends = x.new_empty(count, dtype=torch.int32)
-    size = 512 if pairs <= 4096 else 4096  # pairs that a program reads at a time
-    _sort_kernel[(count,)](
-        chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=PDL
-    )
+    order, ends = sort_pairs(chosen, count)
     if not tiles:
         mean_rows = pairs // total
         tiles = next(tile for max_rows, tile in TILES if mean_rows <= max_rows)
@@ -219,19 +273,7 @@ def mixture(
         inner, down, order, ends, pairs, num_chosen, down_tile, is_gated=False
     )
     out = torch.empty_like(x)
-    _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS))](
-        products,
-        weights,
-        chosen,
-        out,
-        count,
-        WIDTH=hidden,
-        NUM_CHOSEN=num_chosen,
-        SLOTS=triton.next_power_of_2(num_chosen),
-        COLUMNS=_COMBINE_COLUMNS,
-        num_warps=4,
-        launch_pdl=PDL,
-    )
+    combine(products, weights, chosen, count, out)
     return out
 
 

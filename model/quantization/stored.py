@@ -34,7 +34,7 @@ _FP8_SUFFIXES: Final = (
 # This many bytes of a file are read ahead while the bytes before them are used.
 _READ_AHEAD_BYTES: Final = 1 << 28
 _CODES_PER_WORD: Final = 8  # codes of 4 bits in an int32
-_MXFP4_GROUP: Final = 32  # columns of MXFP4 that share an exponent
+MXFP4_GROUP: Final = 32  # columns of MXFP4 that share an exponent
 # The position within a word of each of the codes that AWQ stores there.
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 # For each `Quantization.stored`: the suffix of a weight's name, and the suffixes of
@@ -164,11 +164,11 @@ class StoredWeights:
         return self.upload(self._map(name, *shape))
 
     def _mxfp4(self, base: str, shape: tuple[int, ...], rows: range) -> Quantized:
-        groups_shape = (*shape[:-1], shape[-1] // _MXFP4_GROUP)
-        blocks = self._map(f"{base}_blocks", *groups_shape, _MXFP4_GROUP // 2)
+        groups_shape = (*shape[:-1], shape[-1] // MXFP4_GROUP)
+        blocks = self._map(f"{base}_blocks", *groups_shape, MXFP4_GROUP // 2)
         codes = blocks.flatten(-2)[rows.start : rows.stop]
         scales = self._map(f"{base}_scales", *groups_shape)[rows.start : rows.stop]
-        return Quantized(codes, scales, None, "fp4", _MXFP4_GROUP, torch.float32)
+        return Quantized(codes, scales, None, "fp4", MXFP4_GROUP, torch.float32)
 
     def _fp8(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized:
         scales = self._fp8_scales(name)

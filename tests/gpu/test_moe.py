@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import StepInput
-from model.moe import Experts
+from model.experts import Experts
 from model.quantization.quantized import quantise
 from tests.gpu.test_runner import GREEDY, LOGIT_TOLERANCE, runner_for
 from tests.make_models import ensure_model
@@ -94,7 +94,7 @@ def test_one_token_through_fp8_experts_in_a_graph_equals_the_cpu(size):
         quantised.append(quantise(small) if size is None else in_groups(small, size))
     plain = Experts(*(weight.dequantise().float() for weight in quantised))
     on_gpu = [weight.map_parts(Tensor.cuda) for weight in quantised]
-    experts = Experts(*on_gpu, chosen=EXPERTS_PER_TOKEN)
+    experts = Experts(*on_gpu, num_chosen=EXPERTS_PER_TOKEN)
     assert experts.has_one_token_kernel
     x = torch.randn(1, HIDDEN).to(BF16)
     weights = torch.rand(1, EXPERTS_PER_TOKEN)

@@ -6,8 +6,11 @@ import torch
 import tests.rigs.interpreted  # noqa: F401
 from model import fused_ops
 from model.config import parse_config
-from model.moe import Experts
-from model.quantization.quantized import quantise
+from model.experts import Experts
+from model.packed_experts import PackedExperts
+from model.packed_experts import make_experts as make_routed_experts
+from model.quantization.packed_fp4 import can_pack
+from model.quantization.quantized import Quantized, quantise
 from model.router import Router
 from model.weights import DummySource, WeightLoader
 from tests.model.quantised_files import in_groups
@@ -67,7 +70,7 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
     for weight in (gate_up, down):
         small = weight.to(BF16)
         quantised.append(quantise(small) if size is None else in_groups(small, size))
-    experts = Experts(*quantised, total=TOTAL, first=1, chosen=EXPERTS_PER_TOKEN)
+    experts = Experts(*quantised, total=TOTAL, first=1, num_chosen=EXPERTS_PER_TOKEN)
     assert experts.has_one_token_kernel
     dequantised = [weight.dequantise().float() for weight in quantised]
     plain = Experts(*dequantised, total=TOTAL, first=1)
@@ -78,6 +81,73 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
         expected = plain(x.float(), weights, routed)
         error = experts(x, weights, routed) - expected
         assert error.norm() <= 0.01 * expected.norm()
+
+
+def random_mxfp4(*shape):
+    """Random MXFP4 matrices [experts, out, in], with results of about the size of x."""
+    *rows, width = shape
+    return Quantized(
+        codes=torch.randint(0, 256, (*rows, width // 2), dtype=torch.uint8),
+        scales=torch.randint(121, 124, (*rows, width // 32), dtype=torch.uint8),
+        zeros=None,
+        kind="fp4",
+        group=32,
+        dtype=BF16,
+    )
+
+
+@pytest.mark.parametrize("width", [64, 96, 320])
+@pytest.mark.parametrize(
+    ("rank_experts", "clamps", "has_biases"),
+    [
+        (range(6), (1.702, 0.5), True),
+        (range(2, 5), None, True),
+        (range(5, 6), None, False),
+    ],
+    ids=str,
+)
+def test_mxfp4_experts_are_multiplied_as_stored(
+    rank_experts, clamps, has_biases, width, monkeypatch
+):
+    """Widths that are no multiple of 128 columns are padded. All tiles are tested."""
+    monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    count = len(rank_experts)
+    gate_up = random_mxfp4(count, 2 * width, HIDDEN)
+    down = random_mxfp4(count, HIDDEN, width)
+    biases = None
+    float_biases = None
+    if has_biases:
+        biases = (torch.randn(count, 2 * width), torch.randn(count, HIDDEN))
+        biases = tuple(bias.to(BF16) for bias in biases)
+        float_biases = tuple(bias.float() for bias in biases)
+    options = {
+        "activation": "silu",
+        "first": rank_experts.start,
+        "total": TOTAL,
+        "clamps": clamps,
+        "num_chosen": EXPERTS_PER_TOKEN,
+    }
+    experts = make_routed_experts(gate_up, down, biases=biases, **options)
+    assert isinstance(experts, PackedExperts)
+    dequantised = [weight.dequantise().float() for weight in (gate_up, down)]
+    plain = Experts(*dequantised, biases=float_biases, **options)
+    for num_tokens in (1, 7):
+        x = torch.randn(num_tokens, HIDDEN).to(BF16)
+        weights, expert_ids = torch.randn(num_tokens, TOTAL - 1).topk(EXPERTS_PER_TOKEN)
+        expected = plain(x.float(), weights, expert_ids)
+        residual = torch.randn(num_tokens, HIDDEN).to(BF16)
+        added = experts(x, weights, expert_ids, residual=residual.clone()) - residual
+        for actual in (experts(x, weights, expert_ids), added):
+            error = actual - expected
+            assert error.norm() <= 0.01 * expected.norm() + 0.02
+
+
+def test_scale_beyond_the_range_of_bfloat16_is_not_packed():
+    weight = random_mxfp4(1, 64, HIDDEN)
+    assert can_pack(weight)
+    weight.scales[0, 3, 1] = 129
+    assert not can_pack(weight)
 
 
 def make_router(name, num_experts, monkeypatch):

@@ -113,6 +113,12 @@ def _inline_asm(
         results = [half + bias + _numbers(values[1]) for half in halves]
     elif kind == "fp4":
         results = [_FP4[half] for half in halves]
+    elif kind == "fp4 words":
+        # A word has four bytes [2, 2]. Its codes go to other places, which are those of
+        # the transposed bytes. A factor holds the same bfloat16 number twice.
+        factor = (values[1].data & 0xFFFF).astype(np.uint16)
+        scales = _numbers(TensorHandle(factor, tl.bfloat16)) * 2.0**-126
+        results = [_FP4[half].swapaxes(-1, -2) * scales for half in halves]
     else:
         assert kind == "fp8" or _TO_HALF in asm, asm
         results = [_numbers(TensorHandle(codes, tl.float8e4nv))]

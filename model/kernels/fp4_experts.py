@@ -1,0 +1,321 @@
+"""Triton kernels for a mixture of experts in MXFP4.
+
+Codes become bfloat16 numbers in registers, scaled exactly by powers of two, and are
+multiplied by tensor cores. Only the products of the first matrices and the result are
+rounded to 16 bits. No kernel adds by atomics, so the same input gives the same sums.
+"""
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.launch import PDL, let_next_begin_and_wait
+from model.kernels.experts import combine, sort_pairs
+from model.quantization.kernels import tile_of
+from model.quantization.packed_fp4 import PackedFP4
+
+
+def _word_ptx() -> str:
+    """Returns PTX code that converts a word of eight codes to bfloat16 numbers, scaled.
+
+    `pack` has placed the two codes of a register 16 bits apart. A shift moves both to
+    the top of their halves. The sign stays there, and the other bits move on to the end
+    of the exponent and the begin of the mantissa. The result is too small by 2^126,
+    which the factor contains.
+    """
+    registers = []
+    for register, left in enumerate((12, 4, 8, 0)):
+        right = 6 - left
+        move = f"shr.b32 m, $4, {right}" if right > 0 else f"shl.b32 m, $4, {-right}"
+        registers.append(
+            f"shl.b32 s, $4, {left}; {move}; and.b32 m, m, 0x01C001C0; "
+            "lop3.b32 s, s, 0x80008000, m, 0xEA; "
+            f"fma.rn.bf16x2 ${register}, s, $5, nought; "
+        )
+    return (
+        "{ .reg .b32 s, m, nought; mov.b32 nought, 0x80008000; "
+        f"{''.join(registers)}}} // fp4 words"
+    )
+
+
+_PTX: Final = _word_ptx()
+
+
+def _convert_words(codes, factors, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Converts codes [rows, chunks, 4, 2, 2, 2] to numbers [rows, 64 chunks].
+
+    Args:
+        factors: int32 [rows, chunks, 1, 2, 1, 1], each twice the same bfloat16 number.
+    """
+    shape: tl.constexpr = codes.shape
+    low, high = tl.inline_asm_elementwise(
+        PTX,
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [codes, tl.broadcast_to(factors, shape)],
+        (tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    # Dimensions: row, chunk, t, w, upper, b, half.
+    numbers = tl.permute(tl.join(low, high), (0, 1, 3, 6, 4, 2, 5))
+    return tl.reshape(numbers, (shape[0], shape[1] * 64))
+
+
+_converted_words: Any = triton.jit(_convert_words)
+
+
+def _grouped_fp4(  # type: ignore[no-untyped-def]
+    x,
+    codes,
+    scales,
+    biases,
+    order,
+    ends,
+    chosen,
+    out,
+    num_experts,
+    num_out,
+    alpha,
+    limit,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SCALES: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SORTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Multiplies the rows of each expert by its matrix.
+
+    GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
+    Otherwise the rows of x are sorted, and the rows of the result are pairs of a token
+    and a chosen expert.
+    SORTED: False for a single token, where a program multiplies one pair.
+    """
+    across = tl.cdiv(num_out, COLUMNS)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.program_id(0) // across
+    let_next_begin_and_wait()
+    if SORTED:
+        first, last, expert = tile_of(ends, tile, 0, num_experts, EXPERTS, ROWS)
+    else:
+        first = tile
+        expert = tl.load(chosen + tile).to(tl.int32)
+        last = tl.where(expert < num_experts, tile + 1, 0)
+    if first < last:
+        row = first + tl.arange(0, ROWS)
+        inside = row < last
+        # Rows outside are replaced by the last one inside, and are not stored.
+        row = tl.minimum(row, last - 1)
+        pair = tl.load(order + row) if SORTED else row
+        source = pair // NUM_CHOSEN if GATED else row
+        HALVES: tl.constexpr = 2 if GATED else 1
+        HEIGHT: tl.constexpr = HALVES * COLUMNS
+        # Matrix rows of the program: columns of the gate, then those of the up half.
+        half = tl.arange(0, HALVES)[:, None] * num_out
+        matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
+        expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
+        depth = tl.arange(0, DEPTH)
+        code_at = codes + expert_row[:, None] * (PADDED // 2)
+        code_at += tl.arange(0, DEPTH // 2)[None, :]
+        scale_at = scales + expert_row[:, None] * SCALES
+        scale_at += tl.arange(0, DEPTH // 32)[None, :]
+        x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
+        CHUNKS: tl.constexpr = DEPTH // 64
+        sums = tl.zeros((HEIGHT, ROWS), tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            code = tl.load(code_at + start // 2)
+            scale = tl.load(scale_at + start // 32).to(tl.int32)
+            if WIDTH % DEPTH == 0:
+                right = tl.load(x_at + start)
+            else:
+                right = tl.load(
+                    x_at + start, mask=depth[:, None] + start < WIDTH, other=0.0
+                )
+            factor = (scale + 126) * 0x00800080
+            left = _converted_words(
+                tl.reshape(code, (HEIGHT, CHUNKS, 4, 2, 2, 2)),
+                tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2, 1, 1)),
+                PTX,
+            )
+            sums = tl.dot(left, right, sums)
+        if BIASED:
+            sums += tl.load(biases + expert_row).to(tl.float32)[:, None]
+        if GATED:
+            gate, up = tl.split(
+                tl.permute(tl.reshape(sums, (2, COLUMNS, ROWS)), (1, 2, 0))
+            )
+            if CLAMPED:
+                gate = tl.minimum(gate, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+                sums = gate / (1 + tl.exp(-alpha * gate)) * up
+            else:
+                sums = gate / (1 + tl.exp(-gate)) * up
+        place = row if GATED else pair
+        target = out + place.to(tl.int64)[None, :] * num_out + column[:, None]
+        exists = inside[None, :] & (column < num_out)[:, None]
+        tl.store(target, sums.to(out.dtype.element_ty), mask=exists)
+
+
+_grouped_fp4_kernel: Any = triton.jit(_grouped_fp4)
+
+
+class Tile(NamedTuple):
+    """How programs divide a product.
+
+    Attributes:
+        rows: rows of x.
+        columns: columns of the result.
+        depth: columns of x that are multiplied at a time.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the gated product and of the product after it.
+
+    Attributes:
+        max_rows: the tiles are for at most this mean number of rows of an expert.
+    """
+
+    max_rows: float
+    gated: Tile
+    down: Tile
+
+
+ONE_TOKEN_TILES: Final = Tiles(0, Tile(8, 32, 128, 4, 4), Tile(8, 64, 128, 4, 4))
+TILES: Final = (
+    Tiles(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    Tiles(32, Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
+    Tiles(96, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+    Tiles(256, Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    Tiles(math.inf, Tile(256, 64, 64, 8, 3), Tile(256, 128, 64, 8, 3)),
+)
+
+
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the kernels run on a GPU in a data type."""
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and dtype == torch.bfloat16
+
+
+def mixture(
+    x: Tensor,
+    gate_up: PackedFP4,
+    down: PackedFP4,
+    weights: Tensor,
+    chosen: Tensor,
+    total: int,
+    *,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamps: tuple[float, float] | None = None,
+    out: Tensor,
+    adds: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Sends tokens through their experts and writes the sums of the results.
+
+    Args:
+        x: bfloat16 [T, hidden].
+        gate_up: [experts, 2 n, hidden], each gate above its up projection.
+        down: [experts, hidden, n].
+        weights: float32 [T, k], the weights of the experts.
+        chosen: int64 [T, k], ids of experts below `total`. The experts with ids from
+            `experts` on are on other ranks and are skipped.
+        biases: of gate_up [experts, 2 n] and of down [experts, hidden].
+        clamps: alpha and limit of a clamped activation; None: silu(gate) * up.
+        out: [T, hidden], the result.
+        adds: the result is added to `out`.
+        tiles: None: chosen by the mean number of rows of an expert.
+    """
+    num_tokens = len(chosen)
+    count, hidden, inner_width = down.shape
+    pairs = chosen.numel()
+    order = ends = None
+    if num_tokens > 1:
+        order, ends = sort_pairs(chosen, count)
+    if tiles is None:
+        mean_rows = pairs / total
+        tiles = next(tiles for tiles in TILES if mean_rows <= tiles.max_rows)
+        if num_tokens == 1:
+            tiles = ONE_TOKEN_TILES
+    inner = x.new_empty(pairs, inner_width)
+    routing = (order, ends, chosen)
+    gated_bias, down_bias = biases or (None, None)
+    _multiply(
+        x, gate_up, gated_bias, routing, inner, tiles.gated, clamps, is_gated=True
+    )
+    products = x.new_empty(pairs, hidden)
+    _multiply(
+        inner, down, down_bias, routing, products, tiles.down, None, is_gated=False
+    )
+    combine(products, weights, chosen, count, out, adds=adds)
+
+
+def _multiply(
+    x: Tensor,
+    weight: PackedFP4,
+    bias: Tensor | None,
+    routing: tuple[Tensor | None, Tensor | None, Tensor],
+    out: Tensor,
+    tile: Tile,
+    clamps: tuple[float, float] | None,
+    *,
+    is_gated: bool,
+) -> None:
+    """Writes the products of rows with the matrices of their experts to `out`.
+
+    Args:
+        routing: order and ends as `sort_pairs` returns them, None for one token, and
+            the chosen experts.
+    """
+    order, ends, chosen = routing
+    count, _, width = weight.shape
+    pairs, num_out = out.shape
+    num_tiles = pairs if order is None else min(pairs, count + pairs // tile.rows)
+    alpha, limit = clamps or (0.0, 0.0)
+    _grouped_fp4_kernel[(num_tiles * triton.cdiv(num_out, tile.columns),)](
+        x,
+        weight.codes,
+        weight.scales,
+        bias,
+        order,
+        ends,
+        chosen,
+        out,
+        count,
+        num_out,
+        alpha,
+        limit,
+        WIDTH=width,
+        PADDED=2 * weight.codes.shape[-1],
+        SCALES=weight.scales.shape[-1],
+        NUM_CHOSEN=chosen.shape[1],
+        GATED=is_gated,
+        CLAMPED=clamps is not None,
+        BIASED=bias is not None,
+        SORTED=order is not None,
+        EXPERTS=triton.next_power_of_2(count),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        PTX=_PTX,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=PDL,
+    )

@@ -22,46 +22,53 @@ from model.quantization.packed_fp4 import PackedFP4
 def _word_ptx() -> str:
     """Returns PTX code that converts a word of eight codes to bfloat16 numbers, scaled.
 
-    `pack` has placed the two codes of a register 16 bits apart. A shift moves both to
-    the top of their halves. The sign stays there, and the other bits move on to the end
-    of the exponent and the begin of the mantissa. The result is too small by 2^126,
-    which the factor contains.
+    Each step makes a register of two numbers: a sign in bit 15 of each half, the end of
+    the exponent in bits 8 and 7, and the begin of the mantissa in bit 6. See `pack` for
+    the places of these bits in the word. The numbers are too small by 2^126, which the
+    factor contains.
     """
-    registers = []
-    for register, left in enumerate((12, 4, 8, 0)):
-        right = 6 - left
-        move = f"shr.b32 m, $4, {right}" if right > 0 else f"shl.b32 m, $4, {-right}"
-        registers.append(
-            f"shl.b32 s, $4, {left}; {move}; and.b32 m, m, 0x01C001C0; "
-            "lop3.b32 s, s, 0x80008000, m, 0xEA; "
-            f"fma.rn.bf16x2 ${register}, s, $5, nought; "
-        )
+    selections = ["and.b32 s, $8, 0x81C081C0;"]
+    selections += [f"shl.b32 s, $8, {n}; and.b32 s, s, 0x81C081C0;" for n in (3, 6)]
+    selections.append(
+        "shl.b32 s, $8, 1; and.b32 s, s, 0x80008000; "
+        "shr.u32 m, $8, 5; and.b32 m, m, 0x01000100; or.b32 s, s, m; "
+        "shr.u32 m, $8, 4; and.b32 m, m, 0x00C000C0; or.b32 s, s, m;"
+    )
+    steps = [
+        f"{selection} fma.rn.bf16x2 s, s, $9, nought; "
+        f"mov.b32 {{${2 * register}, ${2 * register + 1}}}, s; "
+        for register, selection in enumerate(selections)
+    ]
     return (
         "{ .reg .b32 s, m, nought; mov.b32 nought, 0x80008000; "
-        f"{''.join(registers)}}} // fp4 words"
+        f"{''.join(steps)}}} // fp4 words"
     )
 
 
 _PTX: Final = _word_ptx()
 
 
-def _convert_words(codes, factors, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Converts codes [rows, chunks, 4, 2, 2, 2] to numbers [rows, 64 chunks].
+def _convert_words(words, factors, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Converts words of codes [rows, chunks, 4, 2] to numbers [rows, 64 chunks].
 
     Args:
-        factors: int32 [rows, chunks, 1, 2, 1, 1], each twice the same bfloat16 number.
+        words: int32, the words of a row in the order that `pack` describes.
+        factors: int32 [rows, chunks, 1, 2], each twice the same bfloat16 number.
     """
-    shape: tl.constexpr = codes.shape
-    low, high = tl.inline_asm_elementwise(
+    shape: tl.constexpr = words.shape
+    # The numbers of the outputs are half, upper, b.
+    n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
         PTX,
-        "=r,=r,=r,=r,r,r,r,r,r",
-        [codes, tl.broadcast_to(factors, shape)],
-        (tl.bfloat16, tl.bfloat16),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, tl.broadcast_to(factors, shape)],
+        (tl.bfloat16,) * 8,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
-    # Dimensions: row, chunk, t, w, upper, b, half.
-    numbers = tl.permute(tl.join(low, high), (0, 1, 3, 6, 4, 2, 5))
+    first_half = tl.join(tl.join(n0, n1), tl.join(n2, n3))
+    second_half = tl.join(tl.join(n4, n5), tl.join(n6, n7))
+    # Dimensions: row, chunk, t, w, b, upper, half.
+    numbers = tl.permute(tl.join(first_half, second_half), (0, 1, 3, 6, 5, 2, 4))
     return tl.reshape(numbers, (shape[0], shape[1] * 64))
 
 
@@ -70,7 +77,7 @@ _converted_words: Any = triton.jit(_convert_words)
 
 def _grouped_fp4(  # type: ignore[no-untyped-def]
     x,
-    codes,
+    words,
     scales,
     biases,
     order,
@@ -126,15 +133,15 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
         matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
         expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
         depth = tl.arange(0, DEPTH)
-        code_at = codes + expert_row[:, None] * (PADDED // 2)
-        code_at += tl.arange(0, DEPTH // 2)[None, :]
+        word_at = words + expert_row[:, None] * (PADDED // 8)
+        word_at += tl.arange(0, DEPTH // 8)[None, :]
         scale_at = scales + expert_row[:, None] * SCALES
         scale_at += tl.arange(0, DEPTH // 32)[None, :]
         x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
         CHUNKS: tl.constexpr = DEPTH // 64
         sums = tl.zeros((HEIGHT, ROWS), tl.float32)
         for start in range(0, WIDTH, DEPTH):
-            code = tl.load(code_at + start // 2)
+            word = tl.load(word_at + start // 8)
             scale = tl.load(scale_at + start // 32).to(tl.int32)
             if WIDTH % DEPTH == 0:
                 right = tl.load(x_at + start)
@@ -144,8 +151,8 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
                 )
             factor = (scale + 126) * 0x00800080
             left = _converted_words(
-                tl.reshape(code, (HEIGHT, CHUNKS, 4, 2, 2, 2)),
-                tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2, 1, 1)),
+                tl.reshape(word, (HEIGHT, CHUNKS, 4, 2)),
+                tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2)),
                 PTX,
             )
             sums = tl.dot(left, right, sums)
@@ -291,7 +298,7 @@ def _multiply(
     alpha, limit = clamps or (0.0, 0.0)
     _grouped_fp4_kernel[(num_tiles * triton.cdiv(num_out, tile.columns),)](
         x,
-        weight.codes,
+        weight.words,
         weight.scales,
         bias,
         order,
@@ -303,7 +310,7 @@ def _multiply(
         alpha,
         limit,
         WIDTH=width,
-        PADDED=2 * weight.codes.shape[-1],
+        PADDED=8 * weight.words.shape[-1],
         SCALES=weight.scales.shape[-1],
         NUM_CHOSEN=chosen.shape[1],
         GATED=is_gated,

@@ -31,24 +31,24 @@ class PackedFP4:
     """Matrices [experts, out, in] of e2m1 codes; 32 columns share a power of two.
 
     Attributes:
-        codes: uint8 [experts, out, padded columns / 2].
+        words: int32 [experts, out, padded columns / 8], with eight codes each.
         scales: uint8 [experts, out, padded groups], the exponents of float32 numbers.
         width: columns of the matrices, without padding.
     """
 
-    codes: Tensor
+    words: Tensor
     scales: Tensor
     width: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The shape of the dequantised matrices."""
-        experts, rows, _ = self.codes.shape
+        experts, rows, _ = self.words.shape
         return (experts, rows, self.width)
 
     @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.words.device
 
 
 def can_pack(weight: object) -> bool:
@@ -67,9 +67,9 @@ def pack(weight: Quantized) -> PackedFP4:
     """Reorders the codes of a weight that `can_pack` accepts.
 
     The columns of a chunk are numbered by six bits w, half, upper, t (two bits) and b:
-    the word of the thread, its half, the upper columns of a product of 16, the thread,
-    and the number within a register. A word of 32 bits holds eight codes in the order
-    b, upper, half, so that two codes that go to one register are 16 bits apart.
+    the word of the thread, its half of the chunk's columns, the upper columns of a
+    product of 16, the thread, and the number within a register. A word of 32 bits holds
+    eight codes. Those with b = 1 are in its upper 16 bits. See `_place_bits`.
     """
     experts, rows, width = weight.shape
     missing = -width % DEPTH
@@ -77,12 +77,31 @@ def pack(weight: Quantized) -> PackedFP4:
     nibbles = torch.stack((codes & 15, codes >> 4), -1)
     # Dimensions: chunk, w, half, upper, t, b.
     chunks = nibbles.view(experts, rows, -1, 2, 2, 2, 4, 2)
-    ordered = chunks.permute(0, 1, 2, 6, 3, 7, 5, 4)  # chunk, t, w, b, upper, half
-    packed = ordered[..., 0] | ordered[..., 1] << 4
+    registers = chunks.permute(0, 1, 2, 6, 3, 4, 5, 7).flatten(-3, -2)
+    words = torch.zeros(registers.shape[:-2], dtype=torch.int32, device=weight.device)
+    for register in range(4):
+        for upper_half in range(2):
+            code = registers[..., register, upper_half].int()
+            words |= _place_bits(code, register) << 16 * upper_half
     num_scales = (width + missing) // GROUP
     spare_scales = -num_scales % _SCALE_ALIGNMENT + num_scales - width // GROUP
     return PackedFP4(
-        codes=packed.reshape(experts, rows, -1),
+        words=words.reshape(experts, rows, -1),
         scales=F.pad(weight.scales, (0, spare_scales)),
         width=width,
     )
+
+
+def _place_bits(code: Tensor, register: int) -> Tensor:
+    """Moves the sign and the three other bits of codes to their places in 16 bits.
+
+    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. The codes
+    of registers 0, 1 and 2 are shifted to the right by 0, 3 and 6 bits from there, so
+    that a kernel shifts and masks the sign and the other bits at once. The code of
+    register 3 takes the bits that are left: 14, 13, 11 and 10.
+    """
+    sign = code >> 3
+    others = code & 7
+    if register < 3:
+        return (sign << 15 | others << 6) >> 3 * register
+    return sign << 14 | (others >> 2) << 13 | (others & 3) << 10

@@ -114,15 +114,29 @@ def _inline_asm(
     elif kind == "fp4":
         results = [_FP4[half] for half in halves]
     elif kind == "fp4 words":
-        # A word has four bytes [2, 2]. Its codes go to other places, which are those of
-        # the transposed bytes. A factor holds the same bfloat16 number twice.
+        # A factor holds the same bfloat16 number twice.
         factor = (values[1].data & 0xFFFF).astype(np.uint16)
         scales = _numbers(TensorHandle(factor, tl.bfloat16)) * 2.0**-126
-        results = [_FP4[half].swapaxes(-1, -2) * scales for half in halves]
+        results = [number * scales for number in _numbers_of_words(codes)]
     else:
         assert kind == "fp8" or _TO_HALF in asm, asm
         results = [_numbers(TensorHandle(codes, tl.float8e4nv))]
     return SimpleNamespace(get_result=lambda index: _converted(results[index], dtype))
+
+
+def _numbers_of_words(words: Any) -> list[Any]:
+    """Return the eight numbers of words of codes, which `packed_fp4.pack` describes."""
+    numbers = []
+    for register in range(4):
+        for upper_half in range(2):
+            bits = words >> 16 * upper_half
+            if register < 3:
+                bits = bits << 3 * register
+                code = bits >> 12 & 8 | bits >> 6 & 7
+            else:
+                code = bits >> 11 & 8 | bits >> 11 & 4 | bits >> 10 & 3
+            numbers.append(_FP4[code])
+    return numbers
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:

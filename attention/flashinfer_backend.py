@@ -38,7 +38,6 @@ from attention.base import (
     Int32s,
     Pages,
     RopeNormArgs,
-    scale_for_sinks,
 )
 from attention.flashinfer_base import (
     LN_2,
@@ -53,6 +52,7 @@ from attention.flashinfer_workspace import (
     Workspace,
     workspace_of,
 )
+from attention.kernels.sinks import scale_for_sinks
 from attention.kernels.store import store
 from attention.kernels.widen import widen
 from attention.self_test import check_decoding, check_storing, check_widening
@@ -347,6 +347,7 @@ class FlashInferBackend(FlashInferBase):
             read_back=has_fresh,
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        returns_lse = lse is not None
         if lse is None and sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in parts:
@@ -361,10 +362,11 @@ class FlashInferBackend(FlashInferBase):
             options["v_scale"] = scales[1]
             read = self._widen_blocks(caches, *part.copied) if part.copied else caches
             part.kernel.run(q[rows], read, out=out[rows], **options)
-        if lse is not None:
-            lse.mul_(LN_2)  # the kernels use base-2 logarithms
-            if sinks is not None:
-                scale_for_sinks(out, lse, sinks)
+        # The kernels use base-2 logarithms.
+        if lse is not None and sinks is not None:
+            scale_for_sinks(out, lse, sinks)
+        if lse is not None and returns_lse:
+            lse.mul_(LN_2)
         return out
 
 

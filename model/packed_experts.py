@@ -156,9 +156,4 @@ def _deviations(packed: PackedExperts, experts: Experts, num_chosen: int) -> Ten
         relative_error(packed(*example, tiles=tiles), expected)
         for tiles in fused_ops.fp4_experts().TILES
     ]
-    one_by_one = [
-        packed(*(argument[token : token + 1] for argument in example))
-        for token in range(2)
-    ]
-    errors.append(relative_error(torch.cat(one_by_one), expected[:2]))
     return torch.stack(errors)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 from model.kernels.experts import combine, sort_pairs
-from model.kernels.fp4_one_token import can_multiply, mixture_of_one
 from model.quantization.kernels import tile_of
 from model.quantization.packed_fp4 import PackedFP4
 
@@ -200,6 +199,7 @@ class Tiles(NamedTuple):
 
 # These were the fastest on an H200, with 32 experts of 2,880 in a model of 2,880.
 TILES: Final = (
+    Tiles(0.5, Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 4, 4)),
     Tiles(16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
     Tiles(64, Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
     Tiles(256, Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
@@ -244,19 +244,6 @@ def mixture(
     """
     count, hidden, inner_width = down.shape
     pairs = chosen.numel()
-    if len(chosen) == 1 and tiles is None and can_multiply(gate_up, down):
-        mixture_of_one(
-            x,
-            gate_up,
-            down,
-            weights,
-            chosen,
-            biases=biases,
-            clamps=clamps,
-            out=out,
-            adds=adds,
-        )
-        return
     order, ends = sort_pairs(chosen, count)
     if tiles is None:
         mean_rows = pairs / total

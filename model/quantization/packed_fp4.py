@@ -19,7 +19,7 @@ GROUP: Final = 32  # columns that share a scale
 CHUNK: Final = 64  # columns with codes in a common order
 # Rows of codes and scales are padded to a multiple of this many columns, which the
 # kernels multiply at a time.
-DEPTH: Final = 128
+DEPTH: Final = 256
 # Scales of a row are padded to a multiple of this, so that each row is aligned.
 _SCALE_ALIGNMENT: Final = 16
 # The kernels compute 2^(scale - 1) as a bfloat16, which has no larger exponent.

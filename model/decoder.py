@@ -17,12 +17,13 @@ from model.attention_layers import (
 )
 from model.config import ModelConfig
 from model.files.safetensors_files import read_headers
-from model.layers import GatedMLP, Join, RMSNorm, Vocabulary, load_norm
-from model.moe import MoELayer
+from model.layers import GatedMLP, Join, RMSNorm, load_norm
+from model.mixture.moe import MoELayer
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
 from model.rope import Rope, score_mscale
 from model.sizes import check_parallelism
+from model.vocabulary import Vocabulary
 from model.weights import DummySource, Upload, WeightLoader
 
 # Modules that process images. Their weights are not loaded.

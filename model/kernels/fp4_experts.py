@@ -75,36 +75,34 @@ def _convert_words(words, factors, PTX: tl.constexpr):  # type: ignore[no-untype
 _converted_words: Any = triton.jit(_convert_words)
 
 
-def _grouped_fp4(  # type: ignore[no-untyped-def]
-    x,
-    words,
-    scales,
-    biases,
-    order,
-    ends,
-    out,
-    num_experts,
-    num_out,
-    alpha,
-    limit,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    SCALES: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    BIASED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PTX: tl.constexpr,
+def _gate_and_up(  # type: ignore[no-untyped-def]
+    sums, alpha, limit, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr
 ):
+    """Returns the activation of the first COLUMNS rows of sums times the other rows."""
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, COLUMNS, ROWS)), (1, 2, 0)))
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        result = gate / (1 + tl.exp(-alpha * gate)) * up
+    else:
+        result = gate / (1 + tl.exp(-gate)) * up
+    return result
+
+
+_gated: Any = triton.jit(_gate_and_up)
+
+
+def _grouped_fp4(  # type: ignore[no-untyped-def]
+    x, words, scales, biases, order, ends, out, num_experts, num_out, alpha, limit,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALES: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Multiplies the rows of each expert by its matrix.
 
-    GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
-    Otherwise the rows of x are sorted, and the rows of the result are pairs of a token
-    and a chosen expert.
+    GATED: rows of x are tokens, and rows of the result are sorted by expert. Otherwise
+    rows of x are sorted, and rows of the result are pairs of a token and an expert.
     """
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -125,42 +123,31 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
         matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
         expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
         depth = tl.arange(0, DEPTH)
-        word_at = words + expert_row[:, None] * (PADDED // 8)
-        word_at += tl.arange(0, DEPTH // 8)[None, :]
-        scale_at = scales + expert_row[:, None] * SCALES
-        scale_at += tl.arange(0, DEPTH // 32)[None, :]
+        word = tl.arange(0, DEPTH // 8)[None, :]
+        word_at = words + expert_row[:, None] * (PADDED // 8) + word
+        group = tl.arange(0, DEPTH // 32)[None, :]
+        scale_at = scales + expert_row[:, None] * SCALES + group
         x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
         CHUNKS: tl.constexpr = DEPTH // 64
         sums = tl.zeros((HEIGHT, ROWS), tl.float32)
         for start in range(0, WIDTH, DEPTH):
-            word = tl.load(word_at + start // 8)
+            codes = tl.load(word_at + start // 8)
             scale = tl.load(scale_at + start // 32).to(tl.int32)
-            if WIDTH % DEPTH == 0:
-                right = tl.load(x_at + start)
-            else:
-                right = tl.load(
-                    x_at + start, mask=depth[:, None] + start < WIDTH, other=0.0
-                )
+            is_column = depth[:, None] + start < WIDTH
+            right = tl.load(x_at + start, mask=is_column, other=0.0)
             factor = (scale + 126) * 0x00800080
             left = _converted_words(
-                tl.reshape(word, (HEIGHT, CHUNKS, 4, 2)),
+                tl.reshape(codes, (HEIGHT, CHUNKS, 4, 2)),
                 tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2)),
                 PTX,
             )
             sums = tl.dot(left, right, sums)
         if BIASED:
             sums += tl.load(biases + expert_row).to(tl.float32)[:, None]
+        place = pair
         if GATED:
-            gate, up = tl.split(
-                tl.permute(tl.reshape(sums, (2, COLUMNS, ROWS)), (1, 2, 0))
-            )
-            if CLAMPED:
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-                sums = gate / (1 + tl.exp(-alpha * gate)) * up
-            else:
-                sums = gate / (1 + tl.exp(-gate)) * up
-        place = row if GATED else pair
+            sums = _gated(sums, alpha, limit, COLUMNS, ROWS, CLAMPED)
+            place = row
         target = out + place.to(tl.int64)[None, :] * num_out + column[:, None]
         exists = inside[None, :] & (column < num_out)[:, None]
         tl.store(target, sums.to(out.dtype.element_ty), mask=exists)
@@ -214,19 +201,11 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def mixture(
-    x: Tensor,
-    gate_up: PackedFP4,
-    down: PackedFP4,
-    weights: Tensor,
-    chosen: Tensor,
-    total: int,
-    *,
-    biases: tuple[Tensor, Tensor] | None = None,
-    clamps: tuple[float, float] | None = None,
-    out: Tensor,
-    adds: bool,
+    x: Tensor, gate_up: PackedFP4, down: PackedFP4, weights: Tensor, chosen: Tensor,
+    total: int, *, biases: tuple[Tensor, Tensor] | None = None,
+    clamps: tuple[float, float] | None = None, out: Tensor, adds: bool,
     tiles: Tiles | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Sends tokens through their experts and writes the sums of the results.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import StepInput
-from model.experts import Experts
+from model.mixture.experts import Experts
 from model.quantization.quantized import quantise
 from tests.gpu.test_runner import GREEDY, LOGIT_TOLERANCE, runner_for
 from tests.make_models import ensure_model

@@ -6,12 +6,12 @@ import torch
 import tests.rigs.interpreted  # noqa: F401
 from model import fused_ops
 from model.config import parse_config
-from model.experts import Experts
-from model.packed_experts import PackedExperts
-from model.packed_experts import make_experts as make_routed_experts
+from model.mixture.experts import Experts
+from model.mixture.packed_experts import PackedExperts
+from model.mixture.packed_experts import make_experts as make_routed_experts
+from model.mixture.router import Router
 from model.quantization.packed_fp4 import can_pack
 from model.quantization.quantized import Quantized, quantise
-from model.router import Router
 from model.weights import DummySource, WeightLoader
 from tests.model.quantised_files import in_groups
 from tests.model.test_config import DEEPSEEK

@@ -276,7 +276,7 @@ for name, (kind, options) in CASES.items():
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch):
     # Experts compute prompts in several parts.
-    monkeypatch.setattr("model.moe._MAX_TOKENS", 64)
+    monkeypatch.setattr("model.mixture.experts._MAX_TOKENS", 64)
     architecture, options = CASES[case]
     reference = make(architecture, tmp_path, **options)
     model = load(tmp_path)

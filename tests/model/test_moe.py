@@ -5,7 +5,7 @@ import torch
 
 from model.config import parse_config
 from model.layers import RMSNorm
-from model.moe import MoELayer
+from model.mixture.moe import MoELayer
 from model.parallel import Parallel
 from model.weights import DummySource, WeightLoader
 from tests.model.test_config import DEEPSEEK, V3

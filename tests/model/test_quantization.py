@@ -12,9 +12,9 @@ from torch import Tensor
 from model.config import load_config
 from model.decoder import load_model
 from model.errors import ModelLoadError, UnsupportedModel
-from model.experts import Experts
 from model.files.safetensors_files import read_headers
 from model.layers import Columns, Linear, RowParallelLinear
+from model.mixture.experts import Experts
 from model.parallel import Parallel
 from model.quantization.quantized import Quantized, quantise, stacked
 from model.quantization.stored import StoredWeights

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model import fused_ops
-from model.experts import Experts, relative_error
+from model.mixture.experts import Experts, relative_error
 from model.quantization import packed_fp4
 from model.quantization.packed_fp4 import PackedFP4
 from model.quantization.quantized import Quantized, Weight

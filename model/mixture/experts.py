@@ -10,9 +10,9 @@ from torch import Tensor
 
 from model import fused_ops
 from model.layers import RMSNorm, gated
+from model.mixture.router import Router
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, dequantised
-from model.router import Router
 
 # Tokens that go through the experts at a time. Each token is copied for each of its
 # experts, so this bounds the memory of a step.

@@ -4,12 +4,12 @@ from torch import Tensor
 
 from model import fused_ops
 from model.config import ModelConfig
-from model.expert_weights import load_experts
-from model.experts import Experts
 from model.layers import GatedMLP, Join, Linear, RMSNorm
-from model.packed_experts import PackedExperts, make_experts
+from model.mixture.expert_weights import load_experts
+from model.mixture.experts import Experts
+from model.mixture.packed_experts import PackedExperts, make_experts
+from model.mixture.router import Router
 from model.parallel import Parallel
-from model.router import Router
 from model.weights import WeightLoader
 
 

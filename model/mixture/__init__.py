@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, routed experts, and the layer that contains them."""

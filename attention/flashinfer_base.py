@@ -136,7 +136,8 @@ class FlashInferBase(AttentionBackend):
             )
         self._buffers: dict[AttentionKind, CapturedBuffers] = {}
         self._captured: dict[tuple[AttentionKind, int], Any] = {}
-        self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        new_event: Any = torch.cuda.Event
+        self._last_plan = new_event()
 
     @abstractmethod
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:

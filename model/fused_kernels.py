@@ -83,7 +83,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_and_mul(  # type: ignore[no-untyped-def]
+    gate_up, out, width, COLUMNS: tl.constexpr
+):
     wait()  # this kernel begins while the matrix product before it ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -231,7 +231,10 @@ def _reporting_progress_bar(report: Progress) -> type:
     class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, *args: Any, **options: Any) -> None:
             options |= {"disable": False, "mininterval": _REPORT_INTERVAL_S}
-            super().__init__(*args, **options)  # type: ignore[no-untyped-call, unused-ignore]
+            # huggingface_hub may have no types.
+            super().__init__(  # type: ignore[no-untyped-call, unused-ignore]
+                *args, **options
+            )
 
         def display(self, *args: Any, **options: Any) -> None:
             state = self.format_dict

@@ -72,7 +72,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_one_row_kernel and len(x) == 1:
-            return fused_ops.kernels().one_row(x, self.weight, bias=self.bias)  # type: ignore[no-any-return]
+            result: Tensor = fused_ops.kernels().one_row(x, self.weight, bias=self.bias)
+            return result
         if self.is_packed:
             rows = x.shape[0]
             granularity = 1 << max(0, rows.bit_length() - _SIGNIFICANT_ROW_BITS)
@@ -152,7 +153,8 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
-            return fused_ops.kernels().rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+            result: Tensor = fused_ops.kernels().rms_norm(x, self.weight, self.eps)
+            return result
         if self.weight.dtype != x.dtype:  # see `load_norm`
             return F.rms_norm(x.float(), self._shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
@@ -289,7 +291,8 @@ class Columns:
         ):
             out: Tensor = fused_ops.kernels().gated_rows(x, self._joined.weight)
             return out
-        return fused_ops.kernels().silu_and_mul(self._joined(x))  # type: ignore[no-any-return]
+        result: Tensor = fused_ops.kernels().silu_and_mul(self._joined(x))
+        return result
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
         """Norms x [T, in] and returns one [T, out] for each projection.

@@ -153,7 +153,7 @@ class Scheduler:
             plan.budget = min(plan.budget, limit)
 
     def _waiting_for_steps(self) -> Sequenceable[Sequence]:
-        """The waiting prompts, if the first of them waits for steps and not for blocks."""
+        """The waiting prompts, if the first one waits for steps and not for blocks."""
         if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
             return ()
         first = self.waiting[0]

@@ -51,7 +51,9 @@ _MIN_TEMPERATURE: Final = tl.constexpr(1e-30)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _largest(  # type: ignore[no-untyped-def]
+    logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr
+):
     """Stores the largest logit of each tile of each row in `best`, and the lowest token
     id with this logit in `best_token`. NaN counts as -inf."""
     row = tl.program_id(0).to(tl.int64)
@@ -227,7 +229,9 @@ def _draw(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish(  # type: ignore[no-untyped-def]
+    best, best_token, out, parts, PARTS: tl.constexpr
+):
     """Stores the best token of all tiles of each row in `out`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)

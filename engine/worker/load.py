@@ -243,6 +243,8 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
     torch.cuda.set_device(device)
     # Steps have a higher priority than the pulls of this process, which use streams of
     # priority 0. So pulls do not slow down steps.
-    stream = torch.cuda.Stream(device, priority=_STREAM_PRIORITY)  # type: ignore[no-untyped-call, unused-ignore]
+    stream = torch.cuda.Stream(  # type: ignore[no-untyped-call, unused-ignore]
+        device, priority=_STREAM_PRIORITY
+    )
     torch.cuda.set_stream(stream)
     return device

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class LaunchedStep:
         self._scores = scores
         self._draw = draw
         self._drawn: SampledTokens | None = None
-        self._finished: torch.cuda.Event | None = None
+        self._finished: Any = None
         if draw is None:
             self._start_copy(drawn)
 
@@ -95,7 +96,8 @@ class LaunchedStep:
                 drawn.logprobs and drawn.logprobs.on_host(),
             )
         if self._device.type == "cuda":
-            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            new_event: Any = torch.cuda.Event
+            self._finished = new_event()
             self._finished.record(torch.cuda.current_stream(self._device))
 
     def has_ended(self) -> bool:
@@ -103,7 +105,7 @@ class LaunchedStep:
         CPU, the launch itself has computed the step."""
         if self._device.type != "cuda":
             return True
-        return self._finished is not None and bool(self._finished.query())  # type: ignore[no-untyped-call, unused-ignore]
+        return self._finished is not None and bool(self._finished.query())
 
     def result(self) -> StepOutput:
         assert self._draw is None, "the tokens of a masked step must be drawn first"

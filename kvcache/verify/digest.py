@@ -108,7 +108,9 @@ class Digester:
         if pool.device.type == "cuda":
             self.piece_bytes = _GPU_PIECE_BYTES
             # 0 is the lowest priority, so the engine's kernels go first.
-            self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                pool.device, priority=0
+            )
             self._compile()
 
     def _compile(self) -> None:

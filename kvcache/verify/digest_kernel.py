@@ -48,7 +48,9 @@ def values(
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
+    do_not_specialize=["num_rows", "num_groups"]
+)
 def _kernel(  # type: ignore[no-untyped-def]
     words,
     word_keys,

@@ -45,7 +45,8 @@ def _fold_products(  # type: ignore[no-untyped-def]
     """
     product = tile.to(tl.float32) * value
     PARTS: tl.constexpr = product.shape[-1] // FOLD
-    shape: tl.constexpr = product.shape[:-1] + (PARTS, FOLD)  # noqa: RUF005 (Triton has no *)
+    # Triton has no unpacking with *.
+    shape: tl.constexpr = product.shape[:-1] + (PARTS, FOLD)  # noqa: RUF005
     sums = tl.sum(tl.reshape(product, shape), len(product.shape))
     if GROUPS > 1:
         group = (start + tl.arange(0, PARTS) * FOLD) // GROUP

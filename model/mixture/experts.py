@@ -145,12 +145,12 @@ class Experts:
         residual_sums = []
         for token in range(2):
             one = slice(token, token + 1)
-            routing = (weights[one], experts[one])
-            plain_sums.append(self._sum_one_token(x[one], *routing))
+            plain_sums.append(self._sum_one_token(x[one], weights[one], experts[one]))
             residual_sums.append(
                 self._sum_one_token(
                     x[one],
-                    *routing,
+                    weights[one],
+                    experts[one],
                     norm=torch.ones_like(x[0]),
                     residual=torch.zeros_like(x[one]),
                 )
@@ -269,7 +269,8 @@ class Experts:
     def _activate(self, gate_up: Tensor) -> Tensor:
         """Returns the activation of the first half of [T, 2 width] times the second."""
         if self._is_fused:
-            return fused_ops.kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
+            result: Tensor = fused_ops.kernels().silu_and_mul(gate_up)
+            return result
         gate, up = gate_up.chunk(2, dim=1)
         if self._clamps is not None:
             alpha, limit = self._clamps
@@ -282,7 +283,8 @@ class Experts:
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Returns the norm of the error, divided by the norm of `expected`."""
     expected = expected.float()
-    return (actual.float() - expected).norm() / expected.norm()  # type: ignore[no-any-return]
+    error: Tensor = (actual.float() - expected).norm() / expected.norm()
+    return error
 
 
 def _can_group(weight: Weight) -> bool:

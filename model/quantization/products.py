@@ -98,7 +98,8 @@ def multiply(weight: Quantized, x: Tensor, residual: Tensor | None = None) -> Te
         return product if residual is None else residual.add_(product)
     if len(x) >= _MIN_SCALED_ROWS and _can_scale(weight):
         return _multiply_scaled(weight, x, residual)
-    return _kernels().multiply(weight, x, residual=residual)  # type: ignore[no-any-return]
+    result: Tensor = _kernels().multiply(weight, x, residual=residual)
+    return result
 
 
 def multiply_groups(weight: Weight, x: Tensor, ends: Tensor) -> Tensor:
@@ -187,7 +188,8 @@ def _multiply_scaled(
         out_dtype=weight.dtype,
         use_fast_accum=True,
     )
-    return _kernels().rescale(product, scales, weight.scales, residual)  # type: ignore[no-any-return]
+    rescaled: Tensor = _kernels().rescale(product, scales, weight.scales, residual)
+    return rescaled
 
 
 @functools.cache
@@ -271,21 +273,21 @@ def example_weight(variant: Variant, width: int = 0) -> Quantized:
     num_groups = width // depth if has_groups else 1
     group_shape = (_SELF_TEST_OUT, num_groups)
 
-    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
+    def random_bytes(low: int, high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
 
     code_columns = width if kind == "fp8" else width // 2
-    codes = random_bytes(0, 256, _SELF_TEST_OUT, code_columns)
+    codes = random_bytes(0, 256, (_SELF_TEST_OUT, code_columns))
     if kind == "fp8":
         # Clears a bit of the exponent: the largest codes would outweigh all others, and
         # some are NaN.
         codes &= 0xBF
     factors = 0.5 + torch.rand(group_shape, generator=generator)
     if scale_dtype == torch.uint8:
-        scales = random_bytes(125, 130, *group_shape)
+        scales = random_bytes(125, 130, group_shape)
     else:
         scales = factors.to(scale_dtype)
-    zeros = random_bytes(0, 16, *group_shape) if has_zeros else None
+    zeros = random_bytes(0, 16, group_shape) if has_zeros else None
     group = depth if has_groups else width
     weight = Quantized(codes, scales, zeros, kind, group, dtype)
     return weight.to(device, dtype)

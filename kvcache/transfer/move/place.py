@@ -43,7 +43,9 @@ class Placer:
         self._stream = None
         if pool.device.type == "cuda":
             # 0 is the lowest priority, so the engine's kernels go first.
-            self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                pool.device, priority=0
+            )
 
     def bind_thread(self) -> None:
         """Prepares the thread that uses this placer; that thread calls it once."""

@@ -17,6 +17,8 @@ from engine.text.tokenizer import Tokenizer
 # character has fewer bytes than this.
 _CONTEXT_TOKENS = 8
 _MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
+# Ids without complete text are held back up to this number: twice a character's bytes.
+_MAX_HELD_IDS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -207,12 +209,17 @@ class WindowDetokenizer:
         if self._incomplete_prompt_bytes:
             from_prompt = self._resolve_prompt_end(self._byte_of(token_id) or b"")
         self._ids.append(token_id)
+        end = len(self._ids)
         text = self._decode(self._ids[self._context_start :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._num_emitted < 8:
+        if text.endswith(REPLACEMENT):
             # The text may end within a character. So it is held back, but only for a
             # few ids, because a character has at most 4 bytes.
-            return from_prompt
-        return from_prompt + self._emit(text)
+            if end - self._num_emitted < _MAX_HELD_IDS:
+                return from_prompt
+            # These are invalid bytes, but the last ones may begin a character.
+            end -= len(_incomplete_end(self._last_bytes()))
+            text = self._decode(self._ids[self._context_start : end])
+        return from_prompt + self._emit(text, end)
 
     def flush(self) -> str:
         """Return the text held back, with U+FFFD for an incomplete character."""
@@ -259,17 +266,24 @@ class WindowDetokenizer:
         del self._ids[self._num_emitted :]
         return ""
 
-    def _emit(self, text: str) -> str:
-        """Return the new part of `text`, the window's text. Then move the window."""
+    def _emit(self, text: str, end: int | None = None) -> str:
+        """Return the new part of `text`. Then move the window.
+
+        Args:
+            text: the text of the window's ids before `end`.
+            end: number of ids that are emitted; None: all.
+        """
+        if end is None:
+            end = len(self._ids)
         if text.startswith(self._context_text):
             new_text = text[len(self._context_text) :]
         else:
             # Invalid bytes among the new ids changed the context's text to U+FFFD. The
             # context was already emitted, so only the new ids are decoded.
-            new_text = self._decode(self._ids[self._num_emitted :])
+            new_text = self._decode(self._ids[self._num_emitted : end])
         self._context_start = self._num_emitted
-        self._num_emitted = len(self._ids)
-        self._context_text = self._decode(self._ids[self._context_start :])
+        self._num_emitted = end
+        self._context_text = self._decode(self._ids[self._context_start : end])
         return new_text
 
 

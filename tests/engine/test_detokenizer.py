@@ -152,6 +152,8 @@ def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
             "",
         ),  # a character is returned once it is complete
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
+        # Invalid bytes are returned at last, and the character behind them is complete.
+        ([9] * 7 + [10, 10], [""] * 7 + ["\ufffd" * 6, "\u2082"], ""),
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
 )

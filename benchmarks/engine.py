@@ -129,7 +129,7 @@ def _run(
     ranks = Parallel.connect(
         rank,
         args.tp,
-        meeting=rendezvous,
+        rendezvous_file=rendezvous,
         device=device,
         ep=args.ep,
         timeout_s=_CONNECT_TIMEOUT_S,

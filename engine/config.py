@@ -9,19 +9,20 @@ from engine.core.budget.step_target import StepTarget
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
-# Longer than a step of --max-num-batched-tokens: prompts are not cut.
+# Reported as the duration of steps if there is no target: longer than any step of
+# --max-num-batched-tokens tokens.
 _UNLIMITED_STEP_S: Final = 1.0
 
 
 class EngineConfig(KVOptions, ModelOptions):
-    """The server's options, with their names, and values that are derived from the
-    options before the rank processes start.
+    """The server's options (fields have the options' names), and values that are
+    derived from the options before the rank processes start.
 
     Attributes:
         incarnation: an id that is new at every start.
         scales: scales of FP8 KV, by layer and component.
         threads: CPU threads of each rank; None for torch's default.
-        meeting: path of a file through which the ranks' collectives connect.
+        rendezvous_file: path of a file through which the ranks' collectives connect.
         side_channel_host: the address that the lease server binds.
         side_channel_advertise: the address at which peers reach the lease server; empty
             if none is known.
@@ -32,7 +33,8 @@ class EngineConfig(KVOptions, ModelOptions):
         frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
     )
 
-    # These options may be "auto" in the settings, but not here.
+    # The settings may leave these options open ("auto" or None). Here they have the
+    # values that apply. `transfer` "auto" means that each pull chooses its transport.
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
@@ -43,7 +45,7 @@ class EngineConfig(KVOptions, ModelOptions):
     model_dir: str
     scales: tuple[float, ...] = ()
     threads: int | None = None
-    meeting: str = ""
+    rendezvous_file: str = ""
     side_channel_host: str = "127.0.0.1"
     side_channel_advertise: str = "127.0.0.1"
     side_channel_port: int = 0
@@ -61,8 +63,8 @@ class EngineConfig(KVOptions, ModelOptions):
 
     @property
     def step_target(self) -> StepTarget | None:
-        """How long steps with streams should take; None: as long as prompts make
-        them."""
+        """The target duration of steps that contain decoding sequences. None: no
+        target, so prompts may make these steps longer."""
         if self.role == "prefill":
             return None
         if self.itl_target_s is not None:

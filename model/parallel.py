@@ -91,7 +91,7 @@ class Parallel(Ranks):
         rank: int,
         size: int,
         *,
-        meeting: str,
+        rendezvous_file: str,
         device: torch.device | str = "cpu",
         dcp: int = 1,
         ep: int = 1,
@@ -100,8 +100,8 @@ class Parallel(Ranks):
         """Joins a group of processes on this host; blocks until all ranks have joined.
 
         Args:
-            meeting: path of the file through which the ranks find each other. The file
-                must not exist before the first rank joins.
+            rendezvous_file: path of the file through which the ranks find each other.
+                The file must not exist before the first rank joins.
             device: "cpu" selects gloo, "cuda:N" selects NCCL on that GPU.
             dcp: size of the context-parallel groups, a divisor of `size`.
             ep: number of parts into which the experts are divided, a divisor of `size`.
@@ -109,7 +109,7 @@ class Parallel(Ranks):
         """
         if size == 1:
             return cls(rank, size)
-        store = distributed.FileStore(meeting, size)
+        store = distributed.FileStore(rendezvous_file, size)
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         make_group = partial(_make_group, device=torch.device(device), timeout=timeout)

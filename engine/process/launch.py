@@ -11,9 +11,9 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from protocol.process import lifecycle
 
-# How long threads of torch's OpenMP pool spin for work before they give the core up.
-# The default of 300,000 turns is very slow where processes share cores, as a prefill
-# and a decode server on one machine do. No spinning at all slows each step.
+# How many turns idle threads of torch's OpenMP pool spin before they free the core. The
+# default of 300,000 turns makes processes very slow that share cores, such as a prefill
+# and a decode server on one machine. Without any spinning, each step would be slower.
 _THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 
 
@@ -36,9 +36,11 @@ class EngineProcesses:
     def start(self, config: EngineConfig) -> socket.socket:
         """Start the ranks; return the socket to rank 0.
 
-        Rank 0 has two more sockets to each other rank; see RankLinks.
+        Rank 0 also has two sockets to every other rank; see RankLinks.
         """
-        config = config.model_copy(update={"meeting": f"{self._folder}/meeting"})
+        config = config.model_copy(
+            update={"rendezvous_file": f"{self._folder}/meeting"}
+        )
         data = config.model_dump_json().encode()
         link, http = socket.socketpair()
         rank_sockets = [[http]]

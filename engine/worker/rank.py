@@ -134,7 +134,7 @@ def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     return Parallel.connect(
         rank,
         config.tp,
-        meeting=config.meeting,
+        rendezvous_file=config.rendezvous_file,
         device=device,
         dcp=config.dcp,
         ep=config.ep,

@@ -59,7 +59,7 @@ def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> No
     }
     for kind, file in meetings.items():
         groups[kind] = Parallel.connect(
-            rank, num, meeting=file, device=f"cuda:{rank}", **sizes[kind]
+            rank, num, rendezvous_file=file, device=f"cuda:{rank}", **sizes[kind]
         )
     for name, kind in _JOBS:
         config = config_for(

@@ -80,7 +80,7 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
     """
 
     def run(rank: int) -> list[dict]:
-        parallel = Parallel.connect(rank, size, meeting=str(meeting), ep=ep)
+        parallel = Parallel.connect(rank, size, rendezvous_file=str(meeting), ep=ep)
         results = [observe(case, parallel) for case in cases]
         parallel.close()
         return results
@@ -151,7 +151,9 @@ def test_size_that_does_not_fit_is_refused(config, size, message):
 
 def test_context_groups_hold_the_same_heads_and_exchange_within_the_group(tmp_path):
     def rank_of_four(rank: int) -> tuple:
-        parallel = Parallel.connect(rank, 4, meeting=str(tmp_path / "group"), dcp=2)
+        parallel = Parallel.connect(
+            rank, 4, rendezvous_file=str(tmp_path / "group"), dcp=2
+        )
         context = parallel.context
         gathered = context.all_gather(torch.tensor([[10.0 * rank, 1.0]]))
         # One part for each rank of the group.

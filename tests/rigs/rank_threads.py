@@ -91,7 +91,7 @@ def _runner(
     config = make_config(
         model_dir=str(model), role="decode", tp=size, dcp=dcp, **options
     )
-    parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)
+    parallel = Parallel.connect(rank, size, rendezvous_file=meeting, dcp=dcp)
     return ModelRunner(config, load_config(model), parallel)
 
 

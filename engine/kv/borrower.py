@@ -114,8 +114,8 @@ class Borrower(KVConnector):
         self._hold_and_enqueue(sequence, remote)
 
     def _start_lookup(self, sequence: Sequence) -> bool:
-        """Asks the hinted engine for a prefix of the prompt, if a pull is likely to be
-        quicker than computing. Returns whether a lookup was sent."""
+        """Sends the hinted engine a lookup of the prompt, if a pull of the found prefix
+        is likely to be quicker than computing. Returns whether a lookup was sent."""
         hint = sequence.request.hint
         if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
             return False
@@ -212,7 +212,7 @@ class Borrower(KVConnector):
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
             seconds = times.drawn - (times.pulled or times.admitted)
-            self._rates.record_compute(sequence.accounting.num_recomputed, seconds)
+            self._rates.record_compute(sequence.accounting.num_computed_here, seconds)
         if sequence.pull is not None:
             # The request has ended with its first token, before a pull.
             self._release_remote(sequence)
@@ -332,7 +332,7 @@ class Borrower(KVConnector):
         try:
             params = kv_params.parse(msgspec.json.decode(event.reference))
         except (KVParamsRejected, msgspec.DecodeError) as error:
-            # The KV is pulled nevertheless.
+            # The first tokens are not usable, but the KV is still pulled.
             logger.warning(
                 "request %s: %s (drawing its first token here)", event.pull_id, error
             )

@@ -16,14 +16,14 @@ class PromptAccounting:
     Attributes:
         num_skipped: tokens found in the prefix cache at admission.
         num_transferred: tokens that were pulled from another engine.
-        num_recomputed: tokens computed here.
-        was_admitted: whether the sequence ever had blocks.
+        num_computed_here: tokens computed by this engine.
+        was_admitted: whether the sequence ever had blocks, also before a preemption.
     """
 
     num_prompt_tokens: int
     num_skipped: int = 0
     num_transferred: int = 0
-    num_recomputed: int = 0
+    num_computed_here: int = 0
     was_admitted: bool = False
 
     def copy(self) -> "PromptAccounting":
@@ -33,20 +33,22 @@ class PromptAccounting:
     def count_admission(self, num_cached: int) -> None:
         """Accounts for the cache hits of an admission.
 
-        Hits that are lost again before the prompt is complete are computed after all.
-        Blocks that became hits only after the first admission were computed here.
+        A sequence is admitted again after a preemption. Hits of the first admission
+        that are lost by then count as computed here. Hits that are found only at a
+        later admission do, too, because this engine computed their blocks. Once the
+        prompt is complete, admissions change no count.
 
         Args:
             num_cached: tokens of the sequence that the prefix cache has.
         """
         hits = min(num_cached, self.num_prompt_tokens)
-        was_complete = self.num_transferred or self.num_recomputed
+        was_counted = self.num_transferred or self.num_computed_here
         if not self.was_admitted:
             self.num_skipped = hits
-        elif not (was_complete or self.num_skipped == self.num_prompt_tokens):
+        elif not (was_counted or self.num_skipped == self.num_prompt_tokens):
             self.num_skipped = min(self.num_skipped, hits)
             if hits == self.num_prompt_tokens:
-                self.num_recomputed = hits - self.num_skipped
+                self.num_computed_here = hits - self.num_skipped
         self.was_admitted = True
 
     def count_pull(self, num_cached: int, num_received: int) -> None:
@@ -63,23 +65,23 @@ class PromptAccounting:
     def count_completion(self) -> None:
         """Accounts for the prompt once a step has computed the last of its tokens."""
         num_reused = self.num_skipped + self.num_transferred
-        self.num_recomputed = self.num_prompt_tokens - num_reused
+        self.num_computed_here = self.num_prompt_tokens - num_reused
 
     def usage(self, remote: RemotePrefill | None) -> KVUsage:
         """The counts as clients see them.
 
-        Tokens that either server computed do not count as cached. Those computed here
-        are at the end of the prompt; those that the prefill server computed follow its
-        cache hit.
+        Tokens that this server or the prefill server computed do not count as cached.
+        Tokens computed here are at the end of the prompt. Tokens computed by the
+        prefill server follow the tokens that its prefix cache had.
 
         Args:
-            remote: the reference to the prompt's KV that came with the request.
+            remote: the reference to the prompt's KV that the request has, or None.
         """
         cached_tokens = self.num_skipped + self.num_transferred
         prefill: dict[str, int] = {}
         if remote is not None and remote.transfer_id is None:
             cached_tokens = min(
-                remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed
+                remote.cached_tokens, self.num_prompt_tokens - self.num_computed_here
             )
             prefill["prefill_transferred"] = remote.transferred_tokens
             prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
@@ -88,7 +90,7 @@ class PromptAccounting:
             )
         return KVUsage(
             transferred=self.num_transferred,
-            recomputed=self.num_recomputed,
+            recomputed=self.num_computed_here,
             skipped=self.num_skipped,
             cached_tokens=cached_tokens,
             **prefill,

@@ -139,7 +139,7 @@ def engine_config(
         dtype = "float32"
     elif dtype == "auto":
         # The attention kernels and all matrix products of a GPU need a 16-bit type.
-        # Models in full precision and quantised models (GGUF) name none.
+        # Models in full precision and quantised models (GGUF) do not name such a type.
         dtype = "float16" if model_config.dtype == "float16" else "bfloat16"
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}

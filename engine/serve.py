@@ -44,7 +44,7 @@ _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's sta
 # Longest wait for a failed engine's processes to exit. Their exit status is the reason
 # that clients and logs get.
 _ENDING_TIMEOUT_S = 5.0
-_KILLED_STATUS = 130  # exit status after a second signal, as that of `baton up`
+_KILLED_STATUS = 130  # exit status after a second signal, as for `baton up`
 RANK = "engine.worker.worker"  # the module that a rank process runs
 # Name of the thread that finds, downloads or converts the model.
 _RESOLVER_THREAD = "resolve-model"

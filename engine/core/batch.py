@@ -24,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i] follow
-    from the hidden state of row first_row + i, of the step's T rows."""
+    from the hidden state of row first_row + i among the step's T rows."""
 
     first_row: int
     targets: list[int]
@@ -37,8 +37,8 @@ class StepInput:
     token at its end.
 
     Attributes:
-        token_ids: [T]; -1 - r stands for the token that row r of the step launched
-            before this one draws.
+        token_ids: [T]; -1 - r stands for the token of draw r in the previously launched
+            step, which is still on the device.
         query_lens: [S] tokens to compute.
         context_lens: [S] tokens with KV after the step.
         block_tables: [S, max_blocks x groups], padded with the null block.
@@ -88,8 +88,8 @@ class StepInput:
 
     @property
     def last_token_rows(self) -> Int64s:
-        """The row of each draw, of the step's T rows, [R]. The token is drawn from the
-        hidden state of this row."""
+        """For each draw, the index of its row among the step's T rows, [R]. The token
+        is drawn from the hidden state of this row."""
         ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
         return ends[self.sampled_sequences]
 

@@ -348,7 +348,8 @@ class EngineCore(CoreServices):
 
     def _end(self, end: Draw) -> None:
         """Ends a choice that is marked as ended: leases or releases its blocks, and sends
-        its end to the client."""
+        its end to the client. A parent with children that have not forked keeps its
+        blocks, and continues to compute the prompt for the children."""
         params: dict[str, Any] | None = None
         choice = end.sequence
         parent = choice.choices.parent

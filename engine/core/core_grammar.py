@@ -33,8 +33,8 @@ class CoreGrammars:
 
     Attributes:
         compiling: the work on each grammar that is being compiled, by its sequence.
-        awaiting_mask: the work on each mask that is not ready, and the time at which
-            its sequence fails, by this sequence.
+        awaiting_mask: for each sequence that waits for a mask, the work on the mask,
+            and the time at which the sequence fails if the mask is still not ready.
     """
 
     def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:

@@ -37,7 +37,9 @@ class PrefixSharing:
         max_tokens = len(sequence.token_ids) - 1
         if sequence.pull is not None:
             max_tokens = min(max_tokens, sequence.num_to_admit)
-        elif sequence.choices.children:  # its children fork off the prompt
+        elif sequence.choices.children:
+            # The children draw their first tokens from the logits of the last prompt
+            # token.
             max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
         logprobs = sequence.prompt_logprobs
         if logprobs is not None and not logprobs.is_complete:
@@ -53,7 +55,8 @@ class PrefixSharing:
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a sequence should wait, because a running sequence computes a large
         part of the tokens that both need. The waiting sequence finds that part in the
-        prefix index later. Stores the reason in `sequence.awaited_prefix`."""
+        prefix index later. Stores the running sequence and the number of shared tokens
+        in `sequence.awaited_prefix`."""
         if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:

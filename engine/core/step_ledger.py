@@ -19,7 +19,7 @@ class StepLedger:
     """The launched steps of one scheduler.
 
     Args:
-        prefill_budget: is corrected by the durations of steps, if given.
+        prefill_budget: the budget that the durations of steps correct, or None.
     """
 
     def __init__(

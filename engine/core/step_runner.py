@@ -201,11 +201,11 @@ class StepRunner:
             time.sleep(_POLL_INTERVAL_S)
 
     def is_long_step_in_flight(self) -> bool:
-        """Whether the last launched step takes so long that the next step is planned only
-        after its end.
+        """Whether the last launched step is long, so that the next step must be planned
+        only after its end.
 
         Requests that arrive while the long step runs then wait for one step instead of
-        two. In return, the device is idle for about a millisecond.
+        two. The price is that the device is idle for about a millisecond.
         """
         if not self.in_flight:
             return False

@@ -1,15 +1,19 @@
 """The order of the waiting queue.
 
-1. Requests that continue on this server come first, because their clients have waited
-   already.
+1. Requests that continue on this server after a failover or migration come first,
+   because their clients have waited already.
 2. More urgent requests (a smaller `priority`) precede less urgent ones.
 3. Among equally urgent requests, a much shorter prompt precedes a long one.
 4. Requests of different API keys are served in turn, in equal shares of work.
 5. Otherwise, requests are served in order of arrival.
 
-A request is overtaken at most `MAX_OVERTAKEN` times. If a short prompt overtakes a long
-one, the ratio of their work decides how much this counts. All short prompts that
-overtake a long prompt therefore take no more work than the long prompt.
+A request is overtaken at most `MAX_OVERTAKEN` times. A short prompt that overtakes a
+long one counts as several times: MAX_OVERTAKEN x its work / work of the long prompt.
+All short prompts that overtake a long prompt therefore take no more work together than
+the long prompt.
+
+A preempted sequence does not follow these rules: the scheduler puts it at the head of
+the queue, and no request overtakes it.
 """
 
 from collections import Counter, deque
@@ -28,8 +32,8 @@ _MAX_SHORT_PROMPTS = 64  # waiting sequences that are considered in each step
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Inserts a sequence into the queue according to the rules of this module. Counts it
-    in the sequences that it overtakes."""
+    """Inserts a sequence into the queue according to the rules of this module. Adds
+    to `num_overtaken` of the sequences that it overtakes."""
     shares, share = _completed_shares(waiting, sequence)
     index = len(waiting)
     while index:
@@ -96,8 +100,8 @@ def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
 
 
 def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a prompt of `num_tokens` tokens is long, and a sequence takes much less
-    work than this prompt."""
+    """Whether a prompt with the work of `num_tokens` tokens is long, and a sequence
+    takes much less work than this prompt. False for a sequence that is pulled."""
     work = work_of(sequence, len(sequence.token_ids))
     is_short = work * _SHORTER_FACTOR <= num_tokens
     is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS

@@ -1,6 +1,6 @@
 """The prompts and choices of one call. Pure, no I/O.
 
-They turn deltas of token ids into text, log-probabilities and tool calls.
+The classes turn deltas of token ids into text, log-probabilities and tool calls.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-# Up to this number of logprobs are written on the event loop, more of them in a thread.
-# Each takes 4 us.
+# Up to this number of logprobs are written on the event loop, larger numbers in a
+# thread. Writing a logprob takes 4 us.
 INLINE_LOGPROBS = 1 << 12
 # An Encoder reuses its buffer, so it needs a fifth of the memory that
 # msgspec.json.encode needs.
 _encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-# How many of its first characters are searched for, to find a text after the
-# tokenizer's prefix.
+# To find where the client's text begins after the tokenizer's prefix, this many of the
+# text's first characters are searched for.
 _HEAD_CHARS = 4
 
 

@@ -14,8 +14,8 @@ from protocol.errors import ContextLengthExceeded
 # are rendered quickly, and tokenizing stops at twice the context.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
-# At least the number of characters that Unicode normalization can compose to one
-# character. In Hangul, three are composed to one.
+# Upper bound of the number of characters that Unicode normalization can compose into
+# one character. Hangul composes three.
 _COMPOSED_CHARS = 4
 _LISTS = ("messages", "input", "tools")
 _PARTS = ("content", "tool_calls")

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 5.0  # for one registration, and for one look-up of a host name
 LEAVE_TIMEOUT_S = 1.0  # for deregistering from all proxies
-# The pause after the first failure. Each further failure doubles the pause, up to the
+# The pause after the first failure. Each failure in a row doubles the pause, up to the
 # interval between successful registrations.
 RETRY_S = 0.5
 # The share of a pause that is random, so that servers that started together do not
@@ -108,7 +108,7 @@ class Registrar:
 
         Args:
             proxy: the URL with the host name.
-            leaving: whether the server is shutting down and wants no new requests.
+            leaving: whether the server is shutting down and must get no new requests.
 
         Returns:
             "" if all proxies accepted the record. Otherwise, why one of the proxies did

@@ -26,7 +26,7 @@ class BorrowerCounters:
         self._totals["baton_kv_params_rejected"] += 1
 
     def count_redrawn_first_token(self) -> None:
-        """Counts a pulled prompt, if its first token is drawn here."""
+        """Counts a prompt with remote KV, but with a first token that is drawn here."""
         self._totals["baton_kv_first_tokens_redrawn"] += 1
 
     def count_quarantine_timeout(self) -> None:

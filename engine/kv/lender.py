@@ -35,7 +35,8 @@ class Lender(KVConnector):
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
-        # The leases that have not ended: their ids, by request id or nonce of a lookup.
+        # Ids of the leases that have not ended, by request id, or by the nonce of a
+        # lookup.
         self._lease_ids: dict[str, str] = {}
         # Request ids by transfer id. If two requests use the same transfer id, the id
         # belongs to the later request.
@@ -163,8 +164,8 @@ class Lender(KVConnector):
             lease_id = self._grow_lease(sequence, transfer_id, rest, seals=True)
             if lease_id:
                 return [*leased, *rest], lease_id
-        # No lease can grow. If the offer's lease has ended, a second reader may still
-        # pull the KV.
+        # There is no lease to grow, so a new one is granted. This is useful even if the
+        # offer's lease has ended, because a second reader may still pull the KV.
         self.core.scheduler.allocator.lease(without_null_blocks(table))
         lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
         self._lease_ids[sequence.request_id] = lease_id
@@ -269,12 +270,13 @@ class Lender(KVConnector):
         self.core.wake()  # more lookups wait for the next round
 
     def _advance_leased_prompts(self) -> None:
-        """Moves a waiting prompt with leased blocks to the head of the queue, if leases
-        keep every waiting request from running.
+        """Moves a waiting prompt to the head of the queue, if leases keep every waiting
+        request from running, and a lease can end only after this prompt is computed.
 
-        The lease ends only after the rest of the prompt is computed. If there are
-        several such prompts, each round moves the last of them, because one may keep
-        the others from running.
+        Such a lease is on blocks that the prompt filled before a preemption, or on
+        blocks of another prompt of the same HTTP request. If there are several such
+        prompts, each round moves the last of them, because one may keep the others from
+        running.
         """
         was_deadlocked = self._was_deadlocked
         self._was_deadlocked = self.core.scheduler.is_deadlocked
@@ -346,7 +348,8 @@ class Lender(KVConnector):
                 break
             leasable.append(block)
         if scheduler.limits.groups.drops_blocks and len(leasable) < len(block_ids):
-            # The blocks in the windows at the end of a shorter prefix may be released.
+            # The blocks in the windows at the end of a shorter prefix may have been
+            # released.
             return []
         return leasable
 

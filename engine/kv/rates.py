@@ -17,8 +17,9 @@ Borrow = Literal["auto", "always", "never"]
 _DEFAULT_LATENCY_S = 0.005
 _MIN_SAMPLE_BYTES = 1 << 20  # the latency dominates the duration of smaller pulls
 _MIN_SAMPLE_TOKENS = 16
-# Weight of a measurement that is worse than the estimate. The first measurements of a
-# link include the setup of the link, so a single bad one must not replace the estimate.
+# Weight of a measurement of computing, and of a measurement of a link that is worse
+# than the estimate. The first measurements of a link include the setup of the link, so
+# a single bad measurement must not replace the estimate.
 _WORSE_WEIGHT = 0.3
 _ESTIMATE_LIFETIME_S = 60.0  # an unused link gets the default estimate after this time
 _MAX_PEERS = 1024
@@ -85,7 +86,8 @@ class Rates:
         """Records the time from a lookup to its answer."""
         link = self._link(peer)
         # A peer answers lookups between two of its steps, so `seconds` may include a
-        # step. The pull and its fence wait for no step; the default stands for them.
+        # step. The pull and its fence wait for no step: the default latency is added
+        # for them.
         link.latency_s = _blend(
             link.latency_s, _DEFAULT_LATENCY_S + seconds, smaller_is_better=True
         )
@@ -109,8 +111,8 @@ class Rates:
 
 
 def _blend(estimate: float, measured: float, *, smaller_is_better: bool) -> float:
-    """Returns the new estimate: a measurement that is better than the estimate, or else
-    the estimate moved towards the measurement."""
+    """Returns the new estimate. A measurement that is better than the estimate replaces
+    the estimate. A worse measurement counts with the weight _WORSE_WEIGHT."""
     blended = (1 - _WORSE_WEIGHT) * estimate + _WORSE_WEIGHT * measured
     if smaller_is_better:
         return min(measured, blended)

@@ -3,7 +3,7 @@
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas
 
 Each choice ends with one terminal delta. One subscription serves all prompts of a call,
-so several prompts need no tasks of their own. All of this runs on one event loop.
+so the prompts do not need a task each. All of this runs on one event loop.
 """
 
 import asyncio
@@ -40,20 +40,20 @@ LEASES = "baton_leases_held"  # a key of an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
-# Unread tokens of a choice, with their alternatives, before its client is too slow.
-# They take some megabytes.
+# A client that leaves more than this many tokens of a choice unread, with the
+# alternatives in their logprobs, is treated as too slow. They take some megabytes.
 MAX_UNREAD = 1 << 14
-MAX_UNREAD_CHOICES = 32  # a call with more choices counts as so many
+MAX_UNREAD_CHOICES = 32  # the limit of a call grows up to this number of choices
 
 
 class Subscription:
     """The deltas of some requests, in batches of what has arrived.
 
-    Closing it aborts the requests that have not ended.
+    Closing the subscription aborts the requests that have not ended.
 
     Args:
         requests: the requests, all of one call.
-        queue_entry: their entry in the waiting queue.
+        queue_entry: the entry of these requests in the waiting queue.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Subscription:
         self._engine = engine
         self._queue_entry = queue_entry
         requests = tuple(requests)
-        # By request, its choices without a terminal delta.
+        # For each request id, the number of choices without a terminal delta.
         self._open: dict[str, int] = {}
         for request in requests:
             num_ended = sum(choice.has_ended for choice in request.resumed_choices)
@@ -92,7 +92,10 @@ class Subscription:
         return batch
 
     def deliver(self, delta: TokenDelta) -> None:
-        """Add a delta of an open request. EngineClient calls it."""
+        """Add a delta of an open request. EngineClient calls this method.
+
+        Fails the requests if the client leaves too many tokens unread.
+        """
         if self._queue_entry is not None:
             _update_queue(self._queue_entry, delta)
         self._pending.append(delta)
@@ -114,7 +117,10 @@ class Subscription:
             )
 
     def on_grammar_compiled(self, request_id: str) -> None:
-        """Start a request's wait for its first token. EngineClient calls it."""
+        """Record that a request now waits for its first token.
+
+        EngineClient calls this method.
+        """
         if self._queue_entry is not None:
             self._queue_entry.begin(request_id)
 
@@ -138,8 +144,9 @@ class Subscription:
         If this server is handing its requests over, the request migrates now.
 
         Args:
-            is_resumed: whether the request has just migrated to this server, because no
-                other server took it. It then stays here.
+            is_resumed: whether the request has just migrated to this server. If this
+                server is handing its requests over, no other server has taken the
+                request, so the request stays here.
         """
         if request_id := next(iter(self._open), None):
             self._engine.movable[request_id] = may_move
@@ -147,7 +154,10 @@ class Subscription:
                 self._engine.migrate()
 
     def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
-        """End the open requests at a time of the loop's clock; the result cancels."""
+        """Fail the open requests at a time of the loop's clock.
+
+        Returns a function that cancels this.
+        """
         return asyncio.get_running_loop().call_at(at, self.fail, error).cancel
 
     def fail(self, error: BatonError) -> None:
@@ -183,7 +193,7 @@ class Subscription:
 def _update_queue(queue_entry: QueueEntry, delta: TokenDelta) -> None:
     """Remove a prompt from the queue at its first token or its end.
 
-    Its logprobs may come before that, piece by piece.
+    The prompt's logprobs may arrive earlier, in pieces, and change nothing.
     """
     if delta.error is not None or delta.finish_reason == "abort":
         queue_entry.drop(delta.request_id)
@@ -198,22 +208,23 @@ def _update_queue(queue_entry: QueueEntry, delta: TokenDelta) -> None:
 
 
 class EngineClient:
-    """The client of an engine, which is in another process at the end of a socket.
+    """The client of an engine that runs in another process, over a socket.
 
     Args:
         queue: the limits of the queue.
         caches_prefixes: whether the engine reuses the KV of common prefixes.
 
     Attributes:
-        queue: gives places, which a request needs before it is submitted.
-        ready: the engine's report, once it can serve.
-        progress: what the engine does, until it is ready.
-        on_progress: called with each new progress.
-        stats: the engine's latest numbers, by metric.
+        queue: the waiting queue. A request needs a place in it before it is submitted.
+        ready: the engine's report about itself, once the engine can serve.
+        progress: a description of what the engine does before it is ready.
+        on_progress: called with each new value of `progress`.
+        stats: the engine's latest values, by metric.
         failure: why the engine cannot continue, or None.
-        movable: open requests that can migrate, with a function that says whether they
-            may.
-        moving: requests that were told to migrate and have not ended here yet.
+        movable: open requests that can migrate, each with a function that returns
+            whether the request may migrate now.
+        moving: requests for which the engine got a Migrate, and that have not ended
+            here yet.
         is_draining: whether the server is ending.
         is_handing_over: whether all movable requests migrate; the server still listens.
     """
@@ -250,7 +261,8 @@ class EngineClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine failed or hung up: its processes should be ending."""
+        """Whether the engine failed or closed the link, so that its processes should
+        exit soon."""
         return self._hung_up or not self.healthy
 
     async def start(self, link: socket.socket) -> None:
@@ -263,7 +275,7 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def close(self) -> None:
-        """End every open request with NoServerAvailable and hang up.
+        """End every open request with NoServerAvailable, and close the link.
 
         The engine then exits without finishing any request.
         """
@@ -274,7 +286,7 @@ class EngineClient:
         """Wait until the engine can serve.
 
         Args:
-            timeout_s: the most seconds without progress.
+            timeout_s: the longest time without progress, in seconds.
 
         Raises:
             EngineDied: the engine failed, or made no progress for `timeout_s`.
@@ -302,7 +314,7 @@ class EngineClient:
         end.
 
         Raises:
-            EngineDied: the engine is gone; no request was started.
+            EngineDied: the engine has failed or exited; no request was started.
         """
         self.check_alive()
         ids = [request.request_id for request in requests]
@@ -320,7 +332,10 @@ class EngineClient:
         return subscription
 
     def send(self, message: EngineInput) -> None:
-        """Send a message that has no answer. It is dropped where the engine is gone."""
+        """Send a message that has no answer.
+
+        The message is dropped if the engine has failed or exited.
+        """
         with contextlib.suppress(EngineDied):
             self._write(message)
 
@@ -331,9 +346,9 @@ class EngineClient:
         return bool(self._subscriptions) and not was_active
 
     def migrate(self, limit: int | None = None) -> int:
-        """Tell at most `limit` requests to migrate; return how many were told.
+        """Make requests migrate, at most `limit` (None: all), and return their number.
 
-        Requests that may not move are not among them.
+        Requests that may not migrate now are left out.
         """
         movable = [name for name, may_move in self.movable.items() if may_move()]
         request_ids = movable[:limit]
@@ -344,11 +359,12 @@ class EngineClient:
         return len(request_ids)
 
     async def hand_over(self, until_s: float) -> None:
-        """Migrate all requests that can, and those that become able to while it runs.
+        """Migrate all requests that can migrate now or while this call runs.
 
-        It returns when their KV was pulled, or at `until_s`. Until then the server must
-        listen: it gets back the requests that no other server takes. Requests that
-        become able to migrate later end here.
+        Returns when other servers have pulled the KV of these requests, or at
+        `until_s`. The server must accept requests until then, because requests that no
+        other server takes come back to this server. Requests that cannot migrate before
+        this call returns finish at this server.
 
         Args:
             until_s: a time of the loop's clock.
@@ -383,7 +399,7 @@ class EngineClient:
             self._deliver(TokenDelta(request_id=request_id, error=error))
 
     def check_alive(self) -> None:
-        """Raise EngineDied if the engine is gone."""
+        """Raise EngineDied if the engine has failed or exited."""
         if self.failure is not None:
             raise EngineDied(f"the engine ended: {self.failure}")
 
@@ -392,7 +408,7 @@ class EngineClient:
 
         Raises:
             NoServerAvailable: the engine is still starting.
-            EngineDied: the engine is gone.
+            EngineDied: the engine has failed or exited.
         """
         if self.ready is None and self.healthy:
             raise NoServerAvailable(
@@ -427,7 +443,7 @@ class EngineClient:
     def _deliver(self, delta: TokenDelta) -> None:
         subscription = self._subscriptions.get(delta.request_id)
         if subscription is None:
-            return  # the request was aborted, and the engine had not read that yet
+            return  # the engine sent this delta before it read the request's abort
         subscription.deliver(delta)
         if not subscription.is_open(delta.request_id):
             self.forget(delta.request_id)

@@ -1,7 +1,7 @@
 """Rank 0's link to the HTTP process: requests in, tokens out.
 
-It uses a socket and no threads: each hop through a library's threads takes long on a
-GPU host, and four hops lie between a request and its first token.
+The link is a socket without threads: each hop through a library's threads takes long on
+a GPU host, and four hops lie between a request and its first token.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import EngineInput, EngineOutput, decode_input, encode
 
 MAX_BYTES = (1 << 32) - 1  # of a message; both ends belong to one server
-# With more unsent bytes the engine takes no step: the HTTP process is stalled.
+# While more bytes than this are unsent, the HTTP process is stalled, and the engine
+# runs no step.
 MAX_UNSENT_BYTES = 1 << 26
 _LINGER_S = 1.0  # how long `close` waits for unsent answers
 
@@ -35,7 +36,8 @@ class EngineTransport:
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         """Wait for input or a wake-up, at most `timeout_s`.
 
-        If too much is unsent, it first waits until the HTTP process reads.
+        If more than MAX_UNSENT_BYTES are unsent, first waits until the HTTP process has
+        read enough. `timeout_s` does not limit this wait.
 
         Returns:
             The messages, and whether the HTTP process has hung up.

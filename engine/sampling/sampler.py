@@ -46,7 +46,8 @@ _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
 # Prompt tokens are scored in chunks of this many rows, with which the matmul reaches
 # full speed. The allocator reuses the memory of such small logits for the next chunk.
-# The memory of larger logits would be returned, and new memory costs page faults.
+# It would return the memory of larger logits to the system, and new memory costs page
+# faults.
 _SCORED_ROWS = 64
 
 

@@ -337,9 +337,10 @@ def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[i
 class StopFinder:
     """Cuts a text at the first complete stop string.
 
-    The first stop string is the one that ends first. Of stop strings that end at the
-    same character, it is the longest. So the result does not depend on the pieces in
-    which the text arrives. Each stop string is compared with each character once.
+    The first stop string is the one that ends first. If several end at the same
+    character, the longest of them is the first. So the result does not depend on the
+    pieces in which the text arrives. Each stop string is compared with each character
+    once.
 
     Args:
         keeps_stop: whether the matched stop string stays in the text.

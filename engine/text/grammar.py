@@ -341,8 +341,10 @@ class GrammarState:
 def step_masks(states: Sequence[GrammarState | None], vocab_size: int) -> Int32s:
     """Return the masks of the R sampled rows of a step: int32 [R, ceil(V / 32)].
 
-    Bit t % 32 of word t // 32 is set if token t may be sampled. The mask allows every
-    token if a row's state is None, or if another thread is using it.
+    Bit t % 32 of word t // 32 is set if token t may be sampled. The mask of a row
+    allows every token if the state is None, or if another thread is using the state.
+    In the latter case the sampled token is not used, because CoreGrammars skips the
+    sequence in this step (core/core_grammar.py).
 
     Args:
         states: for each row, the state of its sequence; None without a grammar.
@@ -398,7 +400,7 @@ class GrammarCompiler:
         grammar before it is compiled.
 
         Args:
-            nbytes: the memory of the compiled grammar, if known.
+            nbytes: the memory of the compiled grammar in bytes; 0 if unknown.
         """
         nbytes = max(nbytes, len(grammar.text))
         nbytes += self.vocab_size // 4  # `first_mask` and `allowed`

@@ -7,8 +7,8 @@ attention backend, and the tokens of the previous step in `LastSampledTokens`. T
 also writes its own greedy draws to `LastSampledTokens`. Padding rows read and write the
 null block, and their outputs are dropped.
 
-Small steps with prompt tokens would also wait for the host, with an 8B model up to
-19 ms. With graphs, such a step of 128 tokens takes 6.6 ms on an H200. The division of
+Small steps with prompt tokens would also wait for the host, up to 19 ms with an 8B
+model. With graphs, such a step of 128 tokens takes 6.6 ms on an H200. The division of
 attention into kernels depends on the sequences, so graphs do not contain attention: one
 graph ends where a layer queries the backend, and the next graph begins with the
 backend's answer.
@@ -69,8 +69,8 @@ class DecodeOutput:
 
     Attributes:
         raw_logits: [rows, vocab], see CausalLM.raw_logits.
-        greedy_ids: int64 [rows], the likeliest token of each row, as a part of
-            LastSampledTokens; None if not computed yet.
+        greedy_ids: int64 [rows], the likeliest token of each row. In a graph, this is a
+            view of LastSampledTokens.token_ids. None if not computed yet.
         scores: the logprobs of prompt tokens.
     """
 
@@ -255,7 +255,8 @@ class PromptGraphs:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a step that `can_run`; 0 if no size was captured."""
+        """The largest number of tokens that `can_run` accepts; 0 if no size was
+        captured."""
         return self._sizes[-1] if self._sizes else 0
 
     def can_run(self, num_tokens: int) -> bool:

@@ -23,14 +23,14 @@ class GroupedBackend(AttentionBackend):
     """The backend of a model with several KV groups. A batch's block tables contain the
     blocks of all groups, in turn; its slots are those of the first group.
 
-    The KV of every group's n-th layer is layer n of the pool ("pool layer").
+    Layer n of the pool (a "pool layer") stores the KV of the n-th layer of every group.
 
     Args:
         group_layers: the model's layers in each group, in the order of the pool layers.
         layers: how each of the model's layers attends.
-        make: makes the backend of a group from how the group's pool layers attend, and
-            from the first group's backend, which can share its workspace. The latter is
-            None for the first group.
+        make: makes the backend of a group. Its arguments are how each of the group's
+            pool layers attends, and the first group's backend, which can share its
+            workspace (None when the first group's backend is made).
         sizes: arguments of AttentionBackend.
     """
 

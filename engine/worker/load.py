@@ -140,8 +140,8 @@ class LoadProgress:
         if now - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now
             self._report(f"loading weights{self._progress(now - self._started_s)}")
-        # Count this weight in advance: it is loaded before the next call, and no report
-        # is made earlier.
+        # Count this weight in advance: it is loaded before the next call, and only
+        # calls make reports.
         module = _module(name)
         self._loaded_bytes += self._num_bytes.pop(module, 0)
         if self._total_bytes:

@@ -113,7 +113,8 @@ def make_memory(
         Stripe(context.rank, context.size, config.block_size),
         context,
         pool,
-        partial(make, layers=()),  # check_parallelism refuses special attention
+        # check_parallelism (model/sizes.py) refuses models with special attention.
+        partial(make, layers=()),
         num_q_heads=spec.num_q_heads,
         **sizes,
         scratch_tokens=max(max_tokens, config.max_num_batched_tokens),
@@ -218,8 +219,8 @@ def size_pool(
 def longest_in(
     config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int
 ) -> int:
-    """Tokens of the longest sequence that `num_blocks` blocks can hold. Longer sequences
-    than `max_len` are not considered if a group has a window.
+    """Tokens of the longest sequence that `num_blocks` blocks can hold. If a group has
+    a window, only sequences of at most `max_len` tokens are considered.
 
     In a KV group with a window, a sequence needs blocks for the window, for two steps,
     and for the tokens that a prefill server retains for readers with larger blocks.

@@ -103,8 +103,8 @@ class RankLinks:
 
     def run_steps(self, runner: ModelRunner) -> None:
         """Executes the steps that rank 0 sends, until rank 0 sends an empty message.
-        Like rank 0, launches a step before it takes the results of the last
-        `runner.depth` steps."""
+        As on rank 0, up to `runner.depth` launched steps are unfinished when the next
+        step is received."""
         launched: deque[PendingStep] = deque()
         while data := self._receive():
             launched.append(runner.launch(step_from_bytes(data)))
@@ -192,7 +192,7 @@ def is_exiting(pid: int) -> bool:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True
-    fields = text[text.rindex(")") + 2 :].split()  # the fields after the name
+    fields = text[text.rindex(")") + 2 :].split()  # the fields after the process's name
     state = fields[0]
     flags = int(fields[6])
     return state in "ZX" or bool(flags & _PF_EXITING)

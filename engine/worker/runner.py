@@ -59,7 +59,7 @@ class LaunchedStep:
     waiting for the device.
 
     Args:
-        drawn: None if the step draws nothing, or has not drawn yet.
+        drawn: the drawn tokens; None if the step draws nothing, or has not drawn yet.
         params: sampling parameters of each draw.
         scores: the logprobs of prompt tokens.
         draw: draws the tokens of a masked step; None for other steps.
@@ -229,7 +229,8 @@ class ModelRunner:
 
     @property
     def captured_prompt_tokens(self) -> int:
-        """Most tokens of a step with prompts that runs as CUDA graphs; 0 without."""
+        """The largest number of tokens of a step with prompts that runs as CUDA graphs;
+        0 if no such step does."""
         return self.prompt_graphs.max_tokens if self.prompt_graphs is not None else 0
 
     @property

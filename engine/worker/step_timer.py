@@ -35,7 +35,7 @@ _REPETITIONS: Final = 3
 
 
 class StepTimer:
-    """Implements measurement.TimeStep for an engine whose blocks are all free.
+    """Implements measurement.TimeStep for an engine without blocks in use.
 
     Args:
         sizes: the limits within which steps are built.
@@ -56,11 +56,12 @@ class StepTimer:
         self._clock = clock
         self._end_s = clock() + max_seconds
         self._rng = np.random.default_rng(0)
-        # Durations by tokens. Without any prompt tokens, a step takes some time too.
+        # The last measured duration for each number of tokens of a step.
         self._measured: dict[int, Point] = {}
 
     def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
-        """The duration of a step in seconds; None if it would take too long to measure.
+        """Returns the duration of a step in seconds. Returns None if the measurement is
+        not required and would end after the time for all measurements.
 
         Raises:
             StepFailed: the step could not be launched.
@@ -172,7 +173,7 @@ def _measure(runner: ModelRunner, executor: Executor, target_s: float) -> StepTi
 
 
 def warn_of_impossible_target(target_s: float, times: StepTimes) -> None:
-    """Logs the least time of a step, if it is longer than the target."""
+    """Warns if the shortest step with a prompt takes longer than the target."""
     shortest_s = times.seconds(Load(streams=1, context_tokens=1, prompt_tokens=1))
     if target_s >= shortest_s:
         return

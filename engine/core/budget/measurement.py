@@ -14,8 +14,8 @@ from engine.core.budget.step_times import (
     decode_s,
 )
 
-# Prompt tokens, in the order in which they are measured: if the time ends early, the
-# first ones matter most.
+# Numbers of prompt tokens, in the order in which they are measured. The most important
+# numbers come first, because the time for measurements may end early.
 _FIRST_SIZES: Final = (16, 256, 1024)
 _LATER_SIZES: Final = (512, 2048)
 _STREAM_COUNTS: Final = (1, 8, 64)
@@ -23,20 +23,22 @@ _MAX_STREAMS: Final = 256  # durations with more streams are extrapolated
 _SHORT_CONTEXT: Final = 16
 _LONG_CONTEXT: Final = 32_768
 _MAX_CONTEXT_TOKENS: Final = 262_144  # of all streams together
-# Chunks of prompts that are measured with KV before them, and how much.
+# Tokens of the chunks of prompts that are measured with KV before them, and the largest
+# number of tokens of that KV.
 _CHUNK_SIZES: Final = (256, 2048)
 _TOKENS_BEFORE_CHUNK: Final = 16_384
-# How often the interval of sizes in which the target lies is halved. It is small enough
-# at this share of its begin.
+# The target lies between the durations of two measured sizes. This interval of sizes is
+# halved at most this many times, until its width is at most this share of its start.
 _REFINEMENTS: Final = 3
 _SMALL_INTERVAL: Final = 0.125
 
 
 class TimeStep(Protocol):
-    """Runs steps of a kind and measures their duration."""
+    """Runs a step and measures its duration."""
 
     def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
-        """The duration in seconds; None if there is no time left to measure it."""
+        """Returns the duration of a step with this load, in seconds. Returns None if no
+        time is left to measure the step, unless the step is required."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class StepSizes:
     """The steps that an engine may run.
 
     Attributes:
-        max_streams: sequences of a step.
-        max_tokens: tokens of a step.
-        max_len: tokens of a sequence.
-        pool_tokens: tokens of KV of all sequences.
-        captured_tokens: most tokens of a step with prompts that runs as CUDA graphs.
-            Larger steps are slower to launch, so that durations jump there.
+        max_streams: largest number of sequences of a step.
+        max_tokens: largest number of tokens of a step.
+        max_len: largest number of tokens of a sequence.
+        pool_tokens: tokens of KV that the pool holds, of all sequences together.
+        captured_tokens: largest number of tokens of a step with prompts that runs as
+            CUDA graphs. Larger steps are slower to launch, so durations jump above it.
         target_s: duration near which sizes are measured more closely.
     """
 
@@ -62,12 +64,13 @@ class StepSizes:
 
     @property
     def measured_streams(self) -> int:
-        """The most streams that are measured. They leave a sequence and half of the
-        tokens of a step to prompts."""
+        """The largest measured number of streams. One sequence and half of the tokens
+        of a step are left for prompts."""
         return max(1, min(self.max_streams - 1, self.max_tokens // 2, _MAX_STREAMS))
 
     def streams(self, count: int, context: int) -> Load:
-        """As many streams, each with `context` tokens of KV or as many as fit."""
+        """The load of `count` streams, each with `context` tokens of KV, or with fewer
+        if no more fit."""
         longest = min(self.max_len - 1, self.pool_tokens // count)
         return Load(count, count * max(1, min(context, longest)), 0)
 
@@ -121,7 +124,8 @@ def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]
         for count in counts:
             load = sizes.streams(count, get_context(count))
             row = points.setdefault(count, {})
-            # The first two show how durations grow, whatever they take.
+            # How durations grow follows from two numbers of streams, so the first two
+            # are measured even if no time is left.
             is_required = len(points) <= 2 and not row
             seconds = time_step(load, is_required=is_required)
             if seconds is not None:
@@ -140,11 +144,11 @@ def _long_context(count: int) -> int:
 
 @dataclass
 class _Mixture:
-    """Streams with which prompts are measured.
+    """Steps that combine the same streams with different numbers of prompt tokens.
 
     Attributes:
-        load: the streams.
-        points: durations by all tokens of the step.
+        load: the load of the streams alone.
+        points: the measured durations, by the number of all tokens of the step.
     """
 
     load: Load
@@ -154,7 +158,7 @@ class _Mixture:
         streams, context_tokens, _, _ = self.load
         points = list(self.points.values())
         if len(points) == 1:
-            # Without prompt tokens, the step would be one of the streams alone.
+            # A line needs two points. The second is a step without prompt tokens.
             points.append(Point(streams, decode_s(decode, streams, context_tokens)))
         return MixedTimes(streams, context_tokens, Polyline(points))
 
@@ -182,7 +186,7 @@ class _Mixture:
             self.points[load.tokens] = Point(load.tokens, seconds)
 
     def refine(self, time_step: TimeStep, sizes: StepSizes) -> None:
-        """Measures the middle of the interval in which the target lies."""
+        """Measures the middle of the interval of sizes in which the target lies."""
         points = sorted(self.points.values())
         fitting = [
             index for index, point in enumerate(points) if point.value <= sizes.target_s
@@ -222,10 +226,12 @@ class _Chunks:
             self._measured.append((load, seconds))
 
     def seconds_per_token(self, without_context: Polyline) -> Polyline | None:
-        """The seconds per token of that KV, by the tokens of the chunk.
+        """Returns the seconds that each token of KV before a chunk adds, by the tokens
+        of the chunk. Returns None if no chunk was measured.
 
         Args:
-            without_context: the durations of the same steps without that KV.
+            without_context: the durations of steps without KV before the chunk, by the
+                number of tokens.
         """
         points = []
         for load, seconds in self._measured:

@@ -16,25 +16,25 @@ from engine.core.budget.step_times import (
     StreamTimes,
 )
 
-# Streams that take longer than the target alone are slowed down by at least this share,
-# so that prompts are computed.
+# If a step of the streams alone takes longer than the target, prompt tokens may add
+# this share to its duration. Otherwise, no prompt would be computed.
 _MIN_PROMPT_SHARE: Final = 0.25
 _MIN_PROMPT_TOKENS: Final = 16
-# If no step with prompts fits, a step gets as many tokens as take hardly longer than
-# the fewest: a GPU launches a step of 16 tokens as slowly as one of several hundred.
+# If even the fewest prompt tokens exceed the target, a step may take this many times as
+# long as with the fewest: on a GPU, several hundred tokens take hardly longer than 16.
 _NEGLIGIBLE_FACTOR: Final = 1.1
 # Only steps that take, or should take, at least this share of the target correct the
-# durations. Shorter ones deviate for other reasons.
+# durations. The durations of shorter steps deviate for other reasons.
 _MIN_TARGET_SHARE: Final = 0.75
 _WEIGHT: Final = 0.1  # of the latest step in the moving average
-# A step that took longer counts as longer by this share. No disturbance makes a step
-# shorter, so that shorter ones count in full.
+# A step that took longer than expected counts as at most this share longer. No
+# disturbance makes a step shorter, so steps that took less time count in full.
 _MAX_DELAY: Final = 0.5
 _MIN_RATIO: Final = 1 / 64
 _MAX_RATIO: Final = 64.0
 
-# For an engine whose steps were not measured: 10,000 prompt tokens per second. The
-# moving average then finds the real speed.
+# For an engine without measured steps: 10,000 prompt tokens per second. The moving
+# average then finds the real speed.
 UNMEASURED: Final = StepTimes(
     [StreamTimes(1, Polyline([Point(0, 1e-3)]))],
     MixedTimes(1, 0, Polyline([Point(0, 0.0), Point(512, 0.0512)])),
@@ -47,7 +47,7 @@ class PrefillBudget:
     Args:
         times: the durations that the warm-up measured.
         target_s: duration that a step with streams should not exceed.
-        max_tokens: most prompt tokens of a step.
+        max_tokens: largest number of prompt tokens of a step.
     """
 
     def __init__(self, times: StepTimes, target_s: float, max_tokens: int) -> None:
@@ -84,9 +84,10 @@ class PrefillBudget:
         return max(times.max_prompt_tokens(load, limit_s), min_tokens)
 
     def record_step(self, load: Load, seconds: float) -> None:
-        """Corrects the durations by that of a finished step.
+        """Corrects the expected durations by the duration of a finished step.
 
-        A single step that took far too long changes them little.
+        A single step that took far too long changes the expected durations little.
+        Steps without streams, without prompts, or far below the target change nothing.
         """
         if not load.streams or not load.prompt_tokens:
             return

@@ -2,9 +2,9 @@
 
 `--itl-target-s` is kept whatever happens. Without it, the usual target depends on the
 server (StepTarget), and prompts that wait long may exceed it: a step may exceed the
-target by the time that the prompts in the queue have waited, summed over them and
-divided by the number of streams. So the streams of a step together lose no more time
-than the prompts have lost already.
+target by the time that the prompts in the queue have waited, summed over the prompts
+and divided by the number of streams. So the streams of a step together lose no more
+time than the prompts have lost already.
 """
 
 import math
@@ -20,11 +20,11 @@ from engine.core.budget.step_times import StepTimes
 from engine.core.plan import Scheduled, load_of
 from engine.core.sequence import Sequence
 
-# A decode server counts as one of a pair for this long after a request whose prompt a
-# prefill server has computed.
+# A server counts as the decode server of a prefill/decode pair for this long after the
+# last request with a prompt that a prefill server has computed.
 _PAIR_MEMORY_S: Final = 60.0
-# Prompts of the queue whose waiting times are added up. More would make planning slow,
-# and these already allow the largest steps.
+# At most this many queued prompts have their waiting times added up. More prompts would
+# make planning slow, and this many already allow the largest steps.
 _MAX_COUNTED_PROMPTS: Final = 256
 
 
@@ -32,8 +32,8 @@ class PromptLimit:
     """Limits the prompt tokens of steps with streams.
 
     Args:
-        target: None: steps are not limited.
-        max_tokens: most tokens of a step.
+        target: target duration of steps with streams; None: steps are not limited.
+        max_tokens: largest number of tokens of a step.
         times: measured durations of steps; None if they were not measured.
 
     Attributes:
@@ -59,8 +59,8 @@ class PromptLimit:
         """Records that a sequence begins to wait."""
         sequence.queued_s = self._clock()
         request = sequence.request
-        # A stream that continues from a lost server brings KV too. That is no sign of a
-        # prefill server.
+        # A request that resumes here after a failover or migration may refer to KV,
+        # too, but this does not mean that a prefill server computed the prompt.
         if request.remote is not None and not request.resumed_choices:
             self._last_pair_request_s = sequence.queued_s
 
@@ -100,7 +100,8 @@ class PromptLimit:
         )
 
     def _waited_s(self, waiting: Iterable[Sequence]) -> float:
-        """The sum of the times that the first prompts have waited to be computed."""
+        """The sum of the times that the first prompts have waited to be computed.
+        Prompts that are pulled do not count."""
         now_s = self._clock()
         return sum(
             now_s - sequence.queued_s

@@ -7,9 +7,9 @@ class StepTarget(NamedTuple):
     """How long a step with streams should take.
 
     Attributes:
-        is_explicit: whether `--itl-target-s` sets it.
-        only_in_pair: whether it holds only while prefill servers compute prompts for
-            this server.
+        is_explicit: whether `--itl-target-s` sets the target.
+        only_in_pair: whether the target applies only while prefill servers compute
+            prompts for this server.
     """
 
     seconds: float

@@ -1,11 +1,12 @@
 """Measured durations of steps, and interpolation between them.
 
 Steps without prompts run as CUDA graphs, and other steps often kernel by kernel. The
-two kinds are therefore measured separately. Steps with prompts and streams are measured
-as such: many sizes of prompts with one stream, and a few sizes with many streams, of
-short and of long contexts. What the latter two add is interpolated in the numbers of
-streams and of their KV tokens. The KV before a prompt of which an earlier step has
-computed a part adds a measured time per token.
+two kinds are therefore measured separately. Steps with prompts and one stream are
+measured with many numbers of prompt tokens. Steps with prompts and many streams are
+measured with few numbers, once with short and once with long contexts. The time that
+more streams or longer contexts add is interpolated in the numbers of streams and of
+their KV tokens. If an earlier step has computed a part of a prompt, each KV token of
+that part adds a measured time.
 """
 
 from bisect import bisect_right
@@ -21,8 +22,9 @@ class Load(NamedTuple):
         streams: sequences that compute one token after their prompt.
         context_tokens: tokens of KV that all streams together read.
         prompt_tokens: tokens of prompts that the step computes.
-        prompt_start: index of a prompt's first computed token, which is the number of
-            tokens of KV before it. Several prompts have their mean, weighted by tokens.
+        prompt_start: index of the first prompt token that the step computes, which is
+            the number of tokens of KV before it. With several prompts, the mean of
+            their indices, weighted by tokens.
     """
 
     streams: int
@@ -78,7 +80,7 @@ class StreamTimes:
     """Durations of steps with a number of streams and no prompts, in seconds.
 
     Attributes:
-        seconds: by the tokens of KV that all these streams together read.
+        seconds: the durations, by the tokens of KV that all streams together read.
     """
 
     streams: int
@@ -87,12 +89,13 @@ class StreamTimes:
 
 @dataclass(frozen=True)
 class MixedTimes:
-    """Durations of steps with prompts and always the same streams, in seconds.
+    """Durations of steps with prompts and one fixed load of streams, in seconds.
 
     Attributes:
         streams: sequences that decode.
         context_tokens: tokens of KV that all these streams together read.
-        seconds: by all tokens of the step, including those of the streams.
+        seconds: the durations, by the number of all tokens of the step, including those
+            of the streams.
     """
 
     streams: int
@@ -110,11 +113,13 @@ class StepTimes:
     """The measured durations of one engine's steps.
 
     Args:
-        decode: for different numbers of streams; at least one.
-        light: with few streams with short contexts.
-        crowded: with more streams with short contexts; None: not measured.
-        long: with streams of longer contexts, as many as in `crowded`, or in
-            `light` if that was not measured. None: not measured.
+        decode: steps without prompts, for different numbers of streams; at least one.
+        light: steps with prompts and few streams with short contexts.
+        crowded: steps with prompts and more streams with short contexts; None: not
+            measured.
+        long: steps with prompts and streams with longer contexts. The number of streams
+            is that of `crowded`, or of `light` if `crowded` is None. None: not
+            measured.
         context: seconds that each token of KV before a prompt adds to a step, by the
             tokens of prompts that the step computes. None: nothing is added.
     """
@@ -157,7 +162,7 @@ class StepTimes:
         return seconds + self._context_s(load.prompt_start, load.prompt_tokens)
 
     def _shares(self, load: Load) -> tuple[float, float]:
-        """How much of the additions `crowded` and `long` a step has."""
+        """The factors by which the additions `crowded` and `long` count for a step."""
         light = self._light
         short_context = float(light.context_tokens)
         crowded_share = 0.0
@@ -172,7 +177,7 @@ class StepTimes:
         return crowded_share, max(0.0, long_share)
 
     def _context_s(self, prompt_start: float, prompt_tokens: int) -> float:
-        """What the KV before the prompts of a step adds."""
+        """The seconds that the KV before the prompts adds to a step."""
         if self._context is None or not prompt_start:
             return 0.0
         return prompt_start * max(0.0, self._context(prompt_tokens))
@@ -182,13 +187,13 @@ class StepTimes:
         return decode_s(self._decode, streams, context_tokens)
 
     def max_prompt_tokens(self, load: Load, limit_s: float) -> int:
-        """The most prompt tokens that a step may have, so that it lasts `limit_s`.
+        """The most prompt tokens with which a step takes at most `limit_s`.
 
         Args:
-            load: the step, with as many prompt tokens as are allowed at most.
+            load: the step with the largest allowed number of prompt tokens.
 
         Returns:
-            0 if not even a step with one prompt token is so short.
+            0 if even a step with one prompt token takes longer than `limit_s`.
         """
         above = Point(load.prompt_tokens, self.seconds(load))
         if above.value <= limit_s:
@@ -207,8 +212,8 @@ class StepTimes:
 
 
 class _Knot(NamedTuple):
-    """Durations at a number of tokens of a step with prompts, and what is added to
-    them."""
+    """The duration of a step with prompts and few streams, at one number of tokens.
+    `crowded_s` and `long_s` are what more streams and longer contexts add to it."""
 
     tokens: int
     light_s: float
@@ -223,11 +228,12 @@ class _Knot(NamedTuple):
 
 
 class _Addition:
-    """What more streams or longer contexts add to steps with prompts.
+    """The time that more streams or longer contexts add to steps with prompts.
 
     Attributes:
-        more_streams, more_context_tokens: by how much the load is larger.
-        seconds: by all tokens of the step.
+        more_streams, more_context_tokens: how many streams, and tokens of their KV, the
+            load `more` has in addition to the load `less`.
+        seconds: the added seconds, by the number of all tokens of the step.
     """
 
     def __init__(self, less: MixedTimes, more: MixedTimes) -> None:

@@ -2,9 +2,10 @@
 yet to fork off choice 0.
 
 A request of several choices is one sequence while its prompt is computed or pulled.
-Choice 0, the parent, has the prompt. The other choices are its children. They fork off
-as soon as the KV of the prompt is there, and share its full blocks. Until then they
-have no copy of the prompt, because many may wait and few run.
+Choice 0, the parent, has the prompt. The other choices are its children. The
+children fork off as soon as the KV of the prompt is computed or pulled, and share its
+full blocks. Until then the children have no copy of the prompt's tokens, because many
+requests may wait and only few run.
 """
 
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ class ChoiceState(Enum):
         CHILD --> OPEN --> ENDED <--> PREFILLS_FOR_CHILDREN (choice 0 only)
         CHILD -----------> ENDED
 
-    The phase of a sequence (sequence.py) follows: a CHILD is NEW, an ENDED choice is
-    FINISHED at the end of the call that ended it, and the others are not FINISHED.
+    This state restricts the phase of the choice (Phase of sequence.py): a CHILD is in
+    the phase NEW. An ENDED choice is in the phase FINISHED once the call that ended the
+    choice has returned. Choices in the other two states are not FINISHED.
     """
 
     CHILD = "child"  # waits until choice 0 has the KV of the prompt, to fork off it
@@ -49,7 +51,7 @@ class ChoiceTree(Generic[_Choice]):
 
     Invariants: `children` are the choices in state CHILD. Only the parent can be in
     state PREFILLS_FOR_CHILDREN, which it enters when it has ended and children are
-    left. While children are left, no other choice than the parent has blocks.
+    left. While children are left, only the parent has blocks.
 
     The scheduler forks children and ends a parent that has prefilled for them. The
     engine core makes all other changes.
@@ -102,7 +104,7 @@ class ChoiceTree(Generic[_Choice]):
             choice.choice_state = ChoiceState.ENDED
 
     def prefill_for_children(self) -> None:
-        """Lets the ended parent compute the prompt for the children that are left."""
+        """Lets the ended parent compute the prompt for its unforked children."""
         assert self.children, "a parent without children has nothing to compute"
         assert self.parent.choice_state is ChoiceState.ENDED
         self.parent.choice_state = ChoiceState.PREFILLS_FOR_CHILDREN

@@ -10,13 +10,14 @@ class PromptPull:
     is pulled.
 
     Only choice 0 of a request has one, and only until the KV has been pulled or given
-    up. A sequence with a pull is not computed; its new blocks become RECEIVING. The
-    pull is made with the sequence, or by the borrower when a lookup has found a prefix.
-    The borrower changes it and gives it up. The scheduler removes it when the KV has
-    arrived, or when the sequence is recomputed in the same blocks.
+    up. A sequence with a pull is not computed; its new blocks become RECEIVING. This
+    object is made with the sequence, or by the borrower when a lookup has found a
+    prefix. The borrower changes this object, and removes it if the pull is given up.
+    The scheduler removes it when the KV has arrived, or when the sequence is recomputed
+    in the same blocks.
 
-    The lengths below depend on the tokens that the sequence has, because the outputs
-    that another server has drawn may have KV there too.
+    The methods that return lengths depend on the tokens of the sequence. After a
+    migration, the other engine may also have KV of outputs that it has drawn.
 
     Attributes:
         remote: the reference. That of an offer has no lease before `begin`, and no
@@ -30,24 +31,27 @@ class PromptPull:
 
     @property
     def is_offer(self) -> bool:
-        """Whether the other engine had yet to compute the prompt when it was named."""
+        """Whether the reference was made before the other engine computed the
+        prompt."""
         return self.remote.transfer_id is not None
 
     def begin(self, lease_id: str) -> None:
-        """Takes over the lease of an offer, which has its first blocks."""
+        """Records the lease of an offer. The other engine grants the lease once the
+        first blocks of the prompt are computed."""
         self.remote = replace(self.remote, lease_id=lease_id)
 
     def seal(self, first_tokens: list[FirstToken]) -> None:
-        """Takes over the usable first tokens of an offer, once its prompt is complete."""
+        """Records the usable first tokens of an offer, once the other engine has
+        computed the prompt. The list is empty if no first token is usable."""
         self.remote = replace(self.remote, first_tokens=first_tokens)
 
     def num_to_receive(self, num_tokens: int) -> int:
-        """How many tokens need not be computed after the pull: as many as the other
-        engine has.
+        """Returns how many tokens need not be computed after the pull.
 
-        The last token is computed here if a token is drawn from its logits. That is the
-        last prompt token if no first token came with the reference, or the last output
-        that another server has drawn.
+        These are the tokens that have KV on the other engine, except a last token that
+        is computed here because the next token is drawn from its logits. That last
+        token is the last prompt token if no first token came with the reference, else
+        the last output that another server has drawn.
 
         Args:
             num_tokens: tokens of the sequence, prompt and outputs.
@@ -60,7 +64,8 @@ class PromptPull:
         return min(self.remote.num_tokens, num_usable)
 
     def num_to_pull(self, num_tokens: int) -> int:
-        """How many tokens of KV are pulled into a sequence of `num_tokens`.
+        """Returns the number of tokens with KV that is pulled into a sequence of
+        `num_tokens` tokens.
 
         For an offer this is the whole prompt, because it is not yet known which server
         draws the first token.
@@ -70,5 +75,6 @@ class PromptPull:
         return self.num_to_receive(num_tokens)
 
     def num_to_hold(self, num_tokens: int) -> int:
-        """How many tokens need blocks before the pull into a sequence of `num_tokens`."""
+        """Returns the number of tokens that must have blocks before the pull into a
+        sequence of `num_tokens` tokens starts."""
         return max(self._num_prompt_tokens, self.num_to_receive(num_tokens))

@@ -1,4 +1,4 @@
-"""What the tokens of one choice are drawn with, besides the logits."""
+"""How the tokens of one choice are drawn: parameters, first token and grammar."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,15 @@ class SamplingState:
     """How the tokens of one choice are drawn, and what is known of its first token.
 
     The randomness of a draw is a function of the seed in `params`, the choice, the
-    position and the token, so that there is no state of a generator. The ranks count
+    position and the token, so no state of a random generator is stored. The ranks count
     tokens for penalties; `ShapeBook` (logits_processing.py) assigns their state rows.
 
     Invariant: an unsent first token is the only output of its choice.
 
     Attributes:
-        params: what travels to the ranks with each draw. The bias and the grammar are
-            left out: `ShapeBook` sends the bias once, and rank 0 alone has the grammar.
+        params: the parameters that each draw sends to the ranks. The bias and the
+            grammar are left out: `ShapeBook` sends the bias once, and rank 0 alone has
+            the grammar.
         unsent_first_token: the first token, if another server has drawn it and the
             client does not have it. The output processor sends it.
         first_logprobs: logprobs of the first output, if it was drawn here.
@@ -35,7 +36,7 @@ class SamplingState:
     awaits_mask: bool = False
 
     def take_unsent_first_token(self) -> FirstToken | None:
-        """Returns the first token that the client does not have, once."""
+        """Returns the unsent first token, or None. Later calls return None."""
         token = self.unsent_first_token
         self.unsent_first_token = None
         return token

@@ -245,8 +245,8 @@ class _ExactGrammar(ContainerRules):
     def _types(self, base: Schema, path: str) -> str | None:
         """Return alternatives for the types that a schema allows.
 
-        Each type gets the keywords that apply to it. Types without exact numbers are
-        left to the library, in one schema.
+        Each type gets the keywords that apply to it. Types with numbers that the
+        library does not round are combined into one schema, which the library handles.
         """
         allowed = base.get("type", [name for name in TYPES if name != "integer"])
         types = allowed if isinstance(allowed, list) else [allowed]

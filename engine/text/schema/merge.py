@@ -90,7 +90,11 @@ def _merge_properties(one: Schema, other: Schema) -> Schema:
 
 
 def _common_types(one: Any, other: Any) -> list[str]:
-    """Return the types that both values of `type` allow."""
+    """Return the types that both values of `type` allow.
+
+    Raises:
+        Unsatisfiable: there are no such types.
+    """
     types = set(one if isinstance(one, list) else [one])
     other_types = set(other if isinstance(other, list) else [other])
     common = types & other_types
@@ -104,7 +108,11 @@ def _common_types(one: Any, other: Any) -> list[str]:
 
 
 def _common_literals(one: list[Any], other: list[Any]) -> list[Any]:
-    """Return the literals that both values of `enum` have."""
+    """Return the literals that both values of `enum` have.
+
+    Raises:
+        Unsatisfiable: there are no such literals.
+    """
     common = [value for value in one if any(json_equal(value, each) for each in other)]
     if not common:
         raise Unsatisfiable

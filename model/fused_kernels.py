@@ -17,7 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.launch import PDL, let_next_begin_and_wait, wait
 from model.quantization.quantized import FP8, Quantized, Weight
 
-# Elements of one program of the norm, at least. Programs with short rows take several.
+# A program of the norm takes at least this many elements, in several rows if the rows
+# are short.
 _MIN_NORM_ELEMENTS: Final = 1024
 _ELEMENTS_PER_WARP: Final = 512
 _MAX_WARPS: Final = 16
@@ -100,7 +101,7 @@ _silu_kernel: Any = triton.jit(_silu_and_mul)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Returns silu of the first half of [T, 2 n] times the second half, [T, n]."""
+    """Returns silu(gate_up[:, :n]) * gate_up[:, n:], [T, n], for gate_up [T, 2 n]."""
     rows = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -117,21 +118,21 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # the previous kernel ends (programmatic dependent launch), before it waits for its
 # input.
 
-# Number of elements that a thread loads at once and whose products it adds. They are 16
-# bytes of x. More elements would have to go through shared memory.
+# A thread loads this many elements at once, and adds their products. They are 16 bytes
+# of x. Larger numbers of elements would have to go through shared memory.
 FOLD: Final = 8
-# A row must have a multiple of these columns, so that all rows are aligned.
+# The number of columns must be a multiple of this number, so that all rows are aligned.
 _MIN_COLUMNS: Final = 64
-# Rows that no larger power of two divides are loaded in tiles of this many columns, the
-# last of which is not full.
+# Tiles have a power of two of columns that divides the row. If this power is below
+# _MIN_FULL_COLUMNS, tiles of _PARTIAL_COLUMNS are used, and the last tile is not full.
 _PARTIAL_COLUMNS: Final = 1024
 _MIN_FULL_COLUMNS: Final = 512
 # FP8 rows up to this number of columns are loaded at once. Wider rows are loaded in
 # tiles, to have more loads in flight.
 _MAX_FULL_ROW_COLUMNS: Final = 16384
-# Programs hold nearly all elements of matrices that are smaller than this at once.
+# The programs that run at a time hold nearly all elements of a matrix below this size.
 _MAX_HELD_BYTES: Final = 24 << 20
-# Elements of such a matrix in one program.
+# Elements that one program takes of a matrix below _MAX_HELD_BYTES.
 _HELD_ELEMENTS: Final = 1 << 14
 _MAX_SHORT_COLUMNS: Final = 4096
 # A matrix with more rows is the head of a model.
@@ -217,8 +218,8 @@ class _RowTile(NamedTuple):
     """How a program of `_one_row` divides the matrix.
 
     Attributes:
-        rows: rows of the result that it computes.
-        columns: columns that it loads at a time.
+        rows: rows of the matrix that the program multiplies by.
+        columns: columns that the program loads at a time.
     """
 
     rows: int
@@ -277,8 +278,8 @@ def one_row(
     Args:
         bias: [out], added to the product. Not with `gated`.
         norm: weight of a root-mean-square norm that is applied to x first.
-        gated: the first half of the weight is a gate. The result is silu of the first
-            half of the product times the second half, [1, out / 2].
+        gated: the first half of the weight is a gate. The result [1, out / 2] is
+            silu(first half of the product) * (second half of the product).
         residual: [1, out], to which the product is added in place.
         dtype: data type of the result; None: that of x.
 
@@ -333,7 +334,8 @@ GATED_MIN_ROWS: Final = 1024  # tiles of fewer rows do not fill the GPU evenly
 _TILE_ROWS: Final = 128  # rows of x
 _TILE_COLUMNS: Final = 128  # columns of the result
 _TILE_DEPTH: Final = 64  # elements of a row that are multiplied at a time
-# Tiles of rows whose programs run at the same time and share the matrix in the cache.
+# Number of tiles of rows that are computed at the same time, so that their programs
+# share the matrix in the cache.
 _TILE_GROUP: Final = 8
 _GATED_STAGES: Final = 3
 _GATED_WARPS: Final = 8
@@ -395,7 +397,7 @@ def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies x [T, in] by a weight [2 n, in].
 
     Returns:
-        silu of the first n columns of the product times the others, [T, n].
+        silu(first n columns of the product) * (last n columns), [T, n].
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0] // 2

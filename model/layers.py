@@ -21,8 +21,9 @@ from model.weights import WeightLoader
 # oneDNN chooses the order of a packed weight for this number of rows. The order for
 # many rows is equally good for few rows.
 _PACKING_ROWS: Final = 512
-# oneDNN compiles a kernel of up to 0.7 MB for each number of rows. Rows are therefore
-# rounded up to a number with this many leading bits, which adds at most an eighth.
+# oneDNN compiles a kernel of up to 0.7 MB for each number of rows. The number of rows
+# is therefore rounded up so that only this many of its leading bits may be 1. This adds
+# at most an eighth.
 _SIGNIFICANT_ROW_BITS: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
 # Activations by their names in ModelConfig. Each function may change its argument.
@@ -67,7 +68,7 @@ class Linear:
             self.weight = _mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
         self.bias = bias
         is_fused = fused_ops.is_supported(weight.device, weight.dtype)
-        # A kernel multiplies a single row by this weight.
+        # Whether a kernel can multiply a single row by this weight.
         self.has_one_row_kernel = is_fused and products.has_one_row_kernel(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class Join:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns the activation of `gate`, times `up`. May change `gate` in place."""
+    """Returns activation(gate) * up. May change `gate` in place."""
     return _ACTIVATIONS[activation](gate).mul_(up)
 
 
@@ -272,10 +273,9 @@ class Columns:
     def gated(
         self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu"
     ) -> Tensor:
-        """Norms x [T, in] and returns `activation` of the first projection times the
-        second.
+        """Norms x [T, in] and returns activation(first) * second.
 
-        There must be two projections.
+        There must be two projections of x: `first` and `second`.
         """
         if not self._is_fused or activation != "silu":
             gate, up = self(x, norm)

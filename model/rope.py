@@ -56,7 +56,7 @@ def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Blends interpolated and original frequencies, along a ramp over the pairs."""
 
     def dimension_with(rotations: float) -> float:
-        """Returns the index of the pair that rotates so often in the original context.
+        """Returns which pair makes this number of rotations in the original context.
 
         The index may be a fraction.
         """

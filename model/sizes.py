@@ -267,8 +267,8 @@ def bits_per_element(
 ) -> float:
     """Returns how many bits an element of a weight takes in memory.
 
-    This is an upper bound on the side of quantised weights: weights that only the
-    config excludes from quantisation are counted as quantised.
+    Some configs list weights that are not quantised. This list is ignored: such weights
+    are counted as quantised, so the result is too small for them.
 
     Args:
         name: the weight.

@@ -82,7 +82,7 @@ class DummySource:
         width = shape[-1]
         codes = self._bytes(f"{name}_blocks", (*shape[:-1], width // 2), rows)
         groups_shape = (*shape[:-1], width // MXFP4_GROUP)
-        # Codes have a standard deviation of 2.9. Half of the scales are smaller by two.
+        # Codes have a standard deviation of 2.9. Half of the scales are halved.
         exponent = 127 - round(math.log2(2.9 * 0.8 * math.sqrt(width)))
         scales = exponent - (self._bytes(f"{name}_scales", groups_shape, rows) & 1)
         weight = Quantized(codes, scales, None, "fp4", MXFP4_GROUP, torch.float32)
@@ -279,8 +279,8 @@ class WeightLoader:
     ) -> Weight:
         """Loads a part of the matrix of a linear layer.
 
-        The matrix stays quantised, or is quantised at load, if there is a kernel to
-        multiply by it. Otherwise this is `load`.
+        If there is a kernel to multiply by it, the matrix stays quantised, or is
+        quantised at load. Otherwise it is loaded as by `load`.
 
         Args:
             transposed: the file has [..., in, out] if the matrix is not quantised

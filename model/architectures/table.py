@@ -79,7 +79,8 @@ class Mixture:
 
     @property
     def stacked_weights(self) -> tuple[str, ...]:
-        """The names of the `stacked` tensors in the files, within the mixture."""
+        """The full names of the `stacked` tensors, relative to `prefix`: with ".weight"
+        unless `transposed`."""
         names = self.stacked or ()
         return names if self.transposed else tuple(f"{name}.weight" for name in names)
 
@@ -387,7 +388,8 @@ UNSUPPORTED_ARCHITECTURES: Final = {
 
 
 def explain_unsupported(name: str) -> str:
-    """Returns why an architecture is not served, and a similar one that is served."""
+    """Returns why an architecture is not served, and names a similar architecture that
+    is served."""
     if name in UNSUPPORTED_ARCHITECTURES:
         nearest, missing_feature = UNSUPPORTED_ARCHITECTURES[name]
         return f"it needs {missing_feature}; the nearest that is served is {nearest}"

@@ -76,7 +76,8 @@ def _grouped(  # type: ignore[no-untyped-def]
 
     GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
     Otherwise the rows of x are sorted, and the rows of the result are pairs.
-    SWAPPED: the matrix is the left operand, whose tiles must have at least 64 rows.
+    SWAPPED: the matrix is the left operand. Tiles of the left operand must have at
+    least 64 rows.
     """
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS
@@ -116,10 +117,11 @@ def _grouped(  # type: ignore[no-untyped-def]
 
 _grouped_kernel: Any = triton.jit(_grouped)
 
-# Tiles by the mean number of rows of an expert, at most: of the gated product, and of
-# the product after it. A tile has rows of x, columns of the result, elements of a row
-# that are multiplied at a time, SWAPPED, warps and stages. These were the fastest on an
-# H200, with 128 experts of 768 in a model of 2,048.
+# Each item has the largest mean number of rows of an expert for which the item is used,
+# the tile of the gated product, and the tile of the product after it. A tile has rows
+# of x, columns of the result, elements of a row that are multiplied at a time, SWAPPED,
+# warps and stages. These tiles were the fastest on an H200, with 128 experts of width
+# 768 in a model of hidden size 2,048.
 TILES: Final = (
     (8, ((16, 64, 128, True, 4, 3), (16, 128, 64, True, 4, 4))),
     (32, ((32, 64, 128, True, 4, 3), (32, 128, 64, True, 4, 4))),
@@ -131,7 +133,7 @@ TILES: Final = (
 def is_supported(gate_up: Tensor, down: Tensor) -> bool:
     """Returns whether `mixture` accepts the weights, which are on a GPU.
 
-    The depths of all tiles must divide the columns.
+    The number of columns of each weight must be a multiple of the depths of all tiles.
     """
     is_hopper = torch.cuda.get_device_capability(down.device)[0] == 9
     fits_tiles = gate_up.shape[2] % 128 == down.shape[2] % 64 == 0
@@ -247,13 +249,15 @@ def mixture(
 
     Args:
         x: [T, hidden].
-        gate_up: [experts, 2 n, hidden]; silu of the first half of the product is
+        gate_up: [experts of this rank, 2 n, hidden]. silu(first half of the product) is
             multiplied by the second half.
-        down: [experts, hidden, n].
+        down: [experts of this rank, hidden, n].
         weights: float32 [T, k], the weights of the experts.
-        chosen: int64 [T, k], ids of experts below `total`. The experts with ids from
-            `experts` on are on other ranks and are skipped.
-        tiles: one of the items of TILES; None: chosen by the mean number of rows.
+        chosen: int64 [T, k], ids of experts. The experts with ids below `len(down)` are
+            on this rank; all others are skipped.
+        total: number of experts on all ranks.
+        tiles: the pair of tiles of an item of TILES; None: chosen by the mean number of
+            rows of an expert.
 
     Returns:
         [T, hidden].

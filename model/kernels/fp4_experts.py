@@ -24,8 +24,8 @@ def _word_ptx() -> str:
 
     Each step makes a register of two numbers: a sign in bit 15 of each half, the end of
     the exponent in bits 8 and 7, and the begin of the mantissa in bit 6. See `pack` for
-    the places of these bits in the word. The numbers are too small by 2^126, which the
-    factor contains.
+    the places of these bits in the word. These numbers are too small by 2^126. The
+    factor by which they are then multiplied makes up for this.
     """
     selections = ["and.b32 s, $8, 0x81C081C0;"]
     selections += [f"shl.b32 s, $8, {n}; and.b32 s, s, 0x81C081C0;" for n in (3, 6)]
@@ -78,7 +78,7 @@ _converted_words: Any = triton.jit(_convert_words)
 def _gate_and_up(  # type: ignore[no-untyped-def]
     sums, alpha, limit, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr
 ):
-    """Returns the activation of the first COLUMNS rows of sums times the other rows."""
+    """Returns activation(first COLUMNS rows of sums) * (the other rows of sums)."""
     gate, up = tl.split(tl.permute(tl.reshape(sums, (2, COLUMNS, ROWS)), (1, 2, 0)))
     if CLAMPED:
         gate = tl.minimum(gate, limit)
@@ -112,7 +112,7 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
     if first < last:
         row = first + tl.arange(0, ROWS)
         inside = row < last
-        # Rows outside are replaced by the last one inside, and are not stored.
+        # Rows after the expert's last row are replaced by that row, and are not stored.
         row = tl.minimum(row, last - 1)
         pair = tl.load(order + row)
         source = pair // NUM_CHOSEN if GATED else row
@@ -184,7 +184,8 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# These were the fastest on an H200, with 32 experts of 2,880 in a model of 2,880.
+# These tiles were the fastest on an H200, with 32 experts of width 2,880 in a model of
+# hidden size 2,880.
 TILES: Final = (
     Tiles(0.5, Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 4, 4)),
     Tiles(16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
@@ -210,11 +211,12 @@ def mixture(
 
     Args:
         x: bfloat16 [T, hidden].
-        gate_up: [experts, 2 n, hidden], each gate above its up projection.
-        down: [experts, hidden, n].
+        gate_up: [experts of this rank, 2 n, hidden], each gate above its up projection.
+        down: [experts of this rank, hidden, n].
         weights: float32 [T, k], the weights of the experts.
-        chosen: int64 [T, k], ids of experts below `total`. The experts with ids from
-            `experts` on are on other ranks and are skipped.
+        chosen: int64 [T, k], ids of experts. The experts with ids below `len(down)` are
+            on this rank; all others are skipped.
+        total: number of experts on all ranks.
         biases: of gate_up [experts, 2 n] and of down [experts, hidden].
         clamps: alpha and limit of a clamped activation; None: silu(gate) * up.
         out: [T, hidden], the result.

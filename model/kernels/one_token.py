@@ -31,7 +31,7 @@ def _fold_products(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Returns the sums of FOLD neighbouring products each.
+    """Multiplies a tile by a row, and returns the sums of FOLD neighbouring products.
 
     A thread loads FOLD columns of x at once, which are 16 bytes, and sums their
     products. If a row has several groups, the sums are multiplied by the scales of
@@ -140,8 +140,9 @@ def _one_down(  # type: ignore[no-untyped-def]
 ):
     """Computes some rows of the weighted sum of one token's down projections.
 
-    All programs of the previous kernel have read the choice of experts. This kernel
-    reads it, and loads the first tile of the matrices, before it waits for them.
+    When this kernel begins, all programs of the previous kernel have read the choice of
+    experts. So this kernel reads the choice, and loads the first tile of the matrices,
+    before it waits for the previous kernel to end.
     """
     slot = tl.arange(0, SLOTS)
     column = tl.arange(0, COLUMNS)

@@ -1,5 +1,5 @@
-"""Routed experts of a layer: gated feed-forward networks, of which each token uses a
-few."""
+"""The routed experts of a layer. Each token goes through a few of these gated
+feed-forward networks."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,7 +23,8 @@ _ALIGNMENT_BYTES: Final = 16
 
 
 class Experts:
-    """Gated feed-forward layers. Each token goes through a few, with weights.
+    """Gated feed-forward layers. Each token goes through a few of them, and their
+    outputs are summed with weights.
 
     No shape depends on the routing and nothing waits for the device. On a GPU, steps of
     any size can therefore be captured in a graph.
@@ -32,7 +33,7 @@ class Experts:
         gate_up: [experts, 2 width, hidden], each gate above its up projection.
         down: [experts, hidden, width].
         first: id of the first of these experts.
-        total: number of experts that tokens are routed to; None: these experts are all.
+        total: number of experts on all ranks; None: all experts are on this rank.
         biases: the biases of gate_up [experts, 2 width] and of down [experts, hidden].
         clamps: see MoEConfig.
         num_chosen: experts per token in the self-test of kernels.
@@ -132,7 +133,8 @@ class Experts:
         )
 
     def _deviations(self, num_chosen: int) -> Tensor:
-        """Returns the relative errors of the kernels, with each tile."""
+        """Returns the relative errors of the kernels: of the grouped kernels with each
+        item of TILES, and of the kernels for one token."""
         x, weights, experts = self.example(num_chosen)
         expected = self._sum_experts(x, weights, experts)
         pairs = []
@@ -261,13 +263,15 @@ class Experts:
         return out
 
     def _local_ids(self, experts: Tensor) -> Tensor:
-        """Returns ids in which the experts of this rank are the first, from 0."""
+        """Returns ids that number the experts of this rank from 0, and all others after
+        them."""
         if self._has_all_experts:
             return experts
         return (experts - self._first) % self._num_experts
 
     def _activate(self, gate_up: Tensor) -> Tensor:
-        """Returns the activation of the first half of [T, 2 width] times the second."""
+        """Returns activation(gate) * up, or the clamped SwiGLU of MoEConfig. `gate` and
+        `up` are the halves of `gate_up` [T, 2 width]."""
         if self._is_fused:
             result: Tensor = fused_ops.kernels().silu_and_mul(gate_up)
             return result
@@ -288,11 +292,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def _can_group(weight: Weight) -> bool:
-    """Returns whether a grouped product without synchronisation takes [experts, out,
-    in].
+    """Returns whether rows can be multiplied by a weight [experts, out, in] in groups,
+    without waiting for the device.
 
-    On other GPUs and in other data types torch has only a product that reads the sizes
-    of the groups back from the device, which a graph cannot capture.
+    torch has such a product for bfloat16 on some GPUs. In other data types and on other
+    GPUs, torch's product reads the sizes of the groups back from the device, which a
+    graph cannot capture.
     """
     if isinstance(weight, Quantized):
         return True

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 on a GPU, which kernels multiply by as they are stored."""
+"""Routed experts in MXFP4 on a GPU. Kernels multiply by the packed codes directly."""
 
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ class PackedExperts:
     """The same as `Experts`, with packed weights.
 
     Args:
-        gate_up, down, first, total, biases, clamps: as of `Experts`.
+        gate_up, down, first, total, biases, clamps: see `Experts`.
     """
 
     def __init__(

@@ -12,10 +12,11 @@ from model.config import ModelConfig
 from model.weights import WeightLoader
 
 _SELF_TEST_TOKENS: Final = 24
-# The self-test allows experts whose scores differ from the right ones by less than
-# this, times the tolerance: rounding decides between such scores.
+# Rounding decides between experts with nearly equal scores. The self-test therefore
+# allows another expert if its score differs by less than this number times the limit of
+# `fused_ops.passes_self_test`.
 _TIE_DIFFERENCE: Final = 1e-3
-# Added to sums of weights before a division.
+# Added to sums of weights before a division, so that the divisor is not 0.
 _EPSILON: Final = 1e-20
 
 

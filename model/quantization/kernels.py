@@ -28,8 +28,8 @@ class _Tile(NamedTuple):
         max_rows: the tile is for products with at most this many rows of x.
         rows: rows of x of a program.
         columns: columns of the result of a program.
-        programs: with fewer programs than this, several programs split the columns of
-            x.
+        programs: if the tiles of a product give far fewer programs than this number,
+            several programs split the columns of x for each tile.
     """
 
     max_rows: float
@@ -53,10 +53,10 @@ class _FloatFormat(NamedTuple):
     """How codes that begin with a sign become 16-bit floats.
 
     Attributes:
-        shift: the bits of the code are moved to the right by this.
+        shift: number of places by which the bits of the code are shifted to the right.
         mask: the bits of the float that then come from the code, except the sign.
-        factor: the float is still too small by this power of two; bits of a 16-bit
-            float.
+        factor: the power of two by which the float is then multiplied, because it is
+            still too small; given as the bits of a 16-bit float.
     """
 
     shift: int
@@ -76,7 +76,8 @@ class _IntFormat(NamedTuple):
     """How int4 codes become 16-bit floats.
 
     Attributes:
-        offset: a float of this size holds a code in its last bits.
+        offset: the number that is added to a code. The float of offset + code has the
+            code in its last bits.
         high_byte: the high byte of that float.
         one: the bits of the float 1.
     """
@@ -97,7 +98,7 @@ def _ptx(kind: Kind, dtype: torch.dtype) -> str:
     """Returns PTX code that converts four bytes of codes to 16-bit floats, exactly.
 
     If a byte holds two codes, the low ones come first. The conversion instructions of
-    GPUs take longer than it takes to read the codes from memory.
+    GPUs are not used, because they take longer than reading the codes from memory.
     """
     float_pair = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
     if kind == "int4":
@@ -192,7 +193,8 @@ def _convert_weight(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
     OFFSET: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Loads codes [COLUMNS, DEPTH] from the column `start` on, in the type of `x`."""
+    """Loads codes [COLUMNS, DEPTH] from the column `start` on, and converts them to the
+    type of `x`."""
     if KIND == "fp8":
         depth = tl.arange(0, DEPTH)
         code = tl.load(codes + weight_row[:, None] * WIDTH + start + depth[None, :])
@@ -235,7 +237,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = (column < num_out)[:, None] & (row < last)[None, :]
     place = row.to(tl.int64)[None, :] * num_out + column[:, None]
-    # Rows and columns outside are replaced by the last ones inside, and are not stored.
+    # Rows and columns beyond the last ones are replaced by the last ones, and are not
+    # stored.
     x_row = tl.minimum(row, last - 1).to(tl.int64)[None, :] * WIDTH
     weight_row = tl.minimum(column, num_out - 1) + expert * tl.cast(num_out, tl.int64)
     depth = tl.arange(0, DEPTH)
@@ -292,7 +295,7 @@ _multiply_kernel: Any = triton.jit(
 def depth_of(weight: Quantized) -> int:
     """Returns how many columns can be multiplied at a time.
 
-    They are in one group, and their number is a power of two.
+    These columns are in one group, and their number is a power of two.
     """
     group = weight.group if weight.scales.shape[-1] > 1 else 0
     return math.gcd(group, weight.shape[-1], MAX_DEPTH)
@@ -411,7 +414,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x [T, n] to FP8.
 
     Returns:
-        FP8 [T, n], and the scale of each row by its largest element, float32 [T, 1].
+        FP8 [T, n], and the scale of each row, float32 [T, 1]. The scale follows from
+        the largest absolute value of the row.
     """
     num_rows, width = x.shape
     columns = triton.next_power_of_2(width)

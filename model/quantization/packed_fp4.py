@@ -16,7 +16,7 @@ from torch import Tensor
 from model.quantization.quantized import Quantized
 
 GROUP: Final = 32  # columns that share a scale
-CHUNK: Final = 64  # columns with codes in a common order
+CHUNK: Final = 64  # columns with codes that are reordered together
 # Rows of codes and scales are padded to a multiple of this many columns, which the
 # kernels multiply at a time.
 DEPTH: Final = 256
@@ -66,10 +66,16 @@ def can_pack(weight: object) -> bool:
 def pack(weight: Quantized) -> PackedFP4:
     """Reorders the codes of a weight that `can_pack` accepts.
 
-    The columns of a chunk are numbered by six bits w, half, upper, t (two bits) and b:
-    the word of the thread, its half of the chunk's columns, the upper columns of a
-    product of 16, the thread, and the number within a register. A word of 32 bits holds
-    eight codes. Those with b = 1 are in its upper 16 bits. See `_place_bits`.
+    The six bits of a column's index in its chunk are, from the highest to the lowest:
+
+        w      which of the two words of a thread has the code
+        half   which half of the 32 columns of this word
+        upper  which half of these 16 columns, which are multiplied at a time
+        t      the thread, two bits
+        b      which of the two numbers of a register
+
+    A word of 32 bits holds eight codes. The codes with b = 1 are in the upper 16 bits
+    of the word. See `_place_bits`.
     """
     experts, rows, width = weight.shape
     missing = -width % DEPTH

@@ -23,8 +23,9 @@ _MIN_SCALED_ROWS: Final = 9
 # product with one scale for all rows is 1.2 to 1.8 times as fast.
 _MIN_ROWS_SCALED_BY_ROW: Final = 129
 _ALIGNMENT: Final = 16  # elements, of both sides of a scaled product
-# Largest relative error in a self-test. Kernels round only the result, to 8 bits or
-# more. Scaled products also round the input, to 4 bits, with a mean error of 2.6 %.
+# Largest relative error in a self-test. Kernels round only the result, to a precision
+# of 8 bits or more. Scaled products also round the input, to a precision of 4 bits,
+# with a mean error of 2.6 %.
 _MAX_DEVIATION: Final = 0.01
 _MAX_SCALED_DEVIATION: Final = 0.06
 # Rows of the products in a self-test; they use all tiles of the kernel.
@@ -47,7 +48,8 @@ class Variant(NamedTuple):
     """The properties of a weight that decide which variant of a kernel multiplies by
     it.
 
-    Some methods also divide rows by their width. They are tested for each width.
+    Some methods also choose by the width of the weight how to divide a row into tiles.
+    These methods are tested once for each width.
 
     Attributes:
         depth: number of columns that can be multiplied at a time.
@@ -78,7 +80,8 @@ def unsupported_reason(weight: Quantized) -> str | None:
             f"no kernel takes {weight.shape[-1]} columns in groups of {weight.group}: "
             f"both must be multiples of {min_depth}"
         )
-    _can_scale(weight)  # runs its self-test now, not while a graph is captured
+    # This runs the self-test of scaled products now, not while a graph is captured.
+    _can_use_scaled_mm(weight)
     return _find_flaw("kernel", variant) or _find_flaw("kernel for experts", variant)
 
 
@@ -96,16 +99,17 @@ def multiply(weight: Quantized, x: Tensor, residual: Tensor | None = None) -> Te
     if x.device.type == "cpu":
         product = F.linear(x, weight.dequantise())
         return product if residual is None else residual.add_(product)
-    if len(x) >= _MIN_SCALED_ROWS and _can_scale(weight):
+    if len(x) >= _MIN_SCALED_ROWS and _can_use_scaled_mm(weight):
         return _multiply_scaled(weight, x, residual)
     result: Tensor = _kernels().multiply(weight, x, residual=residual)
     return result
 
 
 def multiply_groups(weight: Weight, x: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies groups of rows of x [T, in] by one of [experts, out, in] each.
+    """Multiplies the rows of each expert in x [T, in] by the expert's matrix.
 
     Args:
+        weight: [experts, out, in].
         ends: int32 [experts], the end of each expert's rows.
 
     Returns:
@@ -143,10 +147,12 @@ def _variant_of(weight: Quantized) -> Variant:
     )
 
 
-def _can_scale(weight: Quantized) -> bool:
-    """Returns whether torch has a scaled product for the weight, as on Hopper.
+def _can_use_scaled_mm(weight: Quantized) -> bool:
+    """Returns whether torch._scaled_mm can multiply by this weight.
 
-    Only bfloat16 is used, because sums of products of codes may overflow float16.
+    The weight must be FP8 with one scale for each row, and the GPU must support the
+    function, as Hopper does. The weight's dtype must be bfloat16, because sums of
+    unscaled products may overflow float16.
     """
     *_, num_out, width = weight.shape
     has_row_scales = weight.scales.shape[-1] == 1
@@ -166,7 +172,7 @@ def _scalar_one(device: torch.device) -> Tensor:
 def _multiply_scaled(
     weight: Quantized, x: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """Multiplies with x in FP8, too. Each row of x has its own scale."""
+    """Quantises x to FP8, with a scale for each row, and multiplies it by a weight."""
     codes, scales = _kernels().quantise_rows(x)
     weight_codes = weight.codes.view(FP8).t()
     if len(x) >= _MIN_ROWS_SCALED_BY_ROW:
@@ -200,7 +206,7 @@ def _find_flaw(method: str, variant: Variant, width: int = 0) -> str | None:
     caller reports it.
 
     Args:
-        width: columns of the weight; 0: any.
+        width: columns of the weight; 0: the method does not depend on the width.
 
     Returns:
         The flaw, or None if there is none.
@@ -223,7 +229,8 @@ def _find_flaw(method: str, variant: Variant, width: int = 0) -> str | None:
 def _deviation(method: str, weight: Quantized, rows: int) -> Tensor:
     """Returns the relative error of a product.
 
-    Most products are added to a previous one. The error is NaN if the result has a NaN.
+    Most methods are tested with a residual: the second product is added to the first.
+    The error is NaN if the result has a NaN.
     """
     width = weight.shape[1:]
     if "scaled" in method:

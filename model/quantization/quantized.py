@@ -162,7 +162,7 @@ def quantise(weight: Tensor) -> Quantized:
 
 
 def concatenated(parts: list[Weight]) -> Weight | None:
-    """Concatenates matrices [out, in] with the same columns along their rows.
+    """Concatenates matrices [out, in] along `out`. All must have the same `in`.
 
     Returns None if their data types or formats differ.
     """

@@ -24,7 +24,8 @@ _FLOATS: Final = {
     _FP8: torch.float8_e4m3fn,
 }
 _DTYPES: Final = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
-# Suffixes that replace ".weight" in the names of what belongs to an FP8 weight.
+# Suffixes that replace ".weight" in the names of the tensors that belong to an FP8
+# weight.
 _FP8_SUFFIXES: Final = (
     ".weight_scale",
     ".weight_scale_inv",
@@ -35,10 +36,11 @@ _FP8_SUFFIXES: Final = (
 _READ_AHEAD_BYTES: Final = 1 << 28
 _CODES_PER_WORD: Final = 8  # codes of 4 bits in an int32
 MXFP4_GROUP: Final = 32  # columns of MXFP4 that share an exponent
-# The position within a word of each of the codes that AWQ stores there.
+# AWQ shuffles the codes of an int32 word: code i is in the 4 bits at position
+# _AWQ_ORDER[i].
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-# For each `Quantization.stored`: the suffix of a weight's name, and the suffixes of
-# what belongs to it.
+# For each `Quantization.stored`: the suffix of a weight's name, and the suffixes of the
+# tensors that belong to the weight.
 _SUFFIXES: Final = {
     "packed": (
         ".weight_packed",
@@ -99,10 +101,11 @@ class StoredWeights:
     def part(
         self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
     ) -> Tensor:
-        """Returns rows, and columns of matrices, of a tensor.
+        """Returns the given rows of a tensor.
 
-        The result is on the device of `upload`. On the CPU it stays mapped from its
-        file.
+        If `cols` is given, the tensor is a matrix, and only these columns of the rows
+        are returned. The result is on the device of `upload`. On the CPU it stays
+        mapped from its file.
 
         Args:
             shape: the shape that the complete tensor must have.
@@ -150,7 +153,7 @@ class StoredWeights:
     def _map(
         self, name: str, *shape: int, dtypes: Mapping[str, torch.dtype] = _DTYPES
     ) -> Tensor:
-        """Maps a tensor, and checks that it has this shape."""
+        """Checks that a tensor has this shape, and maps the tensor from its file."""
         stored = self.tensors.get(name)
         if stored is None:
             raise ModelLoadError(f"weight {name} is missing from the model's files")
@@ -205,7 +208,8 @@ class StoredWeights:
         _, width = shape
         if self.quantization is None or width % _CODES_PER_WORD:
             raise ModelLoadError(
-                f"weight {base} of {width} columns cannot be in words of 4 bits"
+                f"weight {base} has {width} columns, but a weight in 4 bits needs a "
+                f"multiple of {_CODES_PER_WORD}"
             )
         group = min(self.quantization.group or width, width)
         num_groups = -(-width // group)
@@ -337,7 +341,8 @@ def _unpack(words: Tensor, order: Iterable[int] = range(_CODES_PER_WORD)) -> Ten
     """Unpacks int32 [n, m] to codes of 4 bits, uint8 [n, 8 m].
 
     Args:
-        order: the position of each code within its word.
+        order: the position of each code within its word; position 0 is the lowest 4
+            bits.
     """
     word_bytes = words.contiguous().view(torch.uint8)
     halves = torch.stack((word_bytes & 15, word_bytes >> 4), -1)

@@ -76,7 +76,7 @@ async def test_grammars_have_the_names_that_other_servers_give_them(path, tokeni
             assert server.engine.added[-1].sampling.grammar == grammar
         for fields, _ in NAMES[:5]:
             answer = await ask(server.http, path, guided_regex="b", **fields)
-            assert answer.status_code == 400 and "both say" in answer.text
+            assert answer.status_code == 400 and "both set" in answer.text
         for kind in ("text", "json_schema"):
             wrong = {"response_format": {"type": kind, "schema": SCHEMA}}
             assert (await ask(server.http, path, **wrong)).status_code == 400

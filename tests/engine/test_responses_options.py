@@ -113,7 +113,7 @@ async def test_contradictions_are_named_by_the_fields_of_this_endpoint(tokenizer
                 "text": {"format": {"type": "json_object"}},
             },
             "structured_outputs.regex",
-            "both say",
+            "both set",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ]

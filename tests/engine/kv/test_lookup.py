@@ -97,8 +97,8 @@ def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make):
 
 def test_subscription_with_a_different_salt_gets_no_kv(make):
     """The reader computes the prompt itself, as if the offer were for a different
-    prompt."""
-    a, b = (group := make({}, {})).engines
+    prompt. The leases that nothing pulls expire at the end of the test."""
+    a, b = (group := make({"lease_s": 5.0}, {})).engines
     digest = kv_params.prompt_digest(PROMPT, b"one")
     offers = {
         salt: replace(a.offer(f"t{salt!r}", PROMPT), prompt_digest=digest)

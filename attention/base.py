@@ -169,7 +169,7 @@ def scale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Corrects an attention output for sinks that its softmax did not include.
 
     Scales `out` [T, H, D] in place by the share of the softmax that the sinks [H] leave
-    to the tokens' scores. `lse` [T, H] are the log-sum-exps of the tokens' scores.
+    to the tokens' scores. `lse` [T, H] are natural log-sum-exps of the tokens' scores.
     """
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 

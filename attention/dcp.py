@@ -65,8 +65,8 @@ class _Prompts:
         batch: The group's sequences, with block tables and slots of scratch.
         cached_blocks: int64 [n], the blocks of this rank's pool that hold the group's
             cached context. The other ranks use the same block ids.
-        targets: int64 [size, n], the blocks of scratch into which those of each source
-            rank are copied.
+        targets: int64 [size, n]; row r has the blocks of scratch into which the cached
+            blocks of rank r are copied.
     """
 
     rows: slice
@@ -178,7 +178,7 @@ class ContextParallelBackend(AttentionBackend):
         self._prompts = []
 
     def _absent_sequences(self, context_lens: Int32s) -> Tensor:
-        """Returns bool [S] on the host: whether this rank has none of the tokens."""
+        """Returns bool [S] on the host: this rank has no tokens of the sequence."""
         return _to_host_tensor(
             self._stripe.num_local(context_lens) == 0, self.pool.device
         )
@@ -447,10 +447,10 @@ class ContextParallelBackend(AttentionBackend):
 
 
 def _to_host_tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Returns a host tensor over `array`.
+    """Returns a host tensor over the memory of `array`.
 
-    If `device` is a GPU, it is a copy in pinned memory, so that uploads are
-    asynchronous.
+    If `device` is a GPU, the tensor is a copy in pinned memory instead, so that uploads
+    are asynchronous.
     """
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host

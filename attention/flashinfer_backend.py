@@ -113,8 +113,8 @@ class FlashInferBackend(FlashInferBase):
 
     Args:
         prefill: FlashInfer's backend of prefill kernels: "fa2", "fa3", or "auto" (fa3
-            if the GPU supports it, else fa2). FP8 pools are always read in place by
-            fa2.
+            if the GPU supports it, else fa2). Kernels that read an FP8 pool in place
+            are always fa2.
         options: See FlashInferBase.
 
     Raises:
@@ -150,7 +150,7 @@ class FlashInferBackend(FlashInferBase):
         }
 
     def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
-        # An option that is not set here has FlashInfer's default: no window, no cap.
+        # Without these options, FlashInfer's kernels have no window and no cap.
         options: dict[str, Any] = {}
         if kind.window is not None:
             options["window_left"] = kind.window - 1  # the token itself is not counted
@@ -362,7 +362,8 @@ class FlashInferBackend(FlashInferBase):
             options["v_scale"] = scales[1]
             read = self._widen_blocks(caches, *part.copied) if part.copied else caches
             part.kernel.run(q[rows], read, out=out[rows], **options)
-        # The kernels use base-2 logarithms.
+        # `lse` is in base 2, as this `scale_for_sinks` expects. The caller's `lse` is
+        # converted to natural logarithms afterwards.
         if lse is not None and sinks is not None:
             scale_for_sinks(out, lse, sinks)
         if lse is not None and returns_lse:

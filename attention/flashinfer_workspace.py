@@ -23,7 +23,8 @@ from typing import Final
 from attention.support import LATENT_DIM, StepLimits
 
 BLOCKS_PER_SM: Final = 2  # thread blocks, as FlashInfer's planner counts them
-# FlashInfer's default int workspace of a wrapper; a smaller one is never needed.
+# FlashInfer allocates an int workspace of this size for each wrapper. Baton replaces it
+# only if a larger one is needed.
 DEFAULT_INT_BYTES: Final = 8 * 2**20
 
 _ALIGNMENT: Final = 16
@@ -33,7 +34,7 @@ _LATENT_BYTES: Final = 2  # of an element; partial results of latents are in 16 
 # Lists of the int workspace that have an entry for each work item.
 _FA2_LISTS: Final = 3
 _FA3_LISTS: Final = 7
-_FA3_TILE: Final = 128  # query tokens of the planner's smaller tile; the larger has 192
+_FA3_TILE: Final = 128  # query tokens of the smaller of the planner's two tile sizes
 _FA3_MAX_TILES_PER_HEAD: Final = 4096  # with more tiles, all heads share one list
 # Query rows of one thread block; a cluster of two thread blocks computes 128.
 _MLA_BLOCK_ROWS: Final = 64
@@ -120,7 +121,7 @@ def explain_overflow(workspace: Workspace, limits: StepLimits) -> Iterator[None]
 
 
 def _tile_rows(packed_rows: int, head_dim: int, gpu: Gpu) -> int:
-    """Returns the number of packed rows of FlashAttention-2's tiles.
+    """Returns the number of packed rows in one tile of FlashAttention-2.
 
     Args:
         packed_rows: Average packed rows of a sequence.

@@ -69,7 +69,7 @@ def check_decoding(
         errors = []
         for kind in kinds:
             errors += _decode_errors(caches, dtype, num_q_heads, kind)
-        max_error = torch.stack(errors).max().item()  # NaN if one of them is NaN
+        max_error = torch.stack(errors).max().item()  # NaN if any error is NaN
         return None if max_error < _TOLERANCE else f"deviates by {max_error:.2g}"
 
     _run_check("decodes", compare)

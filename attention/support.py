@@ -11,7 +11,8 @@ from protocol.handshake import FP8
 LATENT_DIM: Final = 512
 ROPE_DIM: Final = 64
 # Query rows of the MLA kernel's tile: one for each query token and head. The kernel
-# loses keys at tile borders unless the number of heads divides this number.
+# leaves out some keys at tile borders, so results are wrong, unless the number of heads
+# divides QUERY_TILE.
 QUERY_TILE: Final = 128
 
 _HEAD_DIMS: Final = (64, 128, 256)

@@ -189,13 +189,14 @@ class GatherDecode:
         return torch.cat(outs)
 
     def _gather(self, component: int, rows: Tensor, indices: Tensor) -> Tensor:
-        """Copies the rows `indices` to [n, D] in the queries' dtype.
+        """Returns the rows at `indices` as [n, D] in the queries' dtype.
 
-        The copy is in a buffer that the next call overwrites. Reuse is faster than a
-        new allocation, which the operating system maps page by page.
+        The rows are gathered into a buffer that the next call for this component
+        overwrites. FP8 rows are then converted into a new tensor. Reusing the buffer is
+        faster than a new allocation, which the operating system maps page by page.
 
         Args:
-            component: 0 for keys, 1 for values; each has a buffer of its own.
+            component: 0 for keys, 1 for values; each component has its own buffer.
         """
         buffer = self._buffers[component]
         num_elements = len(indices) * self._head_dim

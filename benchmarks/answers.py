@@ -107,7 +107,10 @@ def compare(
     for expected, answered in pairs:
         doc_id = expected.doc_id
         if same_prompts and expected.requests != answered.requests:
-            raise ValueError(f"document {doc_id} was sent with other prompts")
+            raise ValueError(
+                f"document {doc_id}: the endpoint received other prompts than the "
+                "reference"
+            )
         if len(expected.answers) != len(answered.answers):
             raise ValueError(
                 f"document {doc_id} has {len(answered.answers)} requests, "

@@ -9,12 +9,12 @@ Weights are random, because speed does not depend on their values. The device's 
 are measured in the same run: a copy between two buffers (bytes read plus bytes written)
 and a square matmul in the model's dtype, both on random data.
 
-The floor of a decode step is the time to read its data once at the copy's rate. This
-data are the weights without the input embedding, the experts that the step's tokens
-select, and the KV that the step attends to. The floor of a prefill is the time of its
-model FLOPs at the matmul's rate; causal attention counts by half. A chunk is a part of
-a prompt, behind KV that earlier steps have computed. With several ranks, a floor is
-that of one rank's share.
+The floor of a decode step is the time to read its data once at the copy's rate. These
+data are the weights except the input embedding, with only the selected experts, and the
+KV that the step attends to. The floor of a prefill is the time of its model FLOPs at
+the matmul's rate; causal attention counts as half of full attention. A chunk is a part
+of a prompt, behind KV that earlier steps have computed. With several ranks, a floor is
+the floor of one rank's share.
 
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
@@ -219,7 +219,11 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _start(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
 ) -> tuple[ModelRunner, dict[str, float]]:
-    """Start a model runner. Return the runner, and its start time and KV capacity."""
+    """Start a model runner.
+
+    Return the runner, with the seconds that the start took and the KV capacity in
+    tokens.
+    """
     started_s = time.perf_counter()
     runner = ModelRunner(_engine_config(args), config, ranks)
     is_gpu = runner.device.type == "cuda"

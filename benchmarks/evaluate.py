@@ -75,7 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--save",
         type=Path,
-        help="file for the answers of hf, or with --reference none of the endpoint",
+        help="file for the answers of hf. With `--reference none`, it gets the answers "
+        "of the endpoint",
     )
     add(
         "--tolerance",
@@ -123,7 +124,8 @@ class Runner:
         unknown = [name for name in self._names if name not in self._tasks.all_tasks]
         if unknown or not self._names:
             raise ValueError(
-                f"--tasks {options.tasks}: no task is called {', '.join(unknown)!r}"
+                f"--tasks {options.tasks!r} must name tasks of lm_eval or --include; "
+                f"unknown tasks: {', '.join(unknown) or 'none'}"
             )
 
     def reference(self) -> dict[str, TaskAnswers]:

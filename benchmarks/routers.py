@@ -1,7 +1,8 @@
 """The routers of benchmarks.routing: the proxy's placement, and an ideal one.
 
-The proxy's placement estimates loads from what it sent to each server and when that was
-answered. The ideal router reads the state of the simulated servers.
+The proxy's placement estimates loads from the requests that it sent to each server, and
+from the times of their answers. The ideal router reads the state of the simulated
+servers.
 """
 
 from typing import NamedTuple

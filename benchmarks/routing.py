@@ -158,18 +158,24 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--load", default="1.0", help="factors of the arrival rate, such as 1.0,1.5")
     add("--requests", type=int, default=4000, help="maximum number of requests")
     add("--policies", default=",".join(POLICIES))
-    add("--ttft-s", type=float, default=2.0, help="longest good time to first token")
+    add(
+        "--ttft-s",
+        type=float,
+        default=2.0,
+        help="longest time to first token of a good request (s)",
+    )
     add(
         "--tpot-s",
         type=float,
         default=0.025,
-        help="longest good mean time per output token",
+        help="longest mean time per output token of a good request (s)",
     )
     add(
         "--itl-target-s",
         type=float,
         default=USUAL_STEP_S,
-        help="time between tokens that decode servers of pairs cut prompts for",
+        help="target time between tokens. Decode servers split prompts to stay within "
+        "it, if there are prefill servers",
     )
     args = parser.parse_args(argv)
     if (args.trace is None) == (args.mix is None):

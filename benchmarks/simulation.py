@@ -1,9 +1,10 @@
 """Simulated servers: engines that run steps, and a fleet that plays requests on them.
 
-A step contains one token of each stream, and prompts in the order of arrival. On a
-decode server of a pair, prompts are cut while there are streams, so that a step stays
-within the target time between tokens; prompts that wait long may exceed it. The prefix
-cache of an engine evicts the least recently used blocks.
+A step contains one token of each stream, and prompts in the order of arrival. If there
+are prefill servers, decode servers split prompts while they have streams, so that a
+step stays within the target time between tokens. A step may exceed this target if
+prompts have waited long. The prefix cache of an engine evicts the least recently used
+blocks.
 """
 
 import heapq
@@ -100,12 +101,12 @@ class Engine:
 
     Attributes:
         is_prefill: whether this is a prefill server; otherwise it is a decode server.
-        target_s: target time between tokens; None: prompts are not cut.
+        target_s: target time between tokens; None: prompts are not split.
         waiting: prompts to compute, in order.
         parked: requests computed elsewhere that wait for free KV capacity here.
         held_tokens: tokens of KV of all streams.
         busy_until: end of the step that is running.
-        gaps: counts of times between tokens, by the time in units of 0.1 ms.
+        gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Engine:
         self.is_prefill = is_prefill
         self.times = times
         self.target_s = target_s
-        # An index of this server alone, which has bit 0 in it.
+        # This index covers only this server, which is server 0 of the index.
         self._cache = PrefixIndex(times.capacity // 2 // BLOCK)
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()
@@ -278,7 +279,7 @@ class Engine:
         return finished
 
     def _has_room(self, request: Request, num_coming: int = 0) -> bool:
-        """Whether the request fits, after `num_coming` further streams."""
+        """Return whether a request fits if `num_coming` streams start before it."""
         if not self.streams:
             return True
         if self.held_tokens + request.prompt_tokens > self.times.capacity:

@@ -273,7 +273,7 @@ class Bench:
         with self._open_pair(case, self._setup(path)) as (decode, _):
             self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up
             held_row = self._pulls(decode, name, SHORT_TOKENS, 25)
-            decode.holds_leases = False
+            decode.holds_before_pull = False
             unheld_row = self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)
             return [held_row, unheld_row]
 

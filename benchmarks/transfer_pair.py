@@ -310,12 +310,12 @@ class Decode:
         side: the geometry of D.
 
     Attributes:
-        holds_leases: whether D holds a lease with P before it pulls. A decode server
-            does so for an unknown P, and for a request that waits for blocks. Without
-            this, the pull itself holds the lease.
+        holds_before_pull: whether D holds the lease before the pull begins. A decode
+            server does so if it does not know P yet, and if the request waits for
+            blocks. If not, the pull itself holds the lease.
     """
 
-    holds_leases = True
+    holds_before_pull = True
 
     def __init__(self, prefill: "Remote", side: Side, setup: Setup) -> None:
         use_device(setup.device(0))
@@ -364,12 +364,12 @@ class Decode:
         pull_id = str(self._num_pulls)
         remote = self._prefill.call("lease", tokens)
         blocks = self._side.blocks(self._size, tokens).tolist()
-        if self.holds_leases:
+        if self.holds_before_pull:
             self._coordinator.hold(pull_id, remote)
-        # In a server no pull waits for its lease's first renewal. So the renewal gets
-        # time to finish before the pull begins. This thread stays busy for this time,
-        # like the thread of an engine, because a thread that sleeps for 2 ms starts its
-        # next pull later.
+        # In a server, no pull waits for the first renewal of its lease. So the renewal
+        # gets 2 ms to finish before the pull begins. Like the thread of an engine, this
+        # thread stays busy meanwhile: after a sleep of 2 ms it would start the pull
+        # later.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)
@@ -427,7 +427,7 @@ class Remote:
         # Importing torch takes seconds. The fork server imports it once for all
         # processes.
         context.set_forkserver_preload(["torch"])
-        self._process = context.Pool(1, _make, (make, *args))
+        self._process = context.Pool(1, _create_object, (make, *args))
         try:
             self.call("__str__")  # waits until the object exists
         except BaseException:
@@ -457,7 +457,8 @@ class Remote:
 _object: Any = None
 
 
-def _make(make: Callable[..., Any], *args: Any) -> None:
+def _create_object(make: Callable[..., Any], *args: Any) -> None:
+    """Create the object of this process, or keep the error that its creation raised."""
     global _object
     try:
         _object = make(*args)

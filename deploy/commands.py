@@ -74,7 +74,7 @@ def server_commands(
 def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     """Returns the arguments of a server of `kind`, except its devices."""
     group = getattr(settings, kind)
-    group_options = _configured_by_group(group)
+    group_options = _options_of_group(group)
     server_class = SETTINGS[f"baton {kind}"]
     shared_options = group_options & server_class.model_fields.keys()
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
@@ -91,17 +91,18 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        # A slow client also delays the proxy's reads, so servers use the same client
-        # timeout as the proxy. The proxy sends a request's own timeout with the
-        # request.
+        # Servers use the proxy's client timeout, because a slow client also delays the
+        # proxy's reads. They do not get --request-timeout-s: the proxy sends each
+        # request's timeout with the request.
         *to_argv(settings, only=[*limits, *QueueOptions.model_fields]),
     ]
 
 
-def _configured_by_group(group: BaseModel) -> set[str]:
-    """Returns the names of the options that a group sets itself.
+def _options_of_group(group: BaseModel) -> set[str]:
+    """Returns the names of the options for which the group's value counts.
 
-    A group inherits `device` and `dtype` from the cluster if it does not set them.
+    This value may be the group's default. `device` and `dtype` come from the cluster if
+    the group has None.
     """
     inherited = {name for name in ("device", "dtype") if getattr(group, name) is None}
     return type(group).model_fields.keys() - inherited

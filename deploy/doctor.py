@@ -22,7 +22,9 @@ _SIZES = (8, 8, 64)  # layers, KV heads, elements of a head
 # Transfers over NVLink or within one PCIe switch exceed this rate. Copies through host
 # memory stay below it.
 _SLOW_GPU_BYTES_PER_S = 15e9
-_GPU_BYTES = 1 << 30  # large enough to make the time of the fence negligible
+# Transfers of this size take much longer than the fence: the messages with which a pull
+# ends, after the KV has arrived.
+_GPU_BYTES = 1 << 30
 _MIN_SHM_BYTES = 64 << 20  # shared memory that NCCL and UCX need
 _MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
 
@@ -34,7 +36,10 @@ class DoctorSettings(BatonSettings):
         True, description="measure transfers, not only inspect the host"
     )
     nbytes: int = Field(
-        64 << 20, ge=1 << 20, le=1 << 34, description="size of each transfer (bytes)"
+        64 << 20,
+        ge=1 << 20,
+        le=1 << 34,
+        description="minimum size of each transfer (bytes); on GPUs at least 1 GiB",
     )
     as_json: bool = Field(False, description="print one JSON line instead of text")
 
@@ -91,9 +96,13 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
 
 
 def links(host: Host, nbytes: int) -> list[Link]:
-    """Measures both paths between two GPUs of this machine.
+    """Measures the paths "mapped" and "nixl" between two GPUs of this machine.
 
-    With a single GPU, that GPU is both source and target. Without a GPU, the CPU is.
+    With a single GPU, that GPU is both source and target. Without a GPU, the CPU is
+    both.
+
+    Args:
+        nbytes: minimum size of each transfer; at least _GPU_BYTES are used on GPUs.
     """
     min_bytes = _GPU_BYTES if host.gpus else 0
     devices = [f"cuda:{index}" for index in range(len(host.gpus))]
@@ -144,7 +153,10 @@ def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
 
 
 def _result_and_problem(link: Link) -> tuple[str, str | None]:
-    """Returns the result of a measured link, and its problem with the fix, if any."""
+    """Returns the result of a measured link, and a description of its problem.
+
+    The description contains the fix. It is None if there is no problem.
+    """
     name = f"{link.path}, {link.source} to {link.target}"
     if link.bytes_per_s is None:
         return "does not work", f"{name}: {link.reason}"

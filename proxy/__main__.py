@@ -1,4 +1,4 @@
-"""`python -m proxy` and `baton proxy`: serve until a signal or the launcher's end."""
+"""`python -m proxy` and `baton proxy`: serve until a signal, or the launcher exits."""
 
 import os
 import sys
@@ -25,14 +25,15 @@ from protocol.settings.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
 from proxy.discovery.sources import BadFile, read_servers
 
-logger = get_logger("proxy")  # also where this module is called __main__
+logger = get_logger("proxy")  # the same name if this module runs as __main__
 
 BACKLOG = 4096
 # Per client connection: its own descriptor, and those to two servers.
 DESCRIPTORS_PER_CLIENT = 3
-# Longer than clients keep idle connections, so that the clients close them first.
+# Clients close idle connections earlier. A request thus never meets a connection that
+# the proxy is closing.
 KEEP_ALIVE_S = 75
-GRACE_SHARE = 0.7  # streams are ended after this share of shutdown_grace_s
+GRACE_SHARE = 0.7  # requests are ended after this share of shutdown_grace_s
 
 
 class ProxyServer(HttpServer):
@@ -62,7 +63,7 @@ class ProxyServer(HttpServer):
 
 
 def _missing_servers(settings: ProxySettings) -> str:
-    """Return why the proxy cannot find servers; empty if it can."""
+    """Return why the proxy cannot find any servers; empty if it can find some."""
     if not (settings.decode or settings.servers_file or settings.cluster_secret):
         return (
             "--decode: give the URL of at least one decode server, or --servers-file, "
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bound_clients(listener, settings.client_timeout_s)
     server = ProxyServer(app)
     gc.collect()
-    gc.freeze()  # a collection of all this would delay every stream by about 10 ms
+    gc.freeze()  # collecting all these objects would delay every stream by about 10 ms
     port = listener.getsockname()[1]
     url = http_url(settings.host, port, app.access.certificate.scheme)
     logger.info("listening on %s", url)

@@ -1,6 +1,6 @@
-"""The proxy's ASGI application: routes, reading a request, its end, and shutting down.
+"""The proxy's ASGI application: routes, reading and ending requests, shutting down.
 
-It is plain ASGI: a framework would take longer per request than everything else here.
+It uses no web framework, which would take longer per request than all other work here.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 INTERNAL_PATHS = ("/health", "/ready", "/metrics", "/version")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
-# The client's headers that servers get: its key, and the trace of the request.
+# The client's headers that servers get: the API key, and the trace of the request.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
 MAX_ID_BYTES = 4096  # servers echo the id, and a response's head has its own limit
-# For the last bytes to clients whose requests the shutdown ends.
+# Longest time for sending the error to a client if the shutdown ends its request.
 STOP_TIMEOUT_S = 1.0
 
 
@@ -111,7 +111,7 @@ class ProxyApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     def shut_down(self, grace_s: float) -> None:
-        """Stop being ready. Requests that run after `grace_s` end with an error."""
+        """Stop being ready, and end requests that still run after `grace_s` seconds."""
         self.shutting_down = True
         self._members.end()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
@@ -196,7 +196,7 @@ class ProxyApp:
     async def _pass_on(
         self, scope: Scope, receive: Receive, reply: Reply, is_read: bool
     ) -> None:
-        """Have servers answer a request."""
+        """Relay a request to servers, and the answer to the client."""
         path = scope["path"]
         grant = grant_of(scope)
         sent_path = path
@@ -232,8 +232,8 @@ class ProxyApp:
         headers = [(b"x-request-id", reply.request_id)]
         for name, value in scope["headers"]:
             if name in names:
-                # Some clients without a key send b"Bearer ", whose trailing space may
-                # not be forwarded.
+                # Some clients without a key send b"Bearer ". A header with a trailing
+                # space must not be forwarded.
                 headers.append((name, value.strip()))
         headers += share_header(grant_of(scope))
         if not is_read:
@@ -244,8 +244,8 @@ class ProxyApp:
         """Await `work`; cancel it when the client disconnects or this process ends.
 
         Raises:
-            ClientDisconnected, ShuttingDown: it was cancelled.
-            QueueFull: it was not started, because too many requests are in flight.
+            ClientDisconnected, ShuttingDown: `work` was cancelled or not started.
+            QueueFull: `work` was not started: too many requests are in flight.
         """
         if self.shutting_down:
             work.close()

@@ -109,8 +109,8 @@ def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
     """Return the body with the `cache_salt` for requests of an API key.
 
-    It is derived from the key and the request's own salt. A wrong `cache_salt` stays,
-    for the server to refuse.
+    This salt is derived from the key and the request's own `cache_salt`. If that is
+    wrong, the body is returned unchanged, so that the server refuses it.
     """
     cache_salt = None
     if member(body, "cache_salt") != b"null":
@@ -127,10 +127,11 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
 def with_prompt_limit(
     body: Body, path: str, find_context: Callable[[], int | None]
 ) -> Body:
-    """Return the body with a number as its prompt limit, if it asks for truncation.
+    """Return the body with the number of tokens to which the prompt is truncated.
 
-    "Truncate to what fits" means another length at each server: the legs have other
-    token limits, and servers may have other contexts.
+    Bodies that do not request truncation to the context are returned unchanged. With
+    that request, each server would truncate to another length, because the token limits
+    of the legs differ, and the contexts of servers may differ.
 
     Args:
         find_context: returns the context in tokens; None if it is not known.
@@ -177,13 +178,13 @@ def prefill_leg(
     if not given:
         leg[names[0]] = _ONE
     for name in given:
-        # The server refuses a wrong limit, unless the proxy replaces it.
+        # A wrong limit stays, so that the server refuses it.
         if _is_token_limit(member(leg, name)):
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
     if foreign:
-        leg.pop("min_tokens", None)  # it exceeds the one token
+        leg.pop("min_tokens", None)  # it may exceed the limit of one token
         return _encode({**leg, "kv_transfer_params": REMOTE_DECODE})
     params: dict[str, object] = dict(REMOTE_DECODE)
     if transfer_id is not None:
@@ -199,7 +200,8 @@ def _is_token_limit(value: bytes) -> bool:
 def is_scoring(body: Body) -> bool:
     """Return whether a prefill server can answer the request alone.
 
-    The answer is about the prompt: it has at most the token that a prefill draws.
+    The answer reports on the prompt, and has at most the one token that a prefill
+    server samples.
     """
     limits = [member(body, name) for name in _DEFAULT_LIMIT_NAMES]
     is_zero = b"0" in limits or b"-0" in limits  # JSON has both
@@ -209,7 +211,7 @@ def is_scoring(body: Body) -> bool:
 def reports_prompt(body: Body) -> bool:
     """Return whether the answer has logprobs of the prompt.
 
-    They are known only when all of the prompt has been computed.
+    Such logprobs are known only when all of the prompt has been computed.
     """
     echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
     return echoes or member(body, "prompt_logprobs") != b"null"
@@ -241,7 +243,7 @@ def decode_leg(
 
 
 def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
-    """Return a leg with a signed hint which server has more of the prompt's KV."""
+    """Return a leg with a signed hint that names a server with more of the KV."""
     body = _decode_object(leg)
     params: Body = {}
     if "kv_transfer_params" in body:
@@ -261,7 +263,7 @@ def _with_sender_release(params: msgspec.Raw) -> object:
 
 
 def profile(body: Body) -> RequestProfile:
-    """Return what placement needs to know of a request that generates."""
+    """Return the properties of a request that generates, for its placement."""
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
@@ -273,7 +275,7 @@ def profile(body: Body) -> RequestProfile:
     max_tokens = int(limit) * num_prompts(body)
     if whole.tokens <= max_tokens:
         return whole
-    # A truncated prompt does not begin as its text does: it shares no blocks.
+    # A truncated prompt begins in the middle of its text, so it shares no blocks.
     return RequestProfile(tokens=max_tokens, max_output_tokens=max_output_tokens)
 
 
@@ -292,7 +294,11 @@ def _output_limit(body: Body) -> int:
 
 
 def num_tokens(body: Body, params: msgspec.Raw) -> int:
-    """Return the context that the longest sequence of a prefilled request needs."""
+    """Return the tokens of context that the longest sequence needs; 0 if unknown.
+
+    Args:
+        params: the prefill server's kv_transfer_params.
+    """
     try:
         decoded = _decode_params(params)
     except msgspec.DecodeError:
@@ -309,7 +315,8 @@ def num_choices(body: Body) -> int:
     return max((int(value) for value in values if _is_token_limit(value)), default=1)
 
 
-# Servers take no more prompts. Skipping the rest costs less than counting it.
+# Servers refuse requests with more prompts than this. Further prompts are skipped,
+# which is faster than counting them.
 _MAX_COUNTED_PROMPTS = 1024
 _PROMPT_FIELDS = [
     (f"prompt_{index}", msgspec.Raw, msgspec.Raw())
@@ -332,7 +339,8 @@ def num_prompts(body: Body) -> int:
 def priority(body: Body) -> int | None:
     """Return the priority; smaller is more urgent.
 
-    None if it is not a number. Baton servers refuse such a request, others may not.
+    None if it is not a number. Baton servers refuse a request with such a priority, but
+    other servers might serve it.
     """
     text = member(body, "priority")
     if text == b"null":
@@ -351,7 +359,7 @@ def error_of(answer: bytes, name: str = "code") -> str:
 def params_of(answer: bytes) -> msgspec.Raw | None:
     """Return the `kv_transfer_params` of a prefill server's answer.
 
-    They are an object, or a list of objects.
+    None unless the params are an object or a list of objects.
     """
     try:
         params = _decode_object(answer).get("kv_transfer_params", _NULL)

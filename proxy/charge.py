@@ -1,4 +1,4 @@
-"""What a request costs its API key: charged before it runs, settled by its answer."""
+"""Charges the API key of a request before it runs; settles by the request's answer."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from proxy.relay import Reply
 def charged(
     grant: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
 ) -> Iterator[None]:
-    """Charge the key for what the request may take, and settle for what it took.
+    """Charge the key for the tokens that a request may use; settle for those it used.
 
-    An error costs nothing. If the client leaves before any answer, the first charge
-    stays.
+    An error costs nothing. If the client leaves before an answer begins, the first
+    charge stays.
 
     Args:
         num_prompt_tokens: an estimate, for answers that do not report the number.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from protocol.errors import GrammarQueueFull, QueueFull, RequestError, ServiceError
 from protocol.near_names import suggestion
 
-BASE_PATH = "/v1"  # clients are configured with it
+BASE_PATH = "/v1"  # of the base URL with which clients are configured
 
 
 class DecodeServerLost(

@@ -17,7 +17,7 @@ from proxy.upstream import Failure, Headers, as_text
 
 logger = get_logger(__name__)
 
-MAX_MOVES = 16  # a stream is moved from server to server this many times at most
+MAX_MOVES = 16  # servers hand one stream over at most this many times
 LOSS_REASONS = [
     failure for failure in Failure if failure not in (Failure.UNREACHABLE, Failure.FULL)
 ]
@@ -30,7 +30,8 @@ class UpstreamLost(Exception):
 
     Attributes:
         error: the client gets this error if no other server continues.
-        event: the server's own error event, which the client gets instead.
+        event: the server's own error event. A client with part of the answer gets this
+            event instead of `error`. None: the server sent no error event.
         has_begun: the client has part of the answer.
         params: kv_transfer_params of the KV that the server lends to its successor.
     """
@@ -52,7 +53,7 @@ class FailoverState:
             at another server.
 
     Attributes:
-        avoided: servers that get the request again only if there is no other.
+        avoided: servers that get the request again only if there is no other server.
         is_enabled: the request generates an answer, and another server may continue it.
     """
 
@@ -92,7 +93,7 @@ class FailoverState:
         """Return the header that requests a stream that can fail over."""
         if not (self._secret and self.is_enabled):
             return ()
-        # The id in the form in which it is sent.
+        # The id in the form in which servers receive it.
         request_id = as_text(self._reply.request_id).encode()
         return [(HEADER.encode(), frames_request(self._secret, request_id))]
 
@@ -134,10 +135,10 @@ class FailoverState:
 
 
 def signing_secret(settings: ProxySettings) -> bytes:
-    """Return the cluster secret, or nothing if there is none.
+    """Return the cluster secret; if there is none, log a warning and return b"".
 
-    It signs the hints that name servers to each other, and the requests for streams
-    that can continue at another server.
+    The proxy uses the secret to sign the hints that name servers to each other, and the
+    requests for streams that can continue at another server.
     """
     try:
         return cluster_secret(settings.cluster_secret)

@@ -1,15 +1,16 @@
-"""Whether a server can be sent requests: pure, with the clock as an argument.
+"""The health of a server, as pure functions: the clock is an argument.
 
-Two judgements are independent of each other:
-- *ready*: what the server answers at GET /ready. A connection error takes it back.
-- *circuit*: how requests to the server ended. A server may report ready and still fail.
+The health decides which requests a server gets. Two states are independent:
+- *ready*: what the server last answered at GET /ready. A connection error makes the
+  server not ready until a later health check succeeds.
+- *circuit*: how requests to the server ended. A server may be ready and still fail.
 
     CLOSED --`FAILURES` in a row--> OPEN --cooldown--> HALF-OPEN --trial ok--> CLOSED
                                       ^--------trial fails------'
                                          (longer cooldown)
 
-An open circuit only moves a server to the end of the queue. Requests that make any
-server fail must not be able to take the service down for everybody.
+A server with an open circuit still gets requests if there is no other server. Otherwise
+requests that make any server fail could take the service down for all clients.
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +18,14 @@ from dataclasses import dataclass, replace
 from proxy.placement.speed import StepTotals
 
 SILENCES = 3  # unanswered health checks in a row that make a server not ready
-# After this many, the server will not answer its earlier requests either.
+# After this many unanswered health checks in a row, the proxy assumes that the server
+# will not answer the requests that it already has.
 LONG_SILENCE = 10
-MAX_PAUSE = 5.0  # times the usual interval, between checks of a silent server
-FAILURES = 5  # in a row, that open the circuit
+MAX_PAUSE = 5.0  # longest time between checks of a silent server, in usual intervals
+FAILURES = 5  # failed requests in a row that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
-# A report without these leaves the earlier values in place.
+# A report without one of these fields leaves the earlier value in place.
 _STICKY_FIELDS = ("room", "models", "kv_digest")
 CIRCUITS = ("closed", "half_open", "open")  # the metric's values are the positions
 
@@ -70,14 +72,16 @@ class HealthReport:
         room: None if not reported, as while the server starts.
         capacity: tokens of KV.
         itl_target_s: limit for a step with streams.
-        answered: False if no connection could be opened.
-        models: names of the models that it serves; empty if not reported.
-        kv_digest: decides whose KV the server can read; see protocol.handshake.
-        is_foreign: it speaks vLLM's dialect.
-        is_bare: it requires API keys, and reports no details without one.
-        is_both: it takes either leg of a request.
-        side_channel: None if other servers cannot subscribe to its KV.
-        subscribes: it can subscribe to the KV of a prompt that another server computes.
+        answered: False if the connection failed.
+        models: names of the models that the server serves; empty if not reported.
+        kv_digest: decides which servers' KV this server can read; see
+            protocol.handshake.
+        is_foreign: the server speaks vLLM's dialect.
+        is_bare: the server requires API keys, and reports no details without a key.
+        is_both: the server takes either leg of a request.
+        side_channel: None if other servers cannot subscribe to this server's KV.
+        subscribes: the server can subscribe to the KV of a prompt that another server
+            computes.
     """
 
     ready: bool
@@ -98,18 +102,19 @@ class HealthReport:
 
 @dataclass(frozen=True)
 class Health(HealthReport):
-    """The state of one server: its last report, and how its requests ended.
+    """The health of one server: its last report, and how its requests ended.
 
     Times are seconds of the caller's monotonic clock.
 
     Attributes:
         silences: unanswered health checks in a row.
-        misses: these, and those that found no connection.
-        changed_at: when a connection error last took readiness back.
+        misses: health checks in a row that were unanswered or found no connection.
+        changed_at: when a connection error last made the server not ready.
         failures: failed requests in a row.
         openings: how often the circuit was opened since it was last closed.
         open_until: None if the circuit is closed.
-        trial_until: a trial without a result by then is forgotten.
+        trial_until: when a trial request that has no result is forgotten, so that the
+            half-open circuit admits another one.
     """
 
     ready: bool = False
@@ -125,9 +130,10 @@ class Health(HealthReport):
 
 
 def polled(health: Health, report: HealthReport, started_at: float) -> Health:
-    """Apply the answer to a health check.
+    """Return the server's health after the answer to a health check.
 
-    An answer to a check that started before the last failure is void.
+    The answer "ready" to a check that started before the last connection error changes
+    nothing.
     """
     if report.ready and started_at < health.changed_at:
         return health
@@ -148,9 +154,10 @@ def polled(health: Health, report: HealthReport, started_at: float) -> Health:
 
 
 def silent(health: Health, reason: str) -> Health:
-    """Apply a health check without an answer.
+    """Return the server's health after a health check without an answer.
 
-    A server that is merely busy stays ready for a while.
+    A ready server may only be busy, so it stays ready for the first SILENCES - 1 checks
+    without an answer.
     """
     health = replace(health, silences=health.silences + 1, misses=health.misses + 1)
     if health.ready and health.silences < SILENCES:
@@ -159,17 +166,20 @@ def silent(health: Health, reason: str) -> Health:
 
 
 def unreachable(health: Health, reason: str, now: float) -> Health:
-    """Apply a connection error: not ready until a later health check succeeds."""
+    """Return the server's health after a connection error.
+
+    The server is not ready until a later health check succeeds.
+    """
     return replace(health, ready=False, reason=reason, changed_at=now)
 
 
 def failed(health: Health, now: float) -> Health:
-    """Apply a request that failed through the server's fault."""
+    """Return the server's health after a request failed through the server's fault."""
     failures = health.failures + 1
     is_open = health.open_until is not None and now < health.open_until
     if is_open or (health.open_until is None and failures < FAILURES):
-        # If the circuit is open, the request was sent before that, or there was no
-        # other server.
+        # If the circuit is open, the request was sent before the circuit opened, or
+        # there was no other server.
         return replace(health, failures=failures)
     cooldown_s = min(COOLDOWN_S * 2**health.openings, MAX_COOLDOWN_S)
     return replace(
@@ -182,7 +192,7 @@ def failed(health: Health, now: float) -> Health:
 
 
 def succeeded(health: Health) -> Health:
-    """Apply a request that ended well."""
+    """Return the server's health after a request that was answered."""
     if health.failures == 0 and health.open_until is None:
         return health
     return replace(
@@ -205,16 +215,17 @@ def circuit(health: Health, now: float) -> str:
 
 
 def pause_s(health: Health, interval_s: float) -> float:
-    """Return the time until the next check.
+    """Return the time until the next health check.
 
-    It is longer for a server that has not answered for a while.
+    After LONG_SILENCE checks in a row without an answer or a connection, the time
+    doubles with each such check, up to MAX_PAUSE intervals.
     """
     beyond = min(max(health.misses - LONG_SILENCE, 0), 8)
     return interval_s * min(2.0**beyond, MAX_PAUSE)
 
 
 def began(health: Health, now: float) -> Health:
-    """Apply a request that is sent to the server.
+    """Return the server's health when a request is about to be sent to it.
 
     In a half-open circuit this request is the trial.
     """

@@ -34,7 +34,7 @@ CHECK_INTERVAL_S = 2.0  # between checks whether the file has changed
 MAX_KEYS = 10_000
 MAX_FILE_BYTES = 1 << 23
 MINUTE_S = 60.0
-_FIX = 'write a JSON object a line, {"name": "me", "key": "..."}'
+_FIX = 'write one JSON object per line, {"name": "me", "key": "..."}'
 
 
 class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,16 +56,17 @@ class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Allowance:
-    """What a key may use per minute, and how much of that it has used.
+    """The amount of a unit that a key may use per minute, and how much it has used.
 
-    All of it may be used at once. A request that needs more than all of it is admitted
-    when nothing is used; the requests after it wait until that has been made up for.
+    The full amount may be used at once. A request that needs more than the full amount
+    is admitted if nothing is in use. Later requests then wait until the excess has been
+    made up for.
     """
 
     def __init__(self, unit: str, clock: Callable[[], float]) -> None:
         self._unit = unit
         self._clock = clock
-        self._full_at_s = 0.0  # when all of it may be used again
+        self._full_at_s = 0.0  # when the full amount may be used again
 
     def charge(self, name: str, amount: int, per_minute: int) -> dict[str, str]:
         """Use `amount`; return the headers that report the limit.
@@ -102,7 +103,7 @@ class _Allowance:
 
 
 class LimitedKey(Key):
-    """A key of the file, and its usage, which is kept when its limits change."""
+    """A key of the file, and its usage, which stays counted when the limits change."""
 
     def __init__(self, line: KeyLine, clock: Callable[[], float]) -> None:
         self._num_running = 0
@@ -171,7 +172,7 @@ class FileAccess(Access):
         await asyncio.gather(super().watch(), self.watch_file())
 
     async def watch_file(self, interval_s: float = CHECK_INTERVAL_S) -> None:
-        """Reload the file when it changes; a wrong file changes nothing.
+        """Reload the file whenever it changes; a wrong file changes no key.
 
         Returns at once if there is no file.
         """
@@ -201,7 +202,7 @@ class FileAccess(Access):
         return {key_digest: key.line for key_digest, key in self._file_keys.items()}
 
     def _read(self) -> dict[bytes, Key]:
-        """Return all keys by digest. Raises ValueError as the class does."""
+        """Read the file; return all keys by digest. Raises ValueError: it is wrong."""
         if self._file is None:
             return self._option_keys
         names = {key.name for key in self._option_keys.values()}

@@ -23,7 +23,7 @@ from proxy.health import Health, HealthReport, SideChannel
 # restarts.
 TRUST_COOLDOWN_S = 30.0
 _MAX_NAMES = 64  # in an error message
-# A change of one of these fields decides which requests a server may get.
+# The fields of a server's health that decide which requests the server may get.
 _ROUTING_FIELDS = ("ready", "models", "kv_digest")
 LISTED = "listed"  # the source for servers of the command line
 TWIN = "role both"  # the source for a server's second member, of the other kind
@@ -41,14 +41,15 @@ class Server:
     Only its Fleet changes the attributes.
 
     Attributes:
-        index: the smallest that no other member of its kind had when it joined.
-        sources: the sources that name it; without any, it is leaving.
-        drained: an operator has excluded it from new requests.
-        in_flight: requests that it has from this proxy.
-        circuit: the state of its circuit; see health.py.
-        has_left: it is no member any more, and has no requests.
-        trust_circuit: until when nothing signed is sent to it, and the side channel of
-            the start that rejected a signature.
+        index: the smallest number that no other member of its kind had when the server
+            joined.
+        sources: the sources that name the server; without any, it is leaving.
+        drained: an operator has excluded the server from new requests.
+        in_flight: requests that the server has from this proxy.
+        circuit: the state of the circuit breaker for failed requests; see health.py.
+        has_left: the server is no longer a member, and has no requests.
+        trust_circuit: until when nothing signed is sent to the server, and its side
+            channel when it rejected a signature. A restart changes the side channel.
     """
 
     kind: Kind
@@ -63,8 +64,8 @@ class Server:
     trust_circuit: tuple[float, SideChannel | None] = (0.0, None)
 
     @property
-    def is_circuit_open(self) -> bool:
-        """Whether it is sent nothing signed: no hints and no streams to continue."""
+    def is_trust_circuit_open(self) -> bool:
+        """Whether the server gets nothing signed: no hints, no streams to continue."""
         until, side_channel = self.trust_circuit
         return time.monotonic() < until and side_channel == self.health.side_channel
 
@@ -74,12 +75,12 @@ class Server:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of its metrics."""
+        """The labels of the server's metrics."""
         return {"role": self.kind.value, "server": self.name}
 
     @property
     def accepts(self) -> bool:
-        """Whether it may get new requests."""
+        """Whether the server may get new requests."""
         return self.health.ready and bool(self.sources) and not self.drained
 
     @property
@@ -96,11 +97,11 @@ class Server:
 
 
 class Pool:
-    """The members of a fleet that fulfil a condition, and their turns.
+    """The members of a fleet that fulfil a condition, which take turns.
 
     Args:
         has: returns whether a member belongs to the pool.
-        name: pools with one name share their turns.
+        name: pools of the same name share their turns.
     """
 
     def __init__(
@@ -137,9 +138,9 @@ class Pool:
         return self._of
 
     def paired(self) -> "Pool":
-        """Return this pool without unusable prefill servers.
+        """Return this pool without the prefill servers that cannot be used.
 
-        These are the prefill servers whose KV no ready decode server can read.
+        No ready decode server can read the KV of these prefill servers.
         """
         reader_digests = frozenset(
             server.health.kv_digest for server in self.ready(Kind.DECODE)
@@ -175,12 +176,16 @@ class Pool:
     ) -> Server | None:
         """Choose the server for the next request; None if no server is ready.
 
-        Servers whose circuit admits no request are chosen only if there are no others.
+        Servers with a circuit that admits no request are chosen only if there are no
+        other servers. The choice counts as a turn, and in a half-open circuit as the
+        trial.
 
         Args:
-            turn_key: requests of one key take turns. With one key for all, a client
-                with a rhythm would send all of its long requests to one server.
-            choose_server: chooses among the servers; equals are in their turn's order.
+            turn_key: requests with the same key take turns. If all requests had the
+                same key, a client that alternates long and short requests would send
+                all long ones to one server.
+            choose_server: chooses one of these servers, which are in the order of their
+                turns.
         """
         fleet = self._fleet
         turn = (kind, self._name, turn_key)
@@ -204,19 +209,19 @@ class Pool:
     def context(self, kind: Kind) -> int | None:
         """Return the longest context of the ready servers of a kind.
 
-        None unless all of them have reported theirs.
+        None unless all of them have reported their contexts.
         """
         return max(self._contexts(kind), default=None)
 
     def shortest_context(self, kind: Kind) -> int | None:
         """Return the shortest context of the ready servers of a kind.
 
-        None unless all of them have reported theirs.
+        None unless all of them have reported their contexts.
         """
         return min(self._contexts(kind), default=None)
 
     def _contexts(self, kind: Kind) -> list[int]:
-        """Return the contexts of the ready servers, or nothing unless all are known."""
+        """Return the contexts of the ready servers; nothing unless all are known."""
         lengths = [server.health.room.max_model_len for server in self.ready(kind)]
         reported = [length for length in lengths if length is not None]
         return reported if len(reported) == len(lengths) else []
@@ -236,13 +241,13 @@ def _ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is called when something about a fleet's members changes.
+    """The functions that a fleet calls when one of its members changes.
 
-    Each function gets the server first.
+    The first argument of each function is the server.
 
     Attributes:
         on_join: the server is a member now.
-        on_left: the server is no member any more, and has no requests.
+        on_left: the server is no longer a member, and has no requests.
         on_change: (server, old, new): the server became ready, stopped being ready, or
             has another reason for not being ready.
         on_circuit: the state of the server's circuit has changed.
@@ -280,7 +285,8 @@ class Fleet(Pool):
         self.changes = 0
         self._clock = clock
         self._watch = watch
-        self._next: dict[Hashable, int] = {}  # the smallest index in turn, by turn
+        # The next server in turn has this index or the next larger one, by turn.
+        self._next: dict[Hashable, int] = {}
         # Cached, like `_parts`, until something changes.
         self._models: list[str] | None = None
         self.name_members(LISTED, urls)
@@ -359,10 +365,13 @@ class Fleet(Pool):
     def join(
         self, kind: Kind, url: str, source: str, new_health: Health | None = None
     ) -> Server:
-        """Return the member with this URL, which the source names from now on.
+        """Record that a source names a server, which becomes a member if it was none.
 
         Args:
-            new_health: the health of a new member, as far as the source knows it.
+            new_health: the health of a new member, as far as the source reports it.
+
+        Returns:
+            The member with this URL.
         """
         server = self.find(kind, url)
         if server is not None:
@@ -402,9 +411,10 @@ class Fleet(Pool):
         self._has_changed()
 
     def add_in_flight(self, server: Server, num: int) -> None:
-        """Count requests of a server.
+        """Add to the number of requests that a server has; `num` may be negative.
 
-        It may have left already: a stream can return to the server that lends its KV.
+        The server may have left already: a stream can return to the server that lends
+        the stream's KV.
         """
         server.in_flight += num
         self._remove_if_done(server)
@@ -421,7 +431,14 @@ class Fleet(Pool):
     # health
 
     def polled(self, server: Server, report: HealthReport, started_at: float) -> None:
-        """Apply the answer to a health check that started at `started_at`."""
+        """Update a server's health by the answer to a health check.
+
+        A server is not ready if another ready member is the same engine by another
+        address.
+
+        Args:
+            started_at: when the check started.
+        """
         before = server.health
         channel = report.side_channel
         if channel and not (before.ready and before.side_channel == channel):
@@ -452,7 +469,7 @@ class Fleet(Pool):
 
     def _set(self, server: Server, new: Health) -> None:
         old, server.health = server.health, new
-        if server.has_left:  # the change comes from its last request
+        if server.has_left:  # the change comes from the server's last request
             return
         if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
             self._has_changed()

@@ -4,10 +4,11 @@
         |- 4xx -----------------------> relayed to the client; no decode leg
         `- no usable answer ----------> decode leg without params: the decode server
                                         does all the work, and the request is counted
+                                        as decode_only
 
 If both servers support it, the legs are opened together: see legs/early_decode.py. A
 request that only scores its prompt has a prefill leg alone, and no KV moves. If a
-decode server is lost, another one continues: see `_generate`.
+decode server is lost, another decode server continues: see `_generate`.
 """
 
 import asyncio
@@ -32,11 +33,12 @@ from proxy.legs.request_legs import RequestLegs
 from proxy.membership import Kind, Pool, Server
 from proxy.placement.request_profile import limit_to_context
 
-# A decode server notices within half a second that its client has left, and ends the
-# lease itself. A release that arrives before that would count as a lost lease there.
+# A decode server notices within half a second that the proxy has closed the connection,
+# and ends the lease itself. If the proxy's release arrived earlier, the decode server
+# would count a lost lease.
 _RELEASE_DELAY_S = 1.0
-# A stream whose server is lost waits this long for another server to become ready. A
-# server that only broke a connection is ready after its next health check.
+# If the server of a stream is lost, the stream waits at most this long for a ready
+# server. A server that only broke a connection is ready after its next health check.
 _MAX_READY_WAIT_S = 3.0
 _READY_POLL_S = 0.02
 
@@ -118,7 +120,7 @@ class PDRequest(RequestLegs):
         self._body = bodies.seeded(body)
         priority = bodies.priority(body)
         if min_priority is not None and (priority is None or priority < min_priority):
-            value = "no number of 32 bits" if priority is None else priority
+            value = "not a 32-bit integer" if priority is None else priority
             raise Forbidden(
                 f"priority is {value}; {self.grant.name} may request "
                 f"{min_priority} or more",
@@ -135,7 +137,7 @@ class PDRequest(RequestLegs):
     def _longest_context(self) -> int | None:
         """Return the longest context of the model's servers.
 
-        None unless all servers have reported theirs.
+        None unless all ready servers have reported their contexts.
         """
         pool = self._model_pool
         contexts = [pool.context(kind) for kind in Kind if pool.ready(kind)]
@@ -182,7 +184,7 @@ class PDRequest(RequestLegs):
         far decide what follows.
 
         Args:
-            decode_only: why there is no prefill leg, if so.
+            decode_only: why there is no prefill leg; None if there may be one.
         """
         self._failover.is_enabled = self.upstreams.max_resumes > 0
         loss: UpstreamLost | None = None
@@ -202,7 +204,8 @@ class PDRequest(RequestLegs):
                 loss.params = None
                 if loss.has_begun or not self.reply.frame_history:
                     break
-                # The client has nothing yet: the next server starts anew.
+                # The client has no part of the answer yet: the next server generates
+                # all of it.
                 self.reply.frame_history = FrameHistory()
                 if self.reply.meter is not None:
                     self.reply.meter.reset()
@@ -218,11 +221,12 @@ class PDRequest(RequestLegs):
     async def _continue_after(
         self, loss: UpstreamLost, decode_only: DecodeOnly | None
     ) -> None:
-        """Continue an answer whose decode server was lost."""
+        """Continue an answer after the loss of its decode server."""
         self._trace.decode_only = "-"
         digest = loss.server.health.kv_digest
         if loss.params is not None:
-            # If no other server is ready, the lender continues, as long as it lives.
+            # The lost server lends the KV. If no other server is ready, the lender
+            # itself continues, if it still runs.
             prefilled = _PrefilledDecode(
                 loss.server, loss.params, self._model_pool.readers_of(digest)
             )
@@ -242,7 +246,12 @@ class PDRequest(RequestLegs):
         await self._generate_once(decode_only)
 
     async def _generate_once(self, decode_only: DecodeOnly | None) -> None:
-        """Generate the answer, or its rest. Raises UpstreamLost and BatonError."""
+        """Generate the answer, or the rest of an answer after a loss.
+
+        Raises:
+            UpstreamLost: a decode server was lost, and another may continue.
+            BatonError: the error for the client.
+        """
         pool = self._model_pool
         if not pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
@@ -288,7 +297,7 @@ class PDRequest(RequestLegs):
         readers = self._model_pool.readers_of(leg.server.health.kv_digest)
         if readers.ready(Kind.DECODE):
             return _PrefilledDecode(leg.server, params, readers)
-        # The servers that could read the KV have left.
+        # No server that can read the KV is ready any more.
         self.upstreams.give_back(leg.server, self.headers, params)
         return DecodeOnly(DecodeOnlyReason.INCOMPATIBLE)
 
@@ -298,7 +307,7 @@ class PDRequest(RequestLegs):
         """Return the result of `_prefill`, or None if the request has been served.
 
         It has been served if the decode leg that was opened together with the prefill
-        leg was relayed. Each of the two legs ends with the other.
+        leg was relayed. When one leg ends this method, the other leg is cancelled.
         """
         early = EarlyDecode(self.upstreams, self._open_early, self._failover)
         prefill = asyncio.ensure_future(self._prefill(early))
@@ -330,12 +339,13 @@ class PDRequest(RequestLegs):
         context = pool.context(Kind.DECODE)
         self._transfer_id = uuid.uuid4().hex
         if not pool.ready(Kind.DECODE, self._unfit(pool, Kind.DECODE)):
-            # The decode servers will refuse the request.
+            # No decode server accepts this many choices: skip the prefill, and a
+            # decode server will refuse the request.
             return DecodeOnly(DecodeOnlyReason.DECODE_CHOICES)
         paired = pool.paired()
         if pool.ready(Kind.PREFILL) and not paired.ready(Kind.PREFILL):
             return DecodeOnly(DecodeOnlyReason.INCOMPATIBLE)
-        if self._is_placed_decode_only(paired):
+        if self._place_decode_only(paired):
             return DecodeOnly(DecodeOnlyReason.PLACED)
         call = self._call(
             Kind.PREFILL,
@@ -356,8 +366,11 @@ class PDRequest(RequestLegs):
             self.upstreams.metrics.observe("baton_proxy_prefill_seconds", prefill_s)
         return leg
 
-    def _is_placed_decode_only(self, pool: Pool) -> bool:
-        """Return whether a decode server shall compute the prompt itself."""
+    def _place_decode_only(self, pool: Pool) -> bool:
+        """Return whether a decode server is to compute the prompt itself.
+
+        If the load decides that, this reserves load at that server in `_reservation`.
+        """
         prefills = pool.ready(Kind.PREFILL, self._unfit(pool, Kind.PREFILL))
         if self._profile is None or not prefills:
             return False
@@ -365,7 +378,7 @@ class PDRequest(RequestLegs):
         if load_tracker.decode_only is not None:
             return load_tracker.decode_only
         decodes = pool.ready(Kind.DECODE, self._unfit(pool, Kind.DECODE))
-        # An earlier attempt may have ended before its leg could start.
+        # The reservation of an earlier attempt may remain, if its leg did not start.
         load_tracker.cancel(self._reservation)
         self._reservation = load_tracker.reserve_decode_only(
             self._profile, prefills, decodes
@@ -375,7 +388,7 @@ class PDRequest(RequestLegs):
     # decode leg
 
     async def _open_early(self, prefill: Server) -> Leg:
-        """Open the decode leg while this prefill server computes the prompt.
+        """Open the decode leg while `prefill` computes the prompt.
 
         Raises:
             LegFailed: the decode leg must follow the prefill leg.
@@ -394,7 +407,7 @@ class PDRequest(RequestLegs):
             *(
                 server
                 for server in pool.ready(Kind.DECODE)
-                if server.is_circuit_open
+                if server.is_trust_circuit_open
                 or server.url == prefill.url
                 or not server.health.subscribes
             ),
@@ -415,7 +428,11 @@ class PDRequest(RequestLegs):
     async def _decode_prefilled(
         self, prefilled: _PrefilledDecode, last_resort: Server | None = None
     ) -> None:
-        """Run the decode leg; unless it succeeds, give the KV back to its lender."""
+        """Run the decode leg; unless it succeeds, give the KV back to its lender.
+
+        Args:
+            last_resort: the server that continues if no other server is ready.
+        """
         delay_s = 0.0
         pool = prefilled.readers
         try:
@@ -441,6 +458,8 @@ class PDRequest(RequestLegs):
         if decode_only.needs_longest_context:
             num_tokens = pool.context(Kind.DECODE) or 0
         unfit = self._unfit(pool, Kind.DECODE, num_tokens)
-        if not pool.ready(Kind.DECODE, unfit):  # a shorter context may be enough
+        if not pool.ready(Kind.DECODE, unfit):
+            # No server with the longest context is ready: a server with a shorter
+            # context may still fit the prompt.
             unfit = self._unfit(pool, Kind.DECODE)
         await self._decode(self._decode_call(pool, None), unfit)

@@ -24,12 +24,12 @@ from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable,
 
 logger = get_logger(__name__)
 
-JITTER = 0.2  # share of the interval, so that many proxies do not poll in step
+JITTER = 0.2  # share of the interval, so that proxies do not poll all at once
 _MAX_REASON_CHARS = 200
 
 
 class _Polling(NamedTuple):
-    """The task that checks one server, and the event that makes it check at once."""
+    """The task that checks one server, and the event that makes the task check now."""
 
     task: asyncio.Task[None]
     hurry: asyncio.Event
@@ -37,7 +37,7 @@ class _Polling(NamedTuple):
 
 @dataclass
 class Poller:
-    """One task per server: a server that hangs delays no other server's check."""
+    """Checks each server in its own task, so that a hanging server delays no others."""
 
     fleet: Fleet
     upstream: HttpUpstream
@@ -151,8 +151,8 @@ def _parse_foreign(
     """Return the report of a server without /ready, such as vLLM's.
 
     Args:
-        health_status: of its answer to GET /health.
-        models_status, models_body: of its answer to GET /v1/models.
+        health_status: of the server's answer to GET /health.
+        models_status, models_body: of the server's answer to GET /v1/models.
     """
     cards: list[_ModelCard] = []
     if models_status == 200:

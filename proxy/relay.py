@@ -1,8 +1,8 @@
 """The answer to one client request: exactly one response, or one stream with one end.
 
-A stream that breaks ends with an error event and without `[DONE]`. To keep that event
-readable, the start of an event that has not arrived completely is held back. No client
-could use it anyway.
+A stream that breaks ends with an error event and without `[DONE]`. An event is sent
+only when all of it has arrived: otherwise the error event could follow the first part
+of another event, and clients could not parse it.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from proxy.upstream import (
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _FRAMES_HEADER = HEADER.encode()
-# RFC 9110 names these for one connection alone, or our own HTTP server writes them.
+# Headers that are not relayed: RFC 9110 restricts them to one connection, or the HTTP
+# server of the proxy writes them.
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer "
     b"transfer-encoding upgrade content-length date server x-request-id".split()
@@ -48,7 +49,8 @@ class RequestTrace:
     Attributes:
         prefill, decode: URLs of the servers that answered.
         decode_only: why no prefill server was used.
-        started_at: when the request had been read.
+        started_at: when the request had been read completely.
+        prefill_s: seconds until the prefill server had answered.
         legs: names of the servers that were tried, and after how many seconds.
         num_lost: decode servers that were lost while they had the request.
         num_moved: how often a decode server handed the request over.
@@ -66,7 +68,7 @@ class RequestTrace:
     first_byte_s: float | None = None
 
     def begin(self) -> None:
-        """Start the request's time: it has been read."""
+        """Start the measurement of time: the request has been read."""
         self.started_at = time.monotonic()
 
     def elapsed_s(self) -> float:
@@ -78,9 +80,9 @@ class RequestTrace:
 
 
 class EventBuffer:
-    """Passes complete events on and holds the rest back.
+    """Passes complete events on and holds an incomplete event back.
 
-    It also detects whether a stream has ended as its events require.
+    It also detects whether the last event of the stream has arrived.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,8 @@ class EventBuffer:
         """Return the complete events in what is held back and `data`."""
         if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
             return self._note(data)
-        # An event may be long and come in many pieces: search only the new ones.
+        # An event may be long and arrive in many pieces: search only the new piece, and
+        # the last 3 bytes before it.
         search_start = max(0, len(self._held) - 3)
         self._held += data
         length = 0
@@ -164,7 +167,7 @@ class Migrated(UpstreamError):
 class FramedEvents(EventBuffer):
     """A stream in frames: the client gets the events, the history gets the texts.
 
-    See protocol.resume.
+    protocol/resume.py describes the frames.
     """
 
     def __init__(
@@ -238,6 +241,7 @@ class Reply:
         headers: sent in addition to a server's headers.
         error_page: set if a browser displays the response.
         status: the HTTP status, once the head has been sent.
+        finished: the end of the response has been sent, or is being sent.
         is_broken: the stream ended with an error, whatever its status is.
         frame_history: frames of a stream, with which another server can continue.
         meter: counts tokens, if the API key limits them.
@@ -304,7 +308,8 @@ class Reply:
         begun. Anything else is sent when it is complete.
 
         Raises:
-            UpstreamError: the response broke off; call `fail`, or relay another one.
+            UpstreamError: the response broke off; call `fail`, or relay the response of
+                another server.
         """
         if response.body is None and response.is_event_stream:
             await self._relay_stream(response)
@@ -360,8 +365,8 @@ class Reply:
     async def _begin_stream(self, response: Response) -> None:
         """Send the head of a stream, unless it was sent before.
 
-        A stream in frames begins with its first event: an answer that migrates may not
-        be a stream to the client.
+        For a stream in frames, the head is sent with the first event. If the answer
+        migrates before that, the client's response need not be a stream.
         """
         self.is_stream = True
         if self.status is None:
@@ -392,7 +397,8 @@ class Reply:
                 ],
             }
         )
-        # If the task is cancelled while it waits to send, nothing was sent.
+        # The status is set only here: if the task is cancelled while it waits to send,
+        # nothing was sent.
         self.status = status
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:

@@ -4,9 +4,9 @@
           \\-> error or close() on the way    the connection is closed
 
 A connection that was idle for longer than IDLE_S is not used again, because its server
-may be closing it at that moment. A request whose connection ends is therefore not sent
-again here, unless none of it was sent: the request may have crashed the server, and
-another server is tried.
+may be closing it at that moment. If a connection ends during a request, this module
+sends the request again only if no byte of it was sent: the request may have crashed the
+server. The caller decides whether to try another server.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ IDLE_S = 1.0  # servers close idle connections after 5 s
 _CHECK_INTERVAL_S = 1.0  # between checks of a silent connection
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
-# A parser's error quotes what it received after the first of these characters.
+# In the message of a parser's error, a quote of the received bytes follows the first of
+# these characters.
 _QUOTE = re.compile("[:'\"]")
 # aiohttp adds these headers by itself unless they are given.
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
@@ -50,12 +51,12 @@ class Failure(Enum):
     """How a request to a server failed."""
 
     UNREACHABLE = "unreachable"  # nothing was delivered
-    LOST = "lost"  # delivered; the connection ended before the response's head
+    LOST = "lost"  # delivered; the connection ended before all of the response
     TIMEOUT = "timeout"  # delivered; the server was silent for too long
     FULL = "full"  # 429: refused, the queue is full
     BUSY = "busy"  # 503: refused, or returned before it was finished
-    MOVED = "moved"  # handed over to another server, with its KV
-    DIED = "died"  # 503: delivered; the server's engine ended before the response
+    MOVED = "moved"  # the server hands the request over, with its KV
+    DIED = "died"  # 503: delivered; the server's engine ended before its answer
     ERROR = "error"  # any other 5xx
 
 
@@ -80,7 +81,7 @@ class Unreachable(UpstreamError):
 class Exhausted(UpstreamError):
     """The proxy has no descriptors or ports left: nothing was sent.
 
-    The server has no fault.
+    This is not the server's fault.
     """
 
     failure = Failure.BUSY
@@ -94,13 +95,13 @@ class Lost(UpstreamError):
 
 
 class TimedOut(UpstreamError):
-    """Nothing arrived for the read timeout."""
+    """The server was silent for as long as the read timeout."""
 
     failure = Failure.TIMEOUT
 
 
 class Unended(UpstreamError):
-    """A stream ended as HTTP requires, and not as its events require."""
+    """The HTTP body of a stream ended correctly, but its last event is missing."""
 
     failure = Failure.ERROR
 
@@ -122,9 +123,10 @@ async def within(timeout_s: float) -> AsyncIterator[None]:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connects within a time that delays of the event loop do not shorten.
+    """A connector with a timeout that does not count delays of the event loop.
 
-    Otherwise all servers would look unreachable when very many requests arrive at once.
+    If such delays counted, all servers would look unreachable when very many requests
+    arrive at once.
     """
 
     def __init__(self, connect_timeout_s: float, **options: Any) -> None:
@@ -198,7 +200,8 @@ class Response:
     def _check(self) -> None:
         """End a wait that is too long, or whose connection has ended.
 
-        Checks are counted, rather than their time, because the loop may be delayed.
+        The wait is measured in checks and not in seconds, so that delays of the event
+        loop do not count.
         """
         content = self._response.content
         self._timer = None
@@ -214,7 +217,7 @@ class Response:
     def _is_cut_off(self) -> bool:
         """Return whether the connection ended without an error for the body's reader.
 
-        aiohttp does that after a malformed chunk.
+        After a malformed chunk, aiohttp closes the connection without such an error.
         """
         content = self._response.content
         if content.is_eof() or content.exception() is not None:
@@ -241,7 +244,7 @@ class Response:
     def close(self) -> None:
         """End the exchange.
 
-        The server sees a disconnect unless its body was read to the end.
+        The server sees a disconnect unless the response's body was read to the end.
         """
         self._stop_checks()
         self._response.close()
@@ -347,10 +350,11 @@ class HttpUpstream:
 
 
 def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
-    """Return whether not a byte of the request was sent.
+    """Return whether no byte of the request was sent.
 
     A reused connection refuses the first byte if its end was noticed in the same
-    iteration of the event loop. Of a body in pieces, some may have been sent.
+    iteration of the event loop. A body of more than _MAX_SINGLE_WRITE_BYTES is written
+    in pieces, and some of them may have been sent.
     """
     is_refused = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
     return is_refused and len(body) <= _MAX_SINGLE_WRITE_BYTES
@@ -359,12 +363,12 @@ def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
 def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
     """Check that a response is a server's answer to this request.
 
-    Servers return the id of each request. A server that sent more than one response
-    would otherwise answer whatever request comes next.
+    Servers return the id of each request. Without this check, a server's second
+    response to one request would be relayed as the answer to the next request.
 
     Raises:
-        Lost: it answers another request, or its status is one that no server sends,
-            such as a gateway's redirect.
+        Lost: the response answers another request, or no server sends its status: for
+            example, it is a gateway's redirect.
     """
     request_id = None
     for name, value in headers:
@@ -382,7 +386,10 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
 
 
 def as_text(header: bytes) -> str:
-    """Return a header as the text that aiohttp expects: it writes UTF-8."""
+    """Return a header as the text that aiohttp, which writes UTF-8, sends as `header`.
+
+    A header that is not UTF-8 is read as Latin-1, so aiohttp sends other bytes for it.
+    """
     try:
         return header.decode()
     except UnicodeDecodeError:
@@ -392,7 +399,8 @@ def as_text(header: bytes) -> str:
 def _make_socket(address: Any) -> socket.socket:
     made = socket.socket(*address[:3])
     made.setblocking(False)
-    # A server may be silent for minutes. A dead host is detected in half a minute.
+    # A server may be silent for minutes. Keep-alive probes detect a dead host in half a
+    # minute.
     keep_alive(made, idle_s=15, interval_s=5)
     return made
 

@@ -141,7 +141,8 @@ def _mask_scores(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Applies the soft cap to a tile's scores and masks tokens outside of the window.
 
-    `live` says which tokens of the tile are in the piece; the others are masked too.
+    `live` marks the tokens of the tile that are in the piece. The tile's other tokens
+    are masked, too.
     """
     if CAPPED:  # tanh(x) == 2 * sigmoid(2 * x) - 1
         scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap

@@ -3,9 +3,9 @@
 The kernel calls `wait` before it reads what preceding kernels write. GPUs older than
 Hopper do not support PDL, so their kernels run one after the other.
 
-Every program of a kernel must wait, even one with nothing to do. A kernel has ended
-when all its programs have ended. The next kernel waits for this one only, and relies on
-this one having waited for all kernels before.
+Every program of a kernel must call `wait`, even a program with nothing to do. A kernel
+has ended when all its programs have ended. A kernel waits for the preceding kernel
+only, and relies on the wait of that kernel for all earlier kernels.
 """
 
 from typing import Any, Final

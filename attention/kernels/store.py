@@ -167,7 +167,8 @@ def store(
         scales: FP8 scales of the caches.
         q: [T, HQ, D], elements contiguous. Unchanged without `rope_norm`.
         interleaved: Whether neighbouring elements are rotated against each other, which
-            excludes norms. Else the halves of a head are.
+            excludes norms. Otherwise the halves of a head are rotated against each
+            other.
         read_back: Whether to change k and v in place to the elements as later steps
             read them.
     """

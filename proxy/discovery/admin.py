@@ -4,8 +4,8 @@ GET  /admin/members                                    all members
 POST /admin/members          {"role": .., "url": ..}   add a member until it is removed
 POST /admin/members/remove   {"server": NAME or URL}   from all sources; a source may
                                                        name it again
-POST /admin/members/drain    {"server": NAME or URL}   no new requests; it stays
-POST /admin/members/undrain  {"server": NAME or URL}   new requests again
+POST /admin/members/drain    {"server": NAME or URL}   send no new requests to a member
+POST /admin/members/undrain  {"server": NAME or URL}   send it new requests again
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ logger = get_logger(__name__)
 
 MEMBERS_PATH = "/admin/members"
 _ACTIONS = {f"{MEMBERS_PATH}/{name}": name for name in ("remove", "drain", "undrain")}
-# These paths are for admin keys, and for clients of this machine if there are no keys.
+# Only requests with an admin key may use these paths. If the proxy has no keys, only
+# clients on this machine may use them.
 ADMIN_PATHS = (MEMBERS_PATH, *_ACTIONS)
 MAX_BODY_BYTES = 4096
 OPERATOR = "operator"  # the name of this source

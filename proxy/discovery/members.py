@@ -33,13 +33,13 @@ _DIGITS = re.compile(r"\d+")
 class Members:
     """A fleet, its health checks and the sources of its members.
 
-    All of it runs on one event loop.
+    Everything runs on one event loop.
 
     Args:
         on_silence: see Watch.
     """
 
-    open_paths = frozenset((Registry.path,))  # their requests are signed
+    open_paths = frozenset((Registry.path,))  # no key is needed: requests are signed
     paths = open_paths | {*admin.ADMIN_PATHS}
     read_paths = (admin.MEMBERS_PATH,)  # the paths that also answer GET
 
@@ -80,7 +80,8 @@ class Members:
     def end(self) -> None:
         """Stop accepting registrations, and log no warnings about servers that stop.
 
-        Servers may stop together with the proxy. Registered servers stay members.
+        The servers may be stopping together with the proxy. Registered servers stay
+        members.
         """
         self._is_ending = True
         self._registry.close()
@@ -162,7 +163,8 @@ class Members:
         self.load_tracker.forget_cache(server)
         if old.ready:
             self._poller.hurry(server)
-        # A server that starts reports its progress in numbers.
+        # The reason of a starting server contains its progress in numbers: a change of
+        # numbers alone is logged without a warning.
         old_reason = _DIGITS.sub("", old.reason)
         is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
         # No warning is due if all servers are stopping, or if this one is leaving.

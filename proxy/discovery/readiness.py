@@ -1,16 +1,16 @@
-"""Whether the proxy reports that it is ready, and what it waits for until then.
+"""Decides whether the proxy reports that it is ready, and which servers are missing.
 
-A decode server alone can answer every request, but without its prefill server the
-answer is not disaggregated. The proxy waits for both, for each model of a decode
-server:
+A decode server alone can answer every request, but then the request is not
+disaggregated. For each model of a decode server, the proxy waits for a prefill server,
+too:
 
     WAITING --a ready decode server can read a ready prefill server's KV----> STARTED
             --no prefill server of the model is expected-------------------->
             --`--prefill-wait-s` has passed, or `--disaggregate never`------>
 
-Once every such model has started, one ready decode server is enough. The loss of all
+Once every such model has started, one ready decode server is enough: the loss of all
 prefill servers makes answers slower, and must not take the endpoint out of a load
-balancer. Does no I/O after its construction.
+balancer. Readiness reads the file of servers when it is created, and does no I/O later.
 """
 
 import time
@@ -32,7 +32,7 @@ class ReadyReport(NamedTuple):
     """The answer to a readiness probe.
 
     Attributes:
-        missing: what no server provides now, as sentences; some may be optional.
+        missing: sentences about missing servers. The proxy may be ready without them.
     """
 
     is_ready: bool
@@ -56,8 +56,9 @@ class Readiness:
         self._fleet = fleet
         self._clock = clock
         self._is_over = settings.disaggregate == "never"
-        # Models that have started; "" for servers that do not report their models.
-        self._started: set[str] = set()
+        # Models for which a check has found no gap at least once, see `_gaps`. ""
+        # stands for servers that report no models.
+        self._had_no_gap: set[str] = set()
         # Prefill servers may be expected although none is a member yet: a DNS name may
         # have no addresses, and with an explicit wait a server may still register.
         self._names_prefill = _names_prefill(settings)
@@ -67,24 +68,24 @@ class Readiness:
         self._deadline = clock() + self._wait_s
 
     def update(self) -> None:
-        """End the wait for prefill servers as soon as its condition holds.
+        """Record which models have no gap now, and end the wait when its time is over.
 
-        Call it after every health check: a server that is ready now may have left at
-        the next readiness probe.
+        Call this method after every health check: a server that is ready now may have
+        left before the next readiness probe.
         """
         if self._is_over:
             return
         gaps = self._gaps()
-        self._started.update(model for model, gap in gaps.items() if not gap)
+        self._had_no_gap.update(model for model, gap in gaps.items() if not gap)
         if self._clock() < self._deadline:
             return
         self._is_over = True
-        unstarted = [gap for model, gap in gaps.items() if model not in self._started]
-        if unstarted:
+        lasting = [gap for model, gap in gaps.items() if model not in self._had_no_gap]
+        if lasting:
             logger.warning(
                 "%s within %g s (--prefill-wait-s); GET /ready is 200 from now on, and "
                 "decode servers compute the prompts. Check the prefill servers.",
-                "; ".join(unstarted),
+                "; ".join(lasting),
                 self._wait_s,
             )
 
@@ -102,14 +103,14 @@ class Readiness:
             if not self._fleet.ready(kind)
         ]
         missing += [gap for gap in gaps.values() if gap and gap not in missing]
-        has_started = self._is_over or gaps.keys() <= self._started
+        has_started = self._is_over or gaps.keys() <= self._had_no_gap
         return ReadyReport(bool(gaps) and has_started, missing)
 
     def _gaps(self) -> dict[str, str]:
-        """Return why requests would not be disaggregated, for each model.
+        """Return each model's gap: why its requests would not be disaggregated.
 
-        The models are those of ready decode servers. The reason is a sentence. It is
-        empty if requests would be disaggregated, or if decode-only is intended.
+        The models are those of ready decode servers. A gap is a sentence. It is empty
+        if requests would be disaggregated, or if no prefill server is expected.
         """
         ready = self._fleet.ready(Kind.DECODE)
         if not ready:
@@ -150,5 +151,5 @@ def _names_prefill(settings: ProxySettings) -> bool:
         return bool(settings.prefill)
     try:
         return bool(read_servers(settings.servers_file).get(Kind.PREFILL))
-    except BadFile:  # reported by the discovery, which reads it again
+    except BadFile:  # the discovery reads the file again and reports the error
         return False

@@ -65,7 +65,7 @@ class Registry:
         self._period_started_at = -_WARNING_PERIOD_S
 
     def take(self, body: bytes) -> dict[str, object]:
-        """Apply an authentic record; return the answer for the server.
+        """Apply a server's record if its signature is valid; return the answer.
 
         Raises:
             RegistrationRefused: the record is refused, which is also logged.
@@ -117,7 +117,7 @@ class Registry:
         """Check that servers with the same model name serve the same model.
 
         Raises:
-            BadRecord: an earlier server has other weights under this name.
+            BadRecord: another member serves other weights under this name.
         """
         kind, url = key
         member = self._fleet.find(kind, url)
@@ -157,7 +157,7 @@ class Registry:
         """Store a server's newest record until `on_timeout` is called."""
         if last := self._records.get(key):
             last.timer.cancel()
-        # What the timer logs does not belong to the request with the record.
+        # The timer's log lines do not belong to the request that carried the record.
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
         timer = context.run(Countdown, loop, after_s, partial(on_timeout, key))

@@ -26,9 +26,9 @@ logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 2**20
 MAX_SERVERS = 1024  # per source
-STALE_S = 300.0  # for which the last addresses of a DNS name stay valid
+STALE_S = 300.0  # the last addresses of a DNS name stay valid for this long
 LOOKUP_TIMEOUT_S = 10.0
-JITTER = 0.2  # share of the interval, so that many proxies do not check in step
+JITTER = 0.2  # share of the interval, so that proxies do not check all at once
 
 Urls = dict[Kind, list[str]]
 # The URLs that a source lists, or None if they are unchanged; and a problem, if any.
@@ -38,7 +38,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 class BadFile(ValueError):
-    """A file of servers is wrong; the message says what."""
+    """A file of servers is wrong; the message says what is wrong with it."""
 
 
 def read_servers(name: str) -> Urls:
@@ -61,7 +61,7 @@ def read_servers(name: str) -> Urls:
     kinds = [kind.value for kind in Kind]
     if len(text) > MAX_FILE_BYTES:
         raise BadFile(f"it is longer than {MAX_FILE_BYTES} bytes")
-    if not isinstance(content, dict) or not content:  # perhaps it is being written
+    if not isinstance(content, dict) or not content:  # empty: perhaps being written
         raise BadFile("it must have `prefill: [URL, ..]` and `decode: [URL, ..]`")
     unknown = [key for key in content if key not in kinds]
     if unknown:
@@ -111,7 +111,7 @@ class Discovery:
         self._clock = clock
         self._interval_s = settings.discovery_interval_s
         self._file = settings.servers_file
-        self._file_stamp: object = None  # of the version that was read last
+        self._file_stamp: object = None  # of the file's version that was read last
         self._listed: Urls = {}
         # When each DNS name was last looked up successfully.
         self._resolved_at: dict[tuple[Kind, str], float] = {}

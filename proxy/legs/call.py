@@ -9,7 +9,7 @@ from proxy.placement.assignment import Assignment
 from proxy.placement.request_profile import RequestProfile
 from proxy.upstream import Failure, Headers, Response
 
-# Servers that may be given a request that generates nothing and fail with it.
+# How many servers may be given a request and fail with it, if it cannot fail over.
 MAX_DELIVERIES = 2
 
 
@@ -23,23 +23,25 @@ class UpstreamCall:
 
     Attributes:
         pool: the servers that may be chosen.
-        profile: the prompt, if one is computed or an answer is generated from it.
+        profile: the prompt that is computed or from which the answer is generated;
+            None without a prompt.
         read_whole_from: a response with this status or above is read completely; any
-            other is left open, to be relayed.
-        transfer_id: id of a prefill, by which it is cancelled if its answer is lost.
+            other response is left open, to be relayed.
+        transfer_id: id of a prefill, by which the prefill is cancelled if its answer is
+            lost.
         computes: the server computes the prompt.
-        foreign_body: returns the body for a server that speaks vLLM's dialect, if that
-            differs.
-        deadline: of all legs together; servers receive the time that is left.
+        foreign_body: returns the body for a server that speaks vLLM's dialect; None if
+            such a server gets `body`, too.
+        deadline: deadline of all legs together; servers receive the time that is left.
         priority: smaller is more urgent.
         baton_headers: headers for Baton servers alone.
         max_deliveries: how many servers may be given the request and fail with it.
-        can_fail_over: another server can take over at any time, so that a silent
-            server is given up early.
-        is_admitted: the request was admitted before, at another server: a full queue
-            does not refuse it.
-        last_resort: the server that gets the request if no other is ready. It may not
-            be ready either.
+        can_fail_over: another server can take over at any time, so a silent server is
+            given up early.
+        is_admitted: another server has admitted the request before, so this proxy does
+            not refuse it because of full queues.
+        last_resort: the server that gets the request if no other server is ready, even
+            if it is not ready itself.
         reservation: the load that was reserved for this request, if any.
         on_server_chosen: called with each server before the request is sent to it.
     """
@@ -70,7 +72,7 @@ class UpstreamCall:
 
 
 class LegFailed(Exception):
-    """No server of a kind did the work. The message, without addresses, is for clients.
+    """No server could serve a leg. The message is for clients and has no addresses.
 
     Attributes:
         failure: the failure of the last server, if any was tried.

@@ -1,8 +1,8 @@
 """The decode leg that is opened together with a prefill leg.
 
 The decode server subscribes to the prompt's KV at the prefill server, and begins its
-answer with the first token. If the prefill leg is retried at another server, a new
-decode leg replaces the first one.
+answer when the first token arrives. If the prefill leg is retried at another server, a
+new decode leg replaces the first decode leg.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ class EarlyDecode:
     """The decode leg of one request while its prefill leg runs.
 
     Args:
-        open_leg: opens a decode leg that subscribes at this prefill server. Raises
+        open_leg: opens a decode leg that subscribes at the given prefill server. Raises
             LegFailed if that is not possible.
-        failover: counts the servers that failed with an offer.
+        failover: counts the decode servers that failed after they had got an offer.
     """
 
     def __init__(
@@ -58,19 +58,21 @@ class EarlyDecode:
         self._leg.add_done_callback(self._on_done)
 
     async def take(self, prefill: asyncio.Task[Any]) -> asyncio.Task[Leg] | None:
-        """Return the decode leg as soon as either leg has an answer.
+        """Return the decode leg, as soon as either leg is done.
 
-        The decode leg has an answer, or will have one soon because the prefill is done.
-        None: no decode leg is left, and the answer of the prefill leg decides.
+        If only the prefill leg is done, the decode leg will have an answer soon.
+
+        Returns:
+            None if no usable decode leg is left: the answer of the prefill leg decides.
         """
         prefill.add_done_callback(self._on_done)
         while not (prefill.done() or (self._leg and self._leg.done())):
             self._leg_done.clear()
             await self._leg_done.wait()
         self._is_over = True
-        # While the prefill still runs, its KV is about to be lent.
+        # A prefill that still runs is about to lend its KV.
         has_kv = not prefill.done() or lender_of(prefill) is not None
-        if self._leg is None or not has_kv or await self._is_refused(self._leg):
+        if self._leg is None or not has_kv or await self._has_failed(self._leg):
             self.close()
             return None
         self._is_taken = True
@@ -78,10 +80,11 @@ class EarlyDecode:
         self._leg = None
         return leg
 
-    async def _is_refused(self, leg: asyncio.Task[Leg]) -> bool:
-        """Return whether the decode leg failed and the request may be tried again.
+    async def _has_failed(self, leg: asyncio.Task[Leg]) -> bool:
+        """Wait for the decode leg; return True if it failed and may be replaced.
 
-        The server refused the offer, or failed with it.
+        The server refused the offer, which opens its trust circuit, or failed after it
+        had got the offer, which is counted.
         """
         await asyncio.wait({leg})
         if error := leg.exception():
@@ -102,7 +105,9 @@ class EarlyDecode:
     def _on_done(self, leg: asyncio.Task[Any]) -> None:
         self._leg_done.set()
         if not leg.cancelled():
-            leg.exception()  # marks it as retrieved; `take` may not await this leg
+            # This marks the exception as retrieved, so asyncio does not warn if `take`
+            # never awaits this leg.
+            leg.exception()
 
     def close(self) -> None:
         """End the decode leg if it was not taken."""

@@ -10,14 +10,14 @@ from proxy.upstream import Failure
 
 # After these failures of a decode server, another server can continue.
 UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
-# The server had received the request when it failed, so the request may be the cause.
+# After these failures, the server had received the request, which may be the cause.
 DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not retried, because
-    # the client would wait for a second one. A decode server's own error is not retried
-    # either: the server applies its failure policy itself.
+    # the client would wait for a second timeout. A decode server's own error is not
+    # retried either: the server applies its failure policy itself.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
 _QUEUE_PHASES = (QueueFull.phase, GrammarQueueFull.phase)

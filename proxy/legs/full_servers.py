@@ -1,4 +1,4 @@
-"""Servers with full queues, to which requests are not even sent."""
+"""Remembers which servers have full queues, so that they are sent fewer requests."""
 
 import sys
 import time
@@ -23,8 +23,8 @@ class Refusal:
     """A server's 429. Times are seconds of time.monotonic.
 
     Attributes:
-        until: before this time the server gets no request that is as long and not more
-            urgent.
+        until: before this time the server gets no request that is at least as long as
+            the refused request and not more urgent.
         retry_at: when the server should have capacity again.
         priority: priority of the refused request; smaller is more urgent.
         tokens: prompt tokens of the refused request.
@@ -72,7 +72,7 @@ class FullServers:
         A Baton server knows the true lengths in its queue and refuses by itself.
 
         Raises:
-            QueueFull: all of them are full.
+            QueueFull: all of `servers` are full.
         """
         now = time.monotonic()
         if not any(now < refusal.until for refusal in self._refusals.values()):
@@ -90,9 +90,10 @@ class FullServers:
         return list(waits_s)
 
     def _estimated_waits(self, servers: Sequence[Server]) -> dict[Server, float]:
-        """Return when each server may be tried again, if all have long queues.
+        """Return in how many seconds each server may be tried again.
 
-        Empty if one of them is a Baton server or has a short queue.
+        Empty unless all servers have long queues. A Baton server never counts as full
+        here, because it refuses by itself.
         """
         estimates_s = {
             server: self._load_tracker.wait_s(server)
@@ -115,10 +116,10 @@ class FullServers:
         profile: RequestProfile | None,
         priority: int,
     ) -> Refusal:
-        """Remember a server's 429 for requests like this one.
+        """Return a server's 429 as a Refusal, and remember it for similar requests.
 
-        A full trial queue is not remembered: it does not concern requests without a new
-        schema.
+        A full trial queue is not remembered, because it does not concern requests
+        without a new schema.
         """
         retry_after = dict(response.headers).get(b"retry-after", b"")
         wait_s = _DEFAULT_RETRY_AFTER_S

@@ -1,4 +1,4 @@
-"""Giving KV back to prefill servers that hold it for a request that is over."""
+"""Gives KV back to prefill servers that hold it for a request that is over."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from proxy.upstream import Headers, HttpUpstream, UpstreamError
 logger = get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 30.0  # a silent prefill server frees the KV when its lease ends
-MAX_RELEASES = 1024  # at once; beyond that, KV is freed when its lease ends
+MAX_RELEASES = 1024  # at once; KV of further requests is freed when its lease ends
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -29,7 +29,13 @@ class KVReleaser:
     ) -> None:
         """Report to a prefill server that no server will pull its KV.
 
-        vLLM's servers have no such request. A lease's end frees the KV anyway.
+        Nothing is sent to vLLM's servers, which have no such request: there, the end of
+        the lease frees the KV.
+
+        Args:
+            headers: the client's headers that servers get.
+            params: the `kv_transfer_params` that name the KV.
+            after_s: delay of the release in seconds.
         """
         if server.health.is_foreign or len(self._tasks) >= MAX_RELEASES:
             return

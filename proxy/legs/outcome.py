@@ -21,7 +21,7 @@ class DecodeOnlyReason(Enum):
 
 @dataclass(frozen=True)
 class DecodeOnly:
-    """No prefill server takes part.
+    """A request is served without a prefill server.
 
     Attributes:
         reason: a DecodeOnlyReason, or how the last prefill server failed.

@@ -1,4 +1,4 @@
-"""The hint for a server that computes a prompt: which server has more of its KV."""
+"""The hint for a server that computes a prompt: which server has more of the KV."""
 
 import time
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ from proxy.membership import Server
 
 HINT_PARAM = f"kv_transfer_params.{HINT}"  # a server that refuses a hint names this
 _MAX_HINT_TOKENS = 1 << 24
-# A hint names this many times the estimated tokens: text may have a token per byte.
+# A hint's `num_tokens` is this many times the estimate, because text may have one token
+# per byte.
 _HINT_TOKENS_FACTOR = 4
 
 
@@ -24,8 +25,8 @@ def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint |
     A wrong hint costs one query, and a second if the lender is dead.
 
     Args:
-        lenders: servers in the order of preference, each with the estimated number of
-            the prompt's tokens that it has.
+        lenders: servers in the order of preference, each with an estimate of how many
+            of the prompt's tokens it has cached.
     """
     if reader.health.is_foreign or not reader.health.subscribes:
         return None

@@ -1,4 +1,4 @@
-"""How one leg of a request runs, and how its answer gets to the client."""
+"""How each leg of a request runs, and how its answer is relayed to the client."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +44,8 @@ class RequestLegs:
     grant: AccessGrant
     data: bytes
     deadline: Deadline | None
-    # The body with a seed, and without it as the client sent it. Neither has
-    # kv_transfer_params.
+    # The body with a seed, and the same body without the seed that the proxy added.
+    # Neither has kv_transfer_params of the client.
     _body: bodies.Body = field(default_factory=dict, init=False)
     _unseeded_body: bodies.Body = field(default_factory=dict, init=False)
     # None unless the request generates.
@@ -72,7 +72,11 @@ class RequestLegs:
         """Return the answer of the first prefill server that can take the request.
 
         Args:
-            context: the longest context of the servers that could serve it instead.
+            context: the longest context of the servers that could serve the request
+                instead.
+
+        Returns:
+            A DecodeOnly if no prefill server takes the request.
         """
         pool = call.pool
         reason = DecodeOnlyReason.PREFILL_CHOICES
@@ -100,12 +104,13 @@ class RequestLegs:
         return bodies.prefill_leg(self._unseeded_body, self.path, foreign=True)
 
     async def _decode(self, call: UpstreamCall, excluded: Sequence[Server]) -> None:
-        """Relay a decode server's answer, or the rest of an answer."""
+        """Relay a decode server's answer, or the rest of an answer after a loss."""
         excluded = [*excluded, *self._failover.avoided]
         if self.reply.frame_history:
-            # The frames of the stream so far are signed.
+            # The request will contain signed frames, and servers with an open trust
+            # circuit get nothing signed.
             servers = call.pool.of[Kind.DECODE]
-            excluded += [server for server in servers if server.is_circuit_open]
+            excluded += [server for server in servers if server.is_trust_circuit_open]
         await self._relay_decode(self.upstreams.run(call, self._trace, excluded))
 
     def _decode_call(self, pool: Pool, params: msgspec.Raw | None) -> UpstreamCall:
@@ -130,7 +135,12 @@ class RequestLegs:
     # answers
 
     async def _relay_decode(self, running: Awaitable[Leg]) -> None:
-        """Relay a decode server's answer, or the response of the last that failed."""
+        """Relay a decode server's answer, or the last failed server's response.
+
+        Raises:
+            UpstreamLost: the answer broke off, and another server may continue.
+            BatonError: no server answered, or the answer broke off for good.
+        """
         has_begun = self.reply.status is not None
         continues = has_begun or bool(self.reply.frame_history)
         try:
@@ -153,7 +163,12 @@ class RequestLegs:
         await self._relay(leg)
 
     async def _relay(self, leg: Leg) -> None:
-        """Relay a response. Raises UpstreamLost and BatonError if it breaks off."""
+        """Relay a response.
+
+        Raises:
+            UpstreamLost: the response broke off, and another server may continue.
+            BatonError: the response broke off, and no other server may continue.
+        """
         if not leg.is_open:
             await self.reply.relay(leg.response)
             return
@@ -180,13 +195,14 @@ class RequestLegs:
         else:
             self._trace.num_moved += 1
         if loss.params is not None and not self.reply.frame_history:
-            # No server can name the tokens of this KV any more.
+            # No server can continue with this KV, because the tokens that it stands for
+            # are in the missing frames.
             self.upstreams.give_back(server, self.headers, loss.params)
             loss.params = None
         raise loss
 
     def _loss(self, server: Server, error: UpstreamError) -> UpstreamLost:
-        """Return the loss of a server, and count it as a failure if it is one."""
+        """Return the loss of a server; count a failure unless it lends the KV."""
         event: bytes | None = None
         params: msgspec.Raw | None = None
         if isinstance(error, Migrated):
@@ -260,11 +276,13 @@ def _client_error(failed: LegFailed) -> BatonError:
 def _fits_elsewhere(
     response: Response, server_context: int | None, context: int | None
 ) -> bool:
-    """Return whether a prompt is too long for this prefill server alone.
+    """Return whether a prompt is too long for this prefill server, but not for others.
 
     Args:
-        server_context: the context of the prefill server that responded.
-        context: the longest context of the servers that could serve it instead.
+        response: the response of the prefill server.
+        server_context: the context of the prefill server.
+        context: the longest context of the servers that could serve the request
+            instead.
     """
     if bodies.error_of(response.body or b"") != ContextLengthExceeded.code:
         return False

@@ -15,8 +15,8 @@ _SERVER_FAILURES = [failure for failure in Failure if failure is not Failure.MOV
 def initial_series() -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name and labels of each series that is exposed with 0 from the start.
 
-    `rate()` and `increase()` do not see the event with which a series appears, and
-    what an alert waits for may happen only once.
+    Prometheus's `rate()` and `increase()` do not see the event with which a series
+    appears, and the event that an alert waits for may happen only once.
     """
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
     reasons_by_path = {

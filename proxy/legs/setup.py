@@ -1,4 +1,4 @@
-"""Creates what sends the legs of requests, from the proxy's settings."""
+"""Creates the Upstreams, which send the legs of requests, from the proxy's settings."""
 
 from protocol.metrics import Metrics
 from protocol.settings.settings import ProxySettings
@@ -12,7 +12,7 @@ from proxy.upstream import HttpUpstream
 def create_upstreams(
     settings: ProxySettings, metrics: Metrics, members: Members, upstream: HttpUpstream
 ) -> Upstreams:
-    """Return the way to the servers, and expose the metrics that count on it."""
+    """Return the Upstreams, and expose each series of their metrics, with 0."""
     for name, labels in initial_series():
         metrics.begin(name, **labels)
     return Upstreams(

@@ -63,7 +63,7 @@ class _Attempts:
     def error(self, call: UpstreamCall) -> Exception:
         """Return the error of a leg for which no server is left to try."""
         last = self.failures[-1] if self.failures else None
-        # A request that was admitted before can do without a prefill server.
+        # A request that another server has admitted can do without a prefill server.
         is_optional = call.is_admitted and call.kind is Kind.PREFILL
         if self.refusals and last not in DELIVERED and not is_optional:
             retry_at = min(refusal.retry_at for refusal in self.refusals)
@@ -77,7 +77,7 @@ class _Attempts:
 
 @dataclass
 class Upstreams:
-    """The way from requests to the fleet's servers.
+    """Sends the legs of all requests to the fleet's servers.
 
     Attributes:
         max_queue_s: limit for the estimated queue of servers without admission control.
@@ -100,7 +100,8 @@ class Upstreams:
         # could take them over.
         self._waits = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self.load_tracker.pulls = bool(self.secret)
-        # Requests in a row that were not disaggregated although they could be.
+        # Requests in a row that were not disaggregated. Requests for which a decode
+        # server alone was cheaper do not count.
         self._num_decode_only = 0
 
     async def run(
@@ -108,14 +109,14 @@ class Upstreams:
     ) -> Leg:
         """Return the first response that is not a server's failure.
 
-        Call `close_leg` with it, whether the response was read or not.
+        Call `close_leg` with the result, whether the response was read or not.
 
         Args:
-            excluded: servers that cannot do this; they are tried only if no other
-                server is ready.
+            excluded: servers that cannot serve this leg; they are tried only if no
+                other server is ready.
 
         Raises:
-            LegFailed: no server is ready, or all that may be tried failed.
+            LegFailed: no server is ready, or all servers that may be tried failed.
             QueueFull: the servers refused the request because their queues are full.
         """
         kind = call.kind
@@ -143,7 +144,7 @@ class Upstreams:
     def _with_full_servers(
         self, call: UpstreamCall, excluded: Sequence[Server]
     ) -> Sequence[Server]:
-        """Add the servers whose queues are full. Raises QueueFull if all are full."""
+        """Return `excluded` with the full servers. Raises QueueFull if all are full."""
         if not call.pool.ready(call.kind, excluded):
             excluded = ()
         if call.profile is None or call.is_admitted:
@@ -201,8 +202,8 @@ class Upstreams:
     def count_request(self, path: str, reason: str) -> None:
         """Count a request by the path that it takes.
 
-        Warns if no request is disaggregated any more: after WARN_AFTER_DECODE_ONLY
-        requests in a row, then each time after twice as many.
+        Warns if requests are no longer disaggregated: after WARN_AFTER_DECODE_ONLY such
+        requests in a row, then each time that their number has doubled.
         """
         self.metrics.inc("baton_proxy_requests", path=path, reason=reason)
         if path == "pd":
@@ -228,9 +229,9 @@ class Upstreams:
         self.fleet.add_in_flight(server, 1)
         hint = None
         assignment: Assignment | None = None
-        # A server that has left would stay in the load tracker for good.
+        # The load tracker would never drop a server that has left already.
         if call.profile is not None and not server.has_left:
-            if call.computes and not server.is_circuit_open:
+            if call.computes and not server.is_trust_circuit_open:
                 lenders = self.load_tracker.lenders(server, call.profile)
                 hint = pull_hint(server, lenders)
             assignment = self.load_tracker.start(
@@ -257,7 +258,7 @@ class Upstreams:
         except (Unreachable, Exhausted):
             raise
         except BaseException:
-            # The answer may be on its way, and the server may hold KV for it.
+            # The server may have answered, and may hold KV for the request.
             if call.transfer_id is not None:
                 params = {"do_remote_decode": True, "transfer_id": call.transfer_id}
                 self.give_back(server, call.headers, params)
@@ -269,7 +270,7 @@ class Upstreams:
     async def _send_with_hint(
         self, server: Server, call: UpstreamCall, hinted_body: bytes
     ) -> Response:
-        """Send a leg with a signed hint whose KV to pull.
+        """Send a leg with a signed hint that names the server from which to pull KV.
 
         If the server rejects the signature, the leg is sent again without the hint.
         """
@@ -302,10 +303,10 @@ class Upstreams:
     async def wait_for(
         self, server: Server, work: Awaitable[ResultT], *, can_fail_over: bool = False
     ) -> ResultT:
-        """Await `work`, which a server does.
+        """Await `work`, which depends on a server.
 
         Raises:
-            Lost: the server is silent, and it does not answer health checks either.
+            Lost: the server does not answer its health checks; see `on_silence`.
         """
         waits = self._waits.setdefault(server, {})
         try:
@@ -321,9 +322,13 @@ class Upstreams:
     def on_silence(self, server: Server, is_long: bool) -> None:
         """Give up requests of a server that does not answer its health checks.
 
-        Prefill legs are retried elsewhere or done without, and requests that another
-        decode server can continue fail over. The other requests of a decode server are
-        kept until the silence is long, because they may still be answered.
+        Prefill legs are retried at another server or left out, and requests that
+        another decode server can continue fail over. A decode server keeps the requests
+        that no other server can continue until the silence is long, because it may
+        still answer them.
+
+        Args:
+            is_long: the server has not answered LONG_SILENCE health checks in a row.
         """
         gives_up_all = is_long or server.kind is Kind.PREFILL
         has_others = any(other is not server for other in self.fleet.ready(server.kind))
@@ -338,7 +343,7 @@ class Upstreams:
         self.fleet.add_in_flight(server, -1)
 
     def close_leg(self, leg: Leg) -> None:
-        """Record that the rest of a response is not read: the server's work ends."""
+        """Close a leg's response, and count the leg as ended, unless that is done."""
         if leg.is_open:
             leg.is_open = False
             leg.response.close()
@@ -346,7 +351,7 @@ class Upstreams:
 
     def open_trust_circuit(self, server: Server) -> None:
         """Send a server nothing signed for a while, because it rejected a signature."""
-        if not server.is_circuit_open:
+        if not server.is_trust_circuit_open:
             logger.warning(
                 "%s has another cluster secret than this proxy, or another time (give "
                 "all of them BATON_CLUSTER_SECRET, and synchronize their clocks): for "

@@ -1,4 +1,4 @@
-"""What a server was given: a leg of a request, and what its cache has afterwards."""
+"""One leg of a request at one server, and the end of a prompt in a server's cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ class Assignment:
     Attributes:
         is_reserved: the leg has not started yet.
         computes: the server has yet to compute the prompt.
-        prefill_s: estimated time for that.
-        expected_end_at: estimated end of the computation, without the server's
-            `total_delay_s` of that time.
-        started_at: when it was assigned.
-        is_incoming: counted in `load.incoming_streams` and not in `load.streams`,
-            because there is no first token yet.
-        new_blocks: blocks that the server computes, each with the server's index.
+        prefill_s: estimated seconds for computing the prompt; 0 if it is not computed.
+        expected_end_at: estimated end of the computation, minus the server's
+            `total_delay_s` at the start of the leg.
+        started_at: when the leg was assigned.
+        new_blocks: hashes of the blocks that the server computes, each with the
+            server's index.
+        is_incoming: the leg is counted in `load.incoming_streams` and not in
+            `load.streams`, because there is no first token yet.
         is_answered: the server has begun to answer with status 200, so its cache has
             the prompt.
     """
@@ -42,11 +43,12 @@ class Assignment:
 class CachedTail(NamedTuple):
     """What a server has cached beyond the last complete block of a prompt.
 
-    This is the rest of the prompt, and the answer.
+    The tail is the rest of the prompt, and the answer.
 
     Attributes:
-        num_bytes: length of the rest, without the characters that close its JSON.
-        text_hash: hash of the rest.
+        num_bytes: length of the prompt's rest, without the characters that close its
+            JSON.
+        text_hash: hash of the prompt's rest.
         num_tokens: estimated tokens from the start of the prompt to the end of the
             answer.
     """
@@ -56,6 +58,11 @@ class CachedTail(NamedTuple):
     num_tokens: float
 
     def matches(self, text: bytes, num_blocks: float) -> bool:
-        """Return whether a prompt continues with this rest after its first blocks."""
+        """Return whether a prompt continues with this rest after its first blocks.
+
+        Args:
+            text: JSON text of the prompt.
+            num_blocks: number of these first blocks.
+        """
         start = int(num_blocks * BLOCK_BYTES)
         return hash(text[start : start + self.num_bytes]) == self.text_hash

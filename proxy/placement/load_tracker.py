@@ -1,7 +1,7 @@
-"""Load estimates of the proxy's servers, from what it sent and when it was answered.
+"""Estimates the load of the servers from this proxy's requests and their answers.
 
-No server is queried for its load. Several proxies share nothing: each sees its own part
-of the load, and the rest makes the times that it measures longer. Does no I/O.
+No server is queried for its load, and several proxies share no estimates. The requests
+of other proxies lengthen the times that this proxy measures. This module does no I/O.
 """
 
 import time
@@ -38,7 +38,8 @@ Disaggregate = Literal["always", "auto", "never"]
 
 ServerT = TypeVar("ServerT")
 
-# A hint to pull is given from this many tokens on: fewer are computed in no time.
+# A server gets a hint to pull if it saves at least this many tokens: a server computes
+# fewer tokens as fast as it pulls them.
 MIN_HINT_TOKENS = 32
 _MAX_TAILS = 16_384  # prompts whose tail and answer are remembered, over all servers
 
@@ -67,11 +68,11 @@ class LoadTracker:
 
     Args:
         max_blocks: limit for the prefixes of all servers.
-        step_s: limit for a step with streams, at servers that do not report theirs.
+        step_s: limit for a step with streams, for servers that report no limit.
         clock: returns monotonic seconds.
 
     Attributes:
-        pulls: servers receive hints whose KV to pull.
+        pulls: servers receive hints that name the server from which to pull KV.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class LoadTracker:
         self._totals: dict[object, StepTotals] = {}
         self._speeds: dict[object, PromptSpeed] = {}
         self._lenders: dict[int, object] = {}  # servers by the index of their load
-        # By the hash of the last complete block, and the index of the server.
+        # By the hash of a prompt's last complete block, and the index of the server.
         self._tails = OrderedDict[tuple[int, int], CachedTail]()
         # Blocks that are being computed, each with the index of the server.
         self._pending_blocks = set[tuple[int, int]]()
@@ -108,7 +109,7 @@ class LoadTracker:
         self.loads[server] = self.loads[other]
 
     def remove(self, server: object) -> None:
-        """Drop a server that is no member any more and has no requests."""
+        """Drop a server that is no longer a member and has no requests."""
         load = self.loads.pop(server, None)
         if load is not None:
             if self._lenders.get(load.index) is server:
@@ -129,8 +130,11 @@ class LoadTracker:
         """Assign both legs to one decode server, if that is the cheapest placement.
 
         Other requests may be placed before the leg starts, so the server's load
-        includes it from now on. Pass the result to `choose_server` and `start`, and to
-        `cancel` in any case. None: the request takes a prefill server.
+        includes the leg from now on. Pass the result to `choose_server` and `start`,
+        and to `cancel` in any case.
+
+        Returns:
+            The reservation; None if a prefill server is to compute the prompt.
         """
         cached = self._cached(profile)
         placement = choose(
@@ -151,7 +155,7 @@ class LoadTracker:
 
     @property
     def decode_only(self) -> bool | None:
-        """Whether decode servers compute all prompts; None: by load."""
+        """Whether decode servers compute all prompts; None: the load decides."""
         return None if self._disaggregate == "auto" else self._disaggregate == "never"
 
     def cancel(self, reservation: Assignment | None) -> None:
@@ -169,7 +173,13 @@ class LoadTracker:
         generates: bool,
         reservation: Assignment | None = None,
     ) -> ServerT:
-        """Return the server for one leg; among equals the first."""
+        """Return the server for one leg; of equally good servers, the first.
+
+        Args:
+            profile: None if the request has no prompt, as at /tokenize.
+            computes, generates: what the server does in this leg.
+            reservation: what `reserve_decode_only` returned for the request.
+        """
         if profile is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
         if generates and reservation is not None and reservation.is_reserved:
@@ -189,7 +199,7 @@ class LoadTracker:
     # pulls
 
     def set_lender(self, server: object, is_lender: bool) -> None:
-        """Record whether others may pull this server's KV."""
+        """Record whether other servers may pull this server's KV."""
         index = self.loads[server].index
         if is_lender:
             self._lenders[index] = server
@@ -199,15 +209,19 @@ class LoadTracker:
     def lenders(
         self, server: object, profile: RequestProfile
     ) -> list[tuple[object, int]]:
-        """Return the servers that have more of a prompt than the one that computes it.
+        """Return the servers that have cached more of a prompt than `server` has.
 
-        Each comes with its number of tokens; the one with the most is first.
+        Each server comes with its number of cached tokens; the server with the most is
+        first.
+
+        Args:
+            server: the server that computes the prompt.
         """
         if not self.pulls:
             return []
         index = self.loads[server].index
-        # Blocks that this server has yet to compute may still be on their way to it
-        # from another server.
+        # Blocks that are not computed yet do not count, not even those of `server`
+        # itself, which may have to pull them, too.
         computed = {
             i: self._computed_depth(profile, i, depth)
             for i, depth in self._depths(profile).items()
@@ -246,7 +260,7 @@ class LoadTracker:
         return CachedPrefixes(depths, lendable, wait_s)
 
     def _reply_wait_s(self, lender: object, now: float) -> float:
-        """Return how long a lender takes to reply: it does so between two steps."""
+        """Return the seconds until a lender replies: it replies between two steps."""
         load = self.loads[lender]
         if not load.free_at > now:
             return 0.0
@@ -258,7 +272,14 @@ class LoadTracker:
     def _computed_depth(
         self, profile: RequestProfile, index: int, depth: float
     ) -> float:
-        """Return how many of a server's blocks are computed; they come in order."""
+        """Return how many leading blocks of a prompt a server has computed.
+
+        A server computes the blocks of a prompt in order.
+
+        Args:
+            index: the server's ServerLoad.index.
+            depth: number of leading blocks that are computed or pending.
+        """
         last = min(int(depth), len(profile.hashes))
         if not last or (profile.hashes[last - 1], index) not in self._pending_blocks:
             return depth
@@ -297,7 +318,12 @@ class LoadTracker:
     ) -> Assignment:
         """Record that the server is given a leg.
 
-        Call `on_answer` when its answer begins, and `end` in any case.
+        Call `on_answer` when the answer to the leg begins, and `end` in any case.
+
+        Args:
+            reservation: what `reserve_decode_only` returned for the request. The result
+                is this reservation if it fits the leg; else the reservation is
+                cancelled.
         """
         load = self.loads[server]
         if reservation is not None and reservation.is_reserved:
@@ -316,7 +342,8 @@ class LoadTracker:
             load.free_at = max(load.free_at, self._clock()) + prefill_s
             load.num_prompts += 1
             load.add_queued(profile.size_class, prefill_s)
-            # The server will have the prompt when it starts whatever comes after it.
+            # The server will have cached the prompt when it starts the prompts that
+            # are queued after this one.
             self._add_prompt(load, profile)
         is_incoming = generates and not computes
         if is_incoming:
@@ -352,7 +379,7 @@ class LoadTracker:
         if cached.lendable_blocks:
             prefill_s -= saved_by_pull_s(profile, load, cached)
         if generates:
-            # Prompts that wait here are streams by the time the next one is computed.
+            # The incoming streams will be running when this prompt is computed.
             prefill_s /= load.prompt_share(load.incoming_streams)
         return prefill_s
 
@@ -366,7 +393,7 @@ class LoadTracker:
         load = assignment.load
         hashes = assignment.profile.hashes
         is_indexed = bool(hashes) and self._prefixes.has(load.index, hashes[-1])
-        # Blocks are missing if the request that was to compute them was refused.
+        # Blocks are missing if another request was to compute them and was refused.
         if not assignment.computes or not is_indexed:
             self._add_prompt(load, assignment.profile)
         self._count_as_running(assignment)
@@ -404,10 +431,11 @@ class LoadTracker:
             assignment.load.streams += 1
 
     def _end_prefill(self, assignment: Assignment, delay_s: float) -> None:
-        """Record that a prompt waits no longer.
+        """Record that a prompt is computed, or is not going to be.
 
         Args:
-            delay_s: by how much the prompts behind it are later than predicted.
+            delay_s: by how many seconds the prompts that are queued behind this one
+                will be later than predicted; negative if they will be earlier.
         """
         load = assignment.load
         self._pending_blocks.difference_update(assignment.new_blocks)
@@ -457,6 +485,7 @@ class LoadTracker:
 
         Args:
             kv_capacity: tokens of KV.
+            totals: counters of the engine since its start.
             target_step_s: limit for a step with streams.
         """
         load = self.loads[server]

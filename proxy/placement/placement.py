@@ -1,16 +1,17 @@
-"""The servers that compute a prompt and generate its answer: the cheapest by estimate.
+"""Chooses the servers for the prompt and the answer of a request, by estimated cost.
 
 `choose` is pure: it maps a request and load estimates to a placement. Estimates may be
 out of date or missing, which costs time and never correctness. The cost of a placement
 is in seconds and has four terms:
 
 1. The wait for queued prompts, and the prefill. The prefill counts twice, because it
-   also delays the prompts that are queued behind it. What another server has cached
-   counts once more.
+   also delays the prompts that are queued behind it. Tokens that only another server
+   has cached count once more.
 2. The hand-off to a decode server, or the pull of a prefix from another server.
-3. The time that running streams lose while the server computes the prompt: at least
-   that of a step with prompts, whose kernels are launched one by one.
-4. The wait for KV, if the decode server has too little left.
+3. The time that running streams lose while the server computes the prompt. It is at
+   least the minimum duration of a step with prompts, because the kernels of such a step
+   are launched one by one.
+4. The wait for KV capacity, if the decode server has too little free.
 """
 
 from collections.abc import Sequence
@@ -21,28 +22,30 @@ from proxy.placement.prefix_index import Depths
 from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import ServerLoad
 
-# The parameters of the cost. docs/performance.md ("Placement, simulated") has the rows
-# that comments cite.
+# The parameters of the cost. The comments cite rows of the tables in "Placement,
+# simulated" (docs/performance.md), with the share of requests that are good.
 
-# Seconds per hand-off or pull, without the tokens. A hand-off is one more HTTP request
-# and the pull of the KV (measured: 4 to 6 ms). The pull of a prefix is a lookup at the
-# lender and a fence (measured: 5 to 10 ms).
+# Seconds per hand-off or pull, in addition to the time for its tokens. A hand-off takes
+# one more HTTP request and the start of a pull (measured: 4 to 6 ms). The pull of a
+# prefix takes a lookup at the lender and a fence (measured: 5 to 10 ms).
 TRANSFER_S = 0.01
-# Seconds per token of a pulled prefix. KV of an 8B model over 25 GB/s.
+# Seconds per token of a pulled prefix: the KV of an 8B model at 25 GB/s.
 PULL_TOKEN_S = 5e-6
-# Seconds. Up to here each moment of waiting for the first token costs more than the one
-# before; a wait this long counts three times. Fitted: without it, the row "open loop at
-# 24/s", 1P1D, is good for 0.30 instead of 0.85.
+# Seconds. Until a request has waited this long for its first token, each moment of the
+# wait costs more than the moment before. A wait of this length counts three times.
+# Fitted: without this term, the row "open loop at 24/s", 1P1D, has 0.30 instead of 0.85
+# good requests.
 PATIENCE_S = 0.7
-# Seconds of cost per running stream and prompt, however short the prompt: a step with
-# any prompt is launched kernel by kernel and has a minimum duration. Fitted: with
-# 0.006, the row "Mooncake 1.5 x", 3P1D, is good for 0.59 instead of 0.64.
+# Seconds of cost for each running stream, however short the prompt is: a step with a
+# prompt is launched kernel by kernel, so it has a minimum duration. Fitted: with 0.006,
+# the row "Mooncake 1.5 x", 3P1D, has 0.59 instead of 0.64 good requests.
 INTERRUPTION_S = 0.0175
-# Streams. Interrupting more streams than this costs no more. Fitted: without it, the
-# first token takes 1.16 instead of 0.30 s (p50) in the row "Azure 15 x, 2P2D".
+# Interrupting more streams than this costs as much as interrupting this many. Fitted:
+# without this limit, the first token takes 1.16 instead of 0.30 s (p50) in the row
+# "Azure 15 x, 2P2D".
 MAX_COUNTED_STREAMS = 32
-# Seconds of cost per second of prefill and running stream. Fitted: with 0, the row
-# "Mooncake 1.5 x", 1P3D `never`, is good for 0.59 instead of 0.63.
+# Seconds of cost for each running stream and second of prefill. Fitted: with 0, the row
+# "Mooncake 1.5 x", 1P3D `never`, has 0.59 instead of 0.63 good requests.
 STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")
@@ -52,9 +55,10 @@ class CachedPrefixes(NamedTuple):
     """The cached blocks of one prompt.
 
     Attributes:
-        depths: leading blocks that each server has.
-        lendable_blocks: most leading blocks that one server can lend to another.
-        lender_wait_s: seconds until this server can answer.
+        depths: number of leading blocks that each server has, by ServerLoad.index.
+        lendable_blocks: number of leading blocks of the lender, which is the server
+            that can lend the most of them.
+        lender_wait_s: seconds until the lender can answer.
     """
 
     depths: Depths
@@ -66,7 +70,7 @@ NOTHING_CACHED = CachedPrefixes(depths={})
 
 
 class Placement(NamedTuple):
-    """The indices of two servers.
+    """The servers of a request, by ServerLoad.index.
 
     Attributes:
         prefill: the server that computes the prompt; None if the decode server does.
@@ -81,10 +85,10 @@ class _Cost(NamedTuple):
     """The cost of computing a prompt on one server, in seconds.
 
     Attributes:
-        position: which of the servers it is.
-        first_token_s: until the first token: the wait and the prefill.
-        others_s: what other requests lose: those that are queued behind this prompt,
-            and the running streams.
+        position: position of the server in the sequence of compared servers.
+        first_token_s: seconds until the first token: the wait and the prefill.
+        others_s: seconds that other requests lose: prompts that are queued behind this
+            prompt, and running streams.
     """
 
     position: int
@@ -92,6 +96,11 @@ class _Cost(NamedTuple):
     others_s: float
 
     def total_s(self, handoff_s: float = 0.0) -> float:
+        """Return the sum, in which a wait for the first token counts up to three times.
+
+        Args:
+            handoff_s: seconds by which a hand-off delays the first token.
+        """
         first_token_s = self.first_token_s + handoff_s
         impatience_s = min(first_token_s, PATIENCE_S)
         impatience_s *= impatience_s / (PATIENCE_S / 2)
@@ -111,7 +120,7 @@ def choose(
         prefills: servers that may compute the prompt; each is compatible with each
             decode server.
         decodes: servers that may generate; at least one.
-        now: seconds of the clock of ServerLoad.free_at.
+        now: the present time, by the clock of ServerLoad.free_at.
     """
     decode_only = cheapest_server(profile, decodes, cached, now, generates=True)
     decode_only_placement = Placement(None, decodes[decode_only.position].index)
@@ -134,10 +143,10 @@ def cheapest_server(
     *,
     generates: bool,
 ) -> _Cost:
-    """Return the server that computes the prompt at the least cost, and this cost.
+    """Return the lowest cost of computing the prompt, with the position of the server.
 
-    The server also generates the answer if `generates` is true. Every request runs the
-    loop over all servers, so it makes hardly any calls.
+    The server also generates the answer if `generates` is true. Every request runs this
+    loop over all servers, so for speed the loop contains few function calls.
     """
     cheapest = _Cost(0, float("inf"), 0.0)
     least_cost_s = float("inf")
@@ -194,7 +203,8 @@ class _Pull(NamedTuple):
     Attributes:
         num_lendable: tokens that another server can lend.
         num_rest: tokens that have to be computed after the pull.
-        start_s: seconds until these tokens have arrived.
+        start_s: seconds until the lendable tokens have arrived, so that the computation
+            of the rest can start.
     """
 
     num_lendable: float
@@ -212,7 +222,10 @@ def _pull(profile: RequestProfile, cached: CachedPrefixes) -> _Pull:
 def saved_by_pull_s(
     profile: RequestProfile, server: ServerLoad, cached: CachedPrefixes
 ) -> float:
-    """Return how much faster a server has the prompt if it pulls what others lend."""
+    """Return the seconds that a server saves if it pulls the lendable blocks.
+
+    0 if computing these blocks is faster.
+    """
     num_blocks = cached.lendable_blocks - cached.depths.get(server.index, 0)
     pulled_tokens = num_blocks * profile.block_tokens
     pull_s = TRANSFER_S + pulled_tokens * PULL_TOKEN_S + cached.lender_wait_s
@@ -224,9 +237,10 @@ def saved_by_pull_s(
 
 
 def least_full_server(profile: RequestProfile, servers: Sequence[ServerLoad]) -> int:
-    """Return the position of the decode server with the least KV and enough left.
+    """Return the position of the decode server with the least KV in use.
 
-    The KV that a step reads decides how long the step takes.
+    Servers that lack the free KV for this request are chosen only if all lack it: then
+    the server that lacks the least. A step takes longer the more KV it reads.
     """
     best = min(servers, key=_kv_tokens)
     if best.missing_kv(profile):

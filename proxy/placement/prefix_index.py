@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-# Blocks of removed servers that each call of `add` deletes; takes under a millisecond.
+# Each call of `add` deletes at most this many blocks of removed servers, which takes
+# less than a millisecond.
 _DELETIONS_PER_ADD = 1024
 
 Depths = dict[int, float]  # leading blocks of one prompt that are cached, by server
@@ -22,8 +23,9 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = 250_000) -> None:
         self._max_blocks = max_blocks
-        self._servers: dict[int, int] = {}  # bits of the servers that have a hash
-        self._recent: dict[int, OrderedDict[int, None]] = {}  # hashes by server
+        self._servers: dict[int, int] = {}  # bits of the servers, by hash
+        # The hashes of each server, least recently used first.
+        self._recent: dict[int, OrderedDict[int, None]] = {}
         self._num_blocks = 0
         # Hashes of removed servers, and the bits of these servers.
         self._removed: dict[int, OrderedDict[int, None]] = {}
@@ -58,7 +60,7 @@ class PrefixIndex:
         self._shrink()
 
     def _shrink(self) -> None:
-        """Evict blocks of the server with the most until the limit holds."""
+        """Evict blocks of the server that has the most, down to `max_blocks` in all."""
         while self._recent:
             excess = self._num_blocks - self._max_blocks
             if excess <= 0:
@@ -82,8 +84,8 @@ class PrefixIndex:
         """Drop all blocks of a server that has restarted or left.
 
         Deleting all blocks at once would block the event loop for a tenth of a second.
-        They are hidden now, and later calls of `add` delete them. Until then, `add`
-        records no new blocks of this server.
+        The blocks are only hidden here, and later calls of `add` delete them. Until
+        they are deleted, `add` records no new blocks of this server.
         """
         if blocks := self._recent.pop(server, None):
             self._removed[server] = blocks
@@ -104,7 +106,7 @@ class PrefixIndex:
     def depths(self, hashes: Sequence[int]) -> Depths:
         """Return how many leading blocks of a prompt each server has.
 
-        Servers that have none are left out.
+        Servers without any of these blocks are left out.
         """
         depths: Depths = {}
         remaining = ~self._removed_bits

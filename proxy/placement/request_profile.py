@@ -1,15 +1,15 @@
-"""What placement needs to know of a request."""
+"""The properties of a request on which its placement depends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-BLOCK_BYTES = 512  # of a prompt's JSON text; one block of the prefix index
+BLOCK_BYTES = 512  # bytes of a prompt's JSON text in one block of the prefix index
 _MAX_HASHED_BYTES = 2**22  # about a million tokens; later text is not compared
 _BYTES_PER_TOKEN = 4.0  # of text; an estimate
-# A prompt estimated at more than this multiple of the longest context will be refused:
-# no text has 32 bytes per token.
+# A prompt that is estimated at more than this multiple of the longest context will be
+# refused: its estimate is 4 bytes per token, and no text has 32 bytes per token.
 _IMPLAUSIBLE_LENGTH_RATIO = 8
-NUM_SIZE_CLASSES = 12  # each holds prompts twice as long as the one before
+NUM_SIZE_CLASSES = 12  # prompts of each class are twice as long as in the class before
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def profile_prompt(salt: bytes, text: bytes, max_output_tokens: int) -> RequestP
     """Estimate the length of a prompt and hash its blocks.
 
     Args:
-        salt: requests with different salts share no cached prefix: those of other
-            models, and those with another cache salt.
+        salt: the model and the cache salt. Requests with different salts share no
+            cached prefix.
         text: JSON text of the prompt, which may be a list of token ids.
     """
     is_token_ids = text[:2].strip(b"[ ").isdigit()

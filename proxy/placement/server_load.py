@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 from proxy.placement.request_profile import NUM_SIZE_CLASSES, RequestProfile
 
-USUAL_STEP_S = 0.025  # default of --itl-target-s: a step with streams may take this
+USUAL_STEP_S = 0.025  # default of --itl-target-s, the limit for a step with streams
 STEP_TOKENS = 8192  # prompt tokens in a step; a started step delays short prompts too
-# Prompts this many classes longer (64 times) are not started before a shorter prompt:
-# skipping them hardly delays them.
+# A prompt does not wait for queued prompts that are this many size classes longer (64
+# times): the engine starts the short prompt first, which hardly delays the long ones.
 SKIPPED_CLASSES = 6
 STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as long
-MIN_PROMPT_SHARE = 0.2  # of a server's time, which prompts get while streams run
+MIN_PROMPT_SHARE = 0.2  # of the time, for prompts while streams run
 INITIAL_TOKEN_S = 25e-6  # an 8B model on one H200; used until steps were measured
 INITIAL_STEP_S = 0.005
 
@@ -24,15 +24,16 @@ class ServerLoad:
     Attributes:
         index: the server's bit in PrefixIndex; unique among the members.
         num_prompts: prompts that are queued or being computed.
-        free_at: when all these prompts will have been computed.
+        free_at: when the queued and computing prompts will all have been computed.
         total_delay_s: sum of the corrections of `free_at` so far.
         queued_s: compute time of the queued prompts, by size class.
         skippable_s: how much of this queue a prompt of each size class does not wait
             for, because the queued prompts are much longer.
-        streams: requests that generate, or whose prompt this server computes itself.
+        streams: requests that generate here, or will generate here after this server
+            has computed their prompts itself.
         incoming_streams: requests that will generate here after another server has
             computed their prompts.
-        kv_tokens: tokens of KV that all these streams hold.
+        kv_tokens: tokens of KV that streams and incoming streams hold.
         kv_capacity: tokens of KV; None until the server has reported it.
         token_s: seconds per prompt token.
         launch_s: additional seconds per step with prompts.
@@ -76,11 +77,14 @@ class ServerLoad:
     def prompt_share(self, more_streams: int = 0) -> float:
         """Return the share of the server's time that prompts get.
 
-        Streams that run take the rest, so that steps stay within `target_step_s`.
+        Running streams take the rest, so that steps stay within `target_step_s`.
+
+        Args:
+            more_streams: streams in addition to the current ones.
         """
         if not self.streams:
             return 1.0
-        # This repeats `step_s`: a call more for each server would be slow.
+        # This repeats `step_s`: one more function call for each server would be slow.
         num_streams = self.streams + more_streams
         step_s = self.base_step_s * (1.0 + num_streams / STREAMS_PER_DOUBLING)
         share = 1.0 - step_s / self.target_step_s
@@ -89,7 +93,11 @@ class ServerLoad:
     def wait_s(self, size_class: int, now: float) -> float:
         """Return how long a new prompt waits before its computation starts.
 
-        If the queued prompts are overdue, the wait is as long as the delay so far.
+        If the queued prompts are overdue, the wait is as long as their delay so far.
+
+        Args:
+            size_class: of the new prompt.
+            now: the present time, by the clock of `free_at`.
         """
         wait_s = self.free_at - self.skippable_s[size_class] - now
         if wait_s > 0.0:
@@ -99,9 +107,9 @@ class ServerLoad:
         return 0.0
 
     def kv_shortage_s(self, profile: RequestProfile) -> float:
-        """Return how long a request waits for KV that finished streams free.
+        """Return how many seconds a request waits until streams have freed enough KV.
 
-        Streams finish one after the other, so this is a rough estimate.
+        This is a rough estimate, which assumes that streams finish one after the other.
         """
         missing = self.missing_kv(profile)
         if not missing or not self.streams:

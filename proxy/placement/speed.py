@@ -6,14 +6,14 @@ from proxy.placement.server_load import STREAMS_PER_DOUBLING, ServerLoad
 
 MIN_SECONDS = 1e-7  # lower bound for the time of a token and of a step
 MAX_REPORTED = 10**12  # larger numbers in a server's report are not used
-_MEMORY_S = 0.5  # after this much work, new measurements weigh as much as all before
-# 2: assume that a step takes time besides its tokens' only as far as it was measured.
-# 1 would be plain least squares.
+_MEMORY_S = 0.5  # measurements of this many seconds weigh as much as all earlier ones
+# Ridge penalty on the time per step. With 2, that time stays 0 until steps with
+# different numbers of tokens were measured. 1 would be plain least squares.
 _LAUNCH_PENALTY = 2.0
 # Share by which each health check of an idle server moves its time per token towards
-# the fastest server's: its last measurement may have been an exception.
+# the fastest server's: the idle server's last measurement may have been unusually slow.
 _DECAY_PER_CHECK = 0.05
-_MIN_PROMPT_SHARE = 0.25  # of the time of steps with prompts is spent on the prompts
+_MIN_PROMPT_SHARE = 0.25  # of the time of steps with prompts, at least this for prompts
 
 
 class StepTotals(NamedTuple):
@@ -21,9 +21,9 @@ class StepTotals(NamedTuple):
 
     Attributes:
         steps: number of steps.
-        tokens: tokens in them.
-        prompts: tokens of prompts among these.
-        seconds: duration of the steps.
+        tokens: tokens in these steps: one per stream and step, and the prompt tokens.
+        prompts: prompt tokens among `tokens`.
+        seconds: sum of the durations of the steps.
         mixed_steps, mixed_tokens, mixed_seconds: the same for steps with prompts.
     """
 
@@ -37,10 +37,11 @@ class StepTotals(NamedTuple):
 
 
 class PromptSpeed:
-    """Seconds per step with prompts, and per prompt token: weighted least squares.
+    """A fit of seconds per step with prompts, and per prompt token.
 
-    A step has a minimum duration. With a single term, short prompts would make a
-    server look slow for long ones.
+    The method is weighted least squares with a ridge penalty. A step has a minimum
+    duration: without the term per step, short prompts would make a server look slow for
+    long prompts.
 
     Attributes:
         launch_s: seconds per step; 0 until something was measured.
@@ -83,7 +84,11 @@ class PromptSpeed:
 
 
 def measure_streams(load: ServerLoad, new: StepTotals) -> None:
-    """Update the step time from steps without prompts."""
+    """Update the step time from steps without prompts.
+
+    Args:
+        new: the steps since the last report.
+    """
     steps = new.steps - new.mixed_steps
     streams = new.tokens - new.mixed_tokens
     seconds = new.seconds - new.mixed_seconds
@@ -96,12 +101,17 @@ def measure_streams(load: ServerLoad, new: StepTotals) -> None:
 
 
 def measures_prompts(new: StepTotals) -> bool:
-    """Return whether these steps tell how fast a server computes prompts."""
+    """Return whether the speed of prompts can be measured from these steps."""
     return new.prompts >= 1 and new.mixed_steps >= 1 and new.mixed_seconds > 0
 
 
 def measure_prompts(load: ServerLoad, new: StepTotals, speed: PromptSpeed) -> None:
-    """Update the time per prompt token from steps with prompts."""
+    """Update the time per prompt token from steps with prompts.
+
+    Args:
+        new: the steps since the last report.
+        speed: the server's fit, to which these steps are added.
+    """
     streams = max(new.mixed_tokens - new.prompts, 0.0)
     stream_steps = min(new.mixed_steps, streams) + streams / STREAMS_PER_DOUBLING
     prompts_s = max(

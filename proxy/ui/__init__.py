@@ -1,1 +1,1 @@
-"""The page at the proxy's /: what the cluster is and does, for people."""
+"""The web page at the proxy's path /, which shows the servers and their work."""

@@ -1,10 +1,10 @@
 """The data of the page: the servers, recent points in time, and recent requests.
 
-Each request is recorded as an object when it starts and ends. Servers are queried for
-their statistics only while a page polls here: all at once, and POLLS_PER_S servers per
-second at most on average. Every change gets the next number of one counter, so a page
-receives what is newer than its last answer. The page computes rates from the counts. No
-texts of requests are stored.
+Each request is recorded when it starts and when it ends. Servers are queried for their
+statistics only while a page polls the proxy: all servers at once, and on average at
+most POLLS_PER_S servers per second. Every change gets the next number of one counter,
+so a page receives only what has changed since its last answer. The page computes rates
+from the counts. No texts of requests are stored.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ MAX_SAMPLES = 64  # first-byte times per point
 MAX_COLUMNS = 200  # values per point and kind of server
 INTERVAL_S = 1.0
 POLLS_PER_S = 10  # with more servers, each is queried less often
-LINGER_S = 10.0  # servers are queried until so long after the last page's poll
+LINGER_S = 10.0  # servers are queried for this long after the last poll of a page
 POLL_TIMEOUT_S = 1.0
 
-_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # only the log may have addresses
+_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # only the log may show addresses
 _decode = msgspec.json.Decoder(ServerStats).decode
 _NO_STATS = ServerStats({}, {}, [], 0)
 Row = dict[str, Any]
@@ -50,10 +50,10 @@ class Request:
     Attributes:
         reply: None after the end, because a reply holds a connection's buffers.
         changed: number of the last change.
-        at: when it started, in Unix seconds.
+        at: when the request started, in Unix seconds.
         end_s: seconds from the start to the end.
-        served: what each server did for it, by the server's name.
-        progress: number of legs, and whether bytes have arrived, when last seen.
+        served: what each server did for the request, by the server's name.
+        progress: number of legs, and whether bytes had arrived, at the last point.
     """
 
     number: int
@@ -184,8 +184,8 @@ class State:
         """Return the changes after `number`, as JSON.
 
         Args:
-            epoch: the epoch of the page's last answer. A page of another proxy process
-                gets everything.
+            epoch: the epoch of the page's last answer. A page that was last answered
+                by another proxy process gets everything.
         """
         self._last_poll_at = time.monotonic()
         if self._task is None or self._task.done():
@@ -229,7 +229,7 @@ class State:
 
     @property
     def _needs_key(self) -> bool:
-        """Whether clients need an API key: of the proxy, or of servers behind it."""
+        """Whether clients need an API key, of the proxy or of the servers behind it."""
         if self._has_keys:
             return True
         return any(server.health.is_bare for server in self._fleet.servers)
@@ -307,9 +307,10 @@ class State:
                 request.changed = self._next_change()
 
     def _point(self) -> Row:
-        """Return the counts since the servers' starts.
+        """Return a point: the counts since the starts of the servers.
 
-        Two points may be compared if their `of` is the same.
+        Rates may be computed from two points if they count the same servers, which is
+        so if their `of` is the same.
         """
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, row in self._servers.items():

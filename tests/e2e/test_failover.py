@@ -127,8 +127,10 @@ class Case:
     """A request and its expected answer.
 
     Attributes:
-        after: number of tokens before the position of the fault.
-        is_running: whether the fault comes while the request runs, at any token.
+        after: the fault comes after this many tokens, or at AT_REQUEST or AT_ANSWER,
+            which are negative.
+        is_running: whether the request is released and runs on until the fault, which
+            then comes at no fixed token.
     """
 
     name: str

@@ -46,8 +46,8 @@ def element_bytes(pool: KVPool) -> torch.Tensor:
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
     """The pools of an engine with the case's KV, and random bytes elsewhere.
 
-    The KV depends on the head and the token of the model only; `seed` determines the
-    other bytes.
+    A head's KV of a token is the same for every side, rank and seed. `seed` determines
+    only the other bytes.
     """
     row_bytes = case.head_dim * case.layout(side, 0).itemsize
     shape = (case.stop, case.heads, case.layers, case.components, row_bytes)

@@ -14,7 +14,7 @@ DECODE = {Kind.DECODE: ["http://d1"]}
 
 
 class Failing:
-    """An upstream that fails with one error.
+    """An upstream on which every request fails with the given error.
 
     Attributes:
         num_polls: number of requests so far.

@@ -314,14 +314,15 @@ async def test_stream_returns_to_the_last_server_of_its_model_after_that_has_lef
         rig.app.fleet.leave(server, LISTED)
         await _moves(0, 2)(call)
 
-    async def is_succeeded(call: Call) -> None:
+    async def successor_joins(call: Call) -> None:
         new = rig.app.fleet.join(Kind.DECODE, "http://127.0.0.1:1", LISTED)
         assert new.name == server.name
         await _CONTINUES(call)
 
     fakes = [
         Fake(
-            _in_turn(leaves, is_succeeded), details={"kv_digest": "a.b.c", "model": "m"}
+            _in_turn(leaves, successor_joins),
+            details={"kv_digest": "a.b.c", "model": "m"},
         ),
         Fake(decodes, details={"kv_digest": "a.b.c", "model": "other"}),
     ]

@@ -41,7 +41,7 @@ class Server:
         assert self.child.exited.wait(30)
 
     def engine_pids(self) -> list[int]:
-        """Return the pids of the rank processes of an HTTP process."""
+        """Return the pids of this program's rank processes."""
         path = Path(f"/proc/{self.child.pid}/task")
         tasks = [task / "children" for task in path.iterdir()]
         return [int(pid) for task in tasks for pid in task.read_text().split()]

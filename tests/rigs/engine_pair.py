@@ -144,8 +144,8 @@ class Pair(Group):
         """Submit a request to P and to D. Return its name on each.
 
         Args:
-            order: the order of the two sides, "pd" or "dp". Other characters stand for
-                rounds until P has answered.
+            order: "p" and "d" submit to that side, in this order; "." runs rounds until
+                P has answered. A side that is left out gets no request.
         """
         number = next(_names)
         p_name = f"p{number}"

@@ -26,7 +26,7 @@ _CONTEXTS: Final = (5, 64, 4500)
 _NUM_SMS: Final = 1  # plans as for the smallest GPU: the fewest pieces
 _SCALES: Final = (2.0, 0.5)  # FP8 scales of keys, and of values
 _NORM_WEIGHTS: Final = (2.0, 0.5)  # of the norms of queries, and of keys
-_SMALL_EPS: Final = 1e-20
+_SMALL_EPS: Final = 1e-20  # of the norms; too small to change their results
 _MAX_ERROR_CHARS: Final = 200
 
 

@@ -143,7 +143,7 @@ class Runner:
         return self._run("hf", arguments)
 
     def endpoint(self, served_model: str) -> dict[str, TaskAnswers]:
-        """Return the answers of the endpoint, for completions or chat completions."""
+        """Return the answers of the endpoint; with --chat, to chat completions."""
         options = self._options
         path = "chat/completions" if options.chat else "completions"
         arguments = {

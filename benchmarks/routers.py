@@ -22,7 +22,7 @@ _DOUBLING_STREAMS = 96
 
 
 class _Legs(NamedTuple):
-    """The two legs of a request. They are the same Assignment if one server has both."""
+    """The legs of a request: the same Assignment twice if one server has both legs."""
 
     prompt: Assignment
     decode_engine: Engine

@@ -55,7 +55,7 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
 
     "good" is the share of requests within --ttft-s and --tpot-s. "computed" is the
     share of prompt tokens that were computed and not cached. "alone" is the share of
-    requests whose prompts a decode server computed.
+    requests with prompts that a decode server computed.
     """
     requests = fleet.requests
     ttfts_s = sorted(each.first_token_s - each.arrival_s for each in requests)
@@ -94,7 +94,11 @@ def _percentile(sorted_values: list[float], share: float) -> float:
 
 
 def _counted_percentile(counts: Counter[int], share: float) -> int:
-    """Return the smallest value that at least `share` of all values do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed.
+
+    Args:
+        counts: the number of times that each value occurs.
+    """
     num_below = 0.0
     for value in sorted(counts):
         num_below += counts[value]

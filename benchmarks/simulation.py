@@ -190,7 +190,8 @@ class Engine:
     def step(self, now: float) -> tuple[float, list[Request]]:
         """Simulate one step that starts at `now`.
 
-        Returns: The time at which the step ends, and the requests whose prompts it
+        Returns:
+            The time at which the step ends, and the requests with prompts that the step
             completes.
         """
         budget = self._prompt_token_budget(now)
@@ -287,7 +288,7 @@ class Engine:
         return len(self.streams) + num_coming < self.times.max_streams
 
     def deliver(self, request: Request, now: float) -> None:
-        """Take over a request whose prompt was computed by another server."""
+        """Take over a request after another server has computed its prompt."""
         if self.parked or not self._has_room(request):
             self.parked.append(request)
         else:
@@ -306,7 +307,7 @@ class Router(Protocol):
     """Chooses the servers of each request.
 
     Attributes:
-        lender: the engine whose KV the last placed request pulls, if any.
+        lender: the engine from which the last placed request pulls KV, if any.
     """
 
     lender: Engine | None

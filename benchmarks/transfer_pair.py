@@ -368,8 +368,8 @@ class Decode:
             self._coordinator.hold(pull_id, remote)
         # In a server, no pull waits for the first renewal of its lease. So the renewal
         # gets 2 ms to finish before the pull begins. Like the thread of an engine, this
-        # thread stays busy meanwhile: after a sleep of 2 ms it would start the pull
-        # later.
+        # thread stays busy during the 2 ms: after a sleep of 2 ms it would start the
+        # pull later.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)

@@ -211,8 +211,8 @@ class LocalCluster:
     ) -> None:
         """Waits until `missing` returns an empty string.
 
-        While it waits, it processes events. It prints what is missing at intervals and
-        when this changes.
+        While waiting, this method processes events. It prints what is missing at
+        intervals, and whenever this changes.
 
         Args:
             missing: Returns a description of what is missing.

@@ -194,7 +194,7 @@ def _plan_values(plan: TransferPlan) -> dict[str, Any]:
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        # Only steps of the staged path have a slot; each is a chunk.
+        # Only steps of the staged path have a slot, and each such step is a chunk.
         "chunks": sum(step.slot is not None for step in plan.steps),
         "path": plan.path,
         "descriptors": plan.descriptors,

@@ -39,7 +39,7 @@ READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # The client's headers that servers get: the API key, and the trace of the request.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
-MAX_ID_BYTES = 4096  # servers echo the id, and a response's head has its own limit
+MAX_ID_BYTES = 4096  # servers echo the id in the response's head, which has a limit
 # Longest time for sending the error to a client if the shutdown ends its request.
 STOP_TIMEOUT_S = 1.0
 

@@ -45,7 +45,7 @@ _READY_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class _PrefilledDecode:
-    """A decode leg whose prompt a prefill server has computed.
+    """A decode leg for a prompt that a prefill server has computed.
 
     Attributes:
         params: the prefill server's kv_transfer_params.
@@ -67,7 +67,7 @@ class PDRequest(RequestLegs):
         """Relay a decode server's answer to a request that generates nothing.
 
         Args:
-            model: the model whose server answers; None: the body names it.
+            model: a server of this model answers; None: the body names the model.
 
         Raises:
             BatonError: the error for the client; the reply has not ended.

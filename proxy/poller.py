@@ -74,7 +74,7 @@ class Poller:
             hurry.clear()
             try:
                 await self._check(server)
-            except Exception:  # a bug of ours must not leave a server unchecked
+            except Exception:  # a bug must not end the checks of a server
                 logger.exception("handling the health check of %s failed", server)
             jitter = random.uniform(1 - JITTER, 1 + JITTER)
             interval_s = pause_s(server.health, self.settings.health_interval_s)
@@ -95,7 +95,11 @@ class Poller:
         except (TimeoutError, TimedOut):
             self.fleet.silent(server, f"no answer within {timeout_s:g} s")
         except Exhausted:
-            logger.warning("no descriptors are left for the health check of %s", server)
+            logger.warning(
+                "no descriptors or ports are left for the health check of %s; raise "
+                "the limit of open files (ulimit -n), or lower --max-in-flight",
+                server,
+            )
         except Exception:
             logger.exception("the health check of %s failed", server)
             self.fleet.silent(server, "the health check failed")
@@ -179,7 +183,7 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     """Return the report in an answer to GET /ready.
 
     Args:
-        kind: the kind of which the server is a member.
+        kind: the server is a member of this kind.
     """
     ready = status == 200
     try:

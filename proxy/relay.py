@@ -146,7 +146,7 @@ class Migrated(UpstreamError):
 
     Args:
         frame_text: the server's reason, from the frame of the error event.
-        event: the error event, for a client whose stream does not continue.
+        event: the error event, for the client if no server continues the stream.
 
     Attributes:
         params: kv_transfer_params of the KV that the server lends to its successor.
@@ -359,7 +359,7 @@ class Reply:
         await self.end()
 
     async def end(self) -> None:
-        """End a stream whose last event has been sent."""
+        """End a stream after its last event has been sent."""
         await self._send_body(b"", more=False)
 
     async def _begin_stream(self, response: Response) -> None:

@@ -54,7 +54,7 @@ class Failure(Enum):
     LOST = "lost"  # delivered; the connection ended before all of the response
     TIMEOUT = "timeout"  # delivered; the server was silent for too long
     FULL = "full"  # 429: refused, the queue is full
-    BUSY = "busy"  # 503: refused, or returned before it was finished
+    BUSY = "busy"  # 503: the server refused the request, or gave it up
     MOVED = "moved"  # the server hands the request over, with its KV
     DIED = "died"  # 503: delivered; the server's engine ended before its answer
     ERROR = "error"  # any other 5xx
@@ -142,7 +142,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class Response:
-    """A response whose head has arrived. Read it to its end, or `close` it.
+    """A response, of which the head has arrived. Read it to its end, or `close` it.
 
     Attributes:
         body: the complete body, once `read` has returned it.
@@ -198,7 +198,7 @@ class Response:
         self._timer = loop.call_later(self._check_s, self._check)
 
     def _check(self) -> None:
-        """End a wait that is too long, or whose connection has ended.
+        """End the reader's wait if it is too long, or if the connection has ended.
 
         The wait is measured in checks and not in seconds, so that delays of the event
         loop do not count.

@@ -167,7 +167,7 @@ class Members:
         # numbers alone is logged without a warning.
         old_reason = _DIGITS.sub("", old.reason)
         is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
-        # No warning is due if all servers are stopping, or if this one is leaving.
+        # No warning is due if all servers are stopping, or if this server is leaving.
         is_expected = self._is_ending or not server.sources or is_same_reason
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

@@ -150,7 +150,7 @@ class Discovery:
                 urls, problem = await check()
                 if urls is not None:
                     self._fleet.name_members(source, urls)
-            except Exception:  # a bug of ours must not leave a source unchecked
+            except Exception:  # a bug must not end the checks of a source
                 logger.exception("the check of %s failed", source)
                 problem = last_problem
             if problem and problem != last_problem:

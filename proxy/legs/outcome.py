@@ -7,7 +7,10 @@ from proxy.upstream import Failure
 
 
 class DecodeOnlyReason(Enum):
-    """The values are labels of baton_proxy_requests and appear in the access log."""
+    """Why no prefill server takes part in a request.
+
+    The values are labels of baton_proxy_requests and appear in the access log.
+    """
 
     PLACED = "placed"  # a decode server alone was cheaper
     INCOMPATIBLE = "incompatible"  # no decode server can read the KV

@@ -202,7 +202,7 @@ class RequestLegs:
         raise loss
 
     def _loss(self, server: Server, error: UpstreamError) -> UpstreamLost:
-        """Return the loss of a server; count a failure unless it lends the KV."""
+        """Return the loss of a server. Count it as a failure unless KV is lent."""
         event: bytes | None = None
         params: msgspec.Raw | None = None
         if isinstance(error, Migrated):

@@ -356,7 +356,7 @@ class Upstreams:
                 "%s has another cluster secret than this proxy, or another time (give "
                 "all of them BATON_CLUSTER_SECRET, and synchronize their clocks): for "
                 "%g s its decode legs start after the prefill, and it gets no hints "
-                "whose KV to pull",
+                "from which server to pull KV",
                 server,
                 TRUST_COOLDOWN_S,
             )

@@ -41,14 +41,15 @@ ServerT = TypeVar("ServerT")
 # A server gets a hint to pull if it saves at least this many tokens: a server computes
 # fewer tokens as fast as it pulls them.
 MIN_HINT_TOKENS = 32
-_MAX_TAILS = 16_384  # prompts whose tail and answer are remembered, over all servers
+_MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all servers
 
 
 class _Loads(dict[object, ServerLoad]):
     """Loads by server.
 
-    Each load gets the smallest index that no other has: indices are bits in
-    PrefixIndex, whose integers must not grow while servers join and leave.
+    Each load gets the smallest index that no other load has. Indices are bits of
+    integers in PrefixIndex, and these integers must not grow while servers join and
+    leave.
     """
 
     def __init__(self, target_step_s: float) -> None:
@@ -159,7 +160,7 @@ class LoadTracker:
         return None if self._disaggregate == "auto" else self._disaggregate == "never"
 
     def cancel(self, reservation: Assignment | None) -> None:
-        """End a reservation whose leg has not started."""
+        """End a reservation, unless its leg has started."""
         if reservation is not None and reservation.is_reserved:
             reservation.is_reserved = False
             self.end(reservation)

@@ -23,7 +23,7 @@ from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import ServerLoad
 
 # The parameters of the cost. The comments cite rows of the tables in "Placement,
-# simulated" (docs/performance.md), with the share of requests that are good.
+# simulated" (docs/performance.md), where the share of good requests is defined.
 
 # Seconds per hand-off or pull, in addition to the time for its tokens. A hand-off takes
 # one more HTTP request and the start of a pull (measured: 4 to 6 ms). The pull of a
@@ -33,19 +33,20 @@ TRANSFER_S = 0.01
 PULL_TOKEN_S = 5e-6
 # Seconds. Until a request has waited this long for its first token, each moment of the
 # wait costs more than the moment before. A wait of this length counts three times.
-# Fitted: without this term, the row "open loop at 24/s", 1P1D, has 0.30 instead of 0.85
-# good requests.
+# Fitted: without this term, the share of good requests in the row "open loop at 24/s",
+# 1P1D, is 0.30 instead of 0.85.
 PATIENCE_S = 0.7
 # Seconds of cost for each running stream, however short the prompt is: a step with a
 # prompt is launched kernel by kernel, so it has a minimum duration. Fitted: with 0.006,
-# the row "Mooncake 1.5 x", 3P1D, has 0.59 instead of 0.64 good requests.
+# the share of good requests in the row "Mooncake 1.5 x", 3P1D, is 0.59 instead of 0.64.
 INTERRUPTION_S = 0.0175
 # Interrupting more streams than this costs as much as interrupting this many. Fitted:
 # without this limit, the first token takes 1.16 instead of 0.30 s (p50) in the row
 # "Azure 15 x, 2P2D".
 MAX_COUNTED_STREAMS = 32
-# Seconds of cost for each running stream and second of prefill. Fitted: with 0, the row
-# "Mooncake 1.5 x", 1P3D `never`, has 0.59 instead of 0.63 good requests.
+# Seconds of cost per running stream, for each second of prefill. Fitted: with 0, the
+# share of good requests in the row "Mooncake 1.5 x", 1P3D `never`, is 0.59 instead of
+# 0.63.
 STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")

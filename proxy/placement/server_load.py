@@ -10,7 +10,7 @@ STEP_TOKENS = 8192  # prompt tokens in a step; a started step delays short promp
 # times): the engine starts the short prompt first, which hardly delays the long ones.
 SKIPPED_CLASSES = 6
 STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as long
-MIN_PROMPT_SHARE = 0.2  # of the time, for prompts while streams run
+MIN_PROMPT_SHARE = 0.2  # least share of the time for prompts while streams run
 INITIAL_TOKEN_S = 25e-6  # an 8B model on one H200; used until steps were measured
 INITIAL_STEP_S = 0.005
 

@@ -10,8 +10,9 @@ _MEMORY_S = 0.5  # measurements of this many seconds weigh as much as all earlie
 # Ridge penalty on the time per step. With 2, that time stays 0 until steps with
 # different numbers of tokens were measured. 1 would be plain least squares.
 _LAUNCH_PENALTY = 2.0
-# Share by which each health check of an idle server moves its time per token towards
-# the fastest server's: the idle server's last measurement may have been unusually slow.
+# Each health check of an idle server moves its time per token towards the fastest
+# server's by this share of the difference. Otherwise one unusually slow measurement
+# would keep requests away from the server, so that it is never measured again.
 _DECAY_PER_CHECK = 0.05
 _MIN_PROMPT_SHARE = 0.25  # of the time of steps with prompts, at least this for prompts
 
@@ -59,7 +60,7 @@ class PromptSpeed:
         self._tokens_seconds = 0.0
 
     def add(self, steps: float, tokens: float, seconds: float) -> None:
-        """Add a measurement: these steps and prompt tokens took `seconds`."""
+        """Add a measurement: `steps` with `tokens` of prompts took `seconds`."""
         predicted_s = self.launch_s * steps + self.token_s * tokens
         weight = 1.0 / max(min(predicted_s or seconds, seconds), MIN_SECONDS)
         retained = _MEMORY_S / (_MEMORY_S + seconds)

@@ -244,7 +244,7 @@ class State:
         while time.monotonic() < self._last_poll_at + LINGER_S:
             try:
                 await self._update()
-            except Exception:  # a bug of ours must not leave a page without data
+            except Exception:  # a bug must not leave a page without data
                 logger.exception("updating the page's data failed")
             self._has_data.set()
             await asyncio.sleep(self._interval_s)

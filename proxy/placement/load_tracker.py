@@ -47,9 +47,8 @@ _MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all 
 class _Loads(dict[object, ServerLoad]):
     """Loads by server.
 
-    Each load gets the smallest index that no other load has. Indices are bits of
-    integers in PrefixIndex, and these integers must not grow while servers join and
-    leave.
+    Each load gets the smallest index that no other load has. Indices are bits of the
+    integers in PrefixIndex, which must not grow while servers join and leave.
     """
 
     def __init__(self, target_step_s: float) -> None:
@@ -132,10 +131,7 @@ class LoadTracker:
 
         Other requests may be placed before the leg starts, so the server's load
         includes the leg from now on. Pass the result to `choose_server` and `start`,
-        and to `cancel` in any case.
-
-        Returns:
-            The reservation; None if a prefill server is to compute the prompt.
+        and to `cancel` in any case. The result is None if a prefill server is cheaper.
         """
         cached = self._cached(profile)
         placement = choose(
@@ -178,7 +174,6 @@ class LoadTracker:
 
         Args:
             profile: None if the request has no prompt, as at /tokenize.
-            computes, generates: what the server does in this leg.
             reservation: what `reserve_decode_only` returned for the request.
         """
         if profile is None or self._routing == "round_robin" or len(servers) == 1:
@@ -212,11 +207,8 @@ class LoadTracker:
     ) -> list[tuple[object, int]]:
         """Return the servers that have cached more of a prompt than `server` has.
 
-        Each server comes with its number of cached tokens; the server with the most is
-        first.
-
-        Args:
-            server: the server that computes the prompt.
+        `server` is the server that computes the prompt. Each returned server comes with
+        its number of cached tokens; the server with the most is first.
         """
         if not self.pulls:
             return []
@@ -322,9 +314,8 @@ class LoadTracker:
         Call `on_answer` when the answer to the leg begins, and `end` in any case.
 
         Args:
-            reservation: what `reserve_decode_only` returned for the request. The result
-                is this reservation if it fits the leg; else the reservation is
-                cancelled.
+            reservation: what `reserve_decode_only` returned for the request. It is
+                returned if it fits the leg, and otherwise cancelled.
         """
         load = self.loads[server]
         if reservation is not None and reservation.is_reserved:

@@ -112,11 +112,11 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-# -- Products of one row. A decode step of batch 1 consists of them, and reading the
-# matrix takes most of their time. The norm before the product, and silu or the residual
-# after it, are computed in the same kernel. Each kernel starts to load its matrix while
-# the previous kernel ends (programmatic dependent launch), before it waits for its
-# input.
+# -- Products of one row. A decode step of one sequence consists of such products, and
+# reading the matrices takes most of its time. The norm before the product, and silu or
+# the residual after it, are computed in the same kernel. Each kernel starts to load its
+# matrix while the previous kernel ends (programmatic dependent launch), before it waits
+# for its input.
 
 # A thread loads this many elements at once, and adds their products. They are 16 bytes
 # of x. Larger numbers of elements would have to go through shared memory.

@@ -437,10 +437,10 @@ def fingerprint(
     """Returns 32 hex digits that are equal for equal config and weights.
 
     Hashing whole files would take longer than loading them, so samples of each tensor
-    are hashed. They distinguish a fine-tuned model, because training changes nearly
-    every element of the tensors that it trains. An exception are tensors with a row for
-    each token: training may have changed the rows of a few tokens only. Such a tensor
-    therefore also contributes the start of every row.
+    are hashed. The samples distinguish a fine-tuned model from its base model, because
+    training changes nearly every element of a trained tensor. Tensors with a row for
+    each token are an exception: training may have changed the rows of a few tokens
+    only. The start of every row of such a tensor is therefore hashed as well.
 
     Args:
         model_dir: as `hub.resolve_model` returns it; not read if load_format is

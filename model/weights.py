@@ -42,7 +42,7 @@ _EXTRA_SLOTS: Final = 4
 _MIN_PART_BYTES: Final = 1 << 20
 _SLOT_BYTES: Final = 1 << 23
 _new_event: Any = torch.cuda.Event
-# Elements of dummy weights made at a time, so that an int64 scratch tensor has 128 MiB.
+# Elements of dummy weights that are made at a time: an int64 scratch tensor of 128 MiB.
 _HASH_CHUNK: Final = 1 << 24
 
 
@@ -156,7 +156,7 @@ class Upload:
             bind_stream = partial(torch.cuda.set_stream, stream)
         self._pool = ThreadPoolExecutor(_UPLOAD_THREADS, "weights", bind_stream)
         self._copies = copies or is_gpu
-        # Pinned buffers, each with the event at the end of the last copy out of it.
+        # Pinned buffers, each with the event at the end of the last copy from it.
         self._slots = queue.SimpleQueue[Any]()
         if self._copies:
             for _ in range(_UPLOAD_THREADS + _EXTRA_SLOTS):

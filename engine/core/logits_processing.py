@@ -38,8 +38,8 @@ _BANNED_LOGIT = -3e30
 def to_device(
     values: Any, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Copies values to a device. A GPU copies them without waiting for its current
-    work; on a CPU the tensor shares the memory of an array."""
+    """Copies values to a device. The host does not wait for a copy to a GPU. On a CPU,
+    the tensor shares the memory of an array."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()

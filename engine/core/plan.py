@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         budget: number of tokens that can still be added to the step.
         admitted: sequences that got their first blocks in this round.
-        receiving: those of `admitted` that wait for their pull.
+        receiving: the sequences of `admitted` that wait for their pull.
         preempted: sequences that lost their blocks in this round.
         stuck: sequences that need more blocks than the whole pool has.
     """

@@ -17,11 +17,11 @@ are being written to; or a running sequence computes its prefix (prefix_sharing.
 
 When a running sequence needs a block and none is available, the latest admitted one is
 preempted: its blocks are released, and it waits at the head of the queue. A sequence
-that fits the pool alone therefore always ends. An engine accepts no longer sequences
-(worker/memory.py). A sequence that does not fit nevertheless is `stuck`.
+that fits in the pool by itself therefore always finishes. Longer sequences are refused
+(worker/memory.py). A sequence that does not fit nevertheless is `stuck` (plan.py).
 
-A sequence with a `pull` is not computed. Its new blocks become RECEIVING
-and a pull fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this.
+A sequence with a `pull` is not computed. Its new blocks become RECEIVING, and the pull
+fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this state.
 
 A step may be planned while launched steps have not finished (step_ledger.py). No
 sequence is preempted while a launched step uses its blocks (`may_preempt`).
@@ -322,7 +322,8 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence without blocks first in the queue; no request overtakes it."""
+        """Puts a sequence that lost its blocks, by a preemption or a failed pull, at the
+        head of the queue. No request overtakes the sequence."""
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN

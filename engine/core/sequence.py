@@ -15,7 +15,7 @@ The rest of a sequence's state is in objects of its own (engine/core/state/):
     pull             PromptPull: KV that is to come from another engine
     sampling         SamplingState: how tokens are drawn
     accounting       PromptAccounting: where the KV of the prompt came from
-    prompt_logprobs  PromptLogprobs: those of the prompt, if requested
+    prompt_logprobs  PromptLogprobs: logprobs of the prompt's tokens, if requested
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,9 @@ class Phase(Enum):
     in any phase.
     """
 
-    NEW = "new"  # only the core has it; the connector may be in a handshake for it
+    # Only the core has the sequence. The connector may wait for a lookup, a handshake
+    # or a lease before it enqueues the sequence.
+    NEW = "new"
     WAITING = "waiting"  # queued for blocks
     RECEIVING = "receiving"  # a pull writes to its blocks
     RUNNING = "running"  # takes part in steps
@@ -81,31 +83,33 @@ class Sequence:
     phase: Phase = Phase.NEW
     block_ids: list[int] = field(default_factory=list)
     # For each KV group, the first block that is retained
-    # (KVGroups.first_needed_blocks). Those before it have been released.
+    # (KVGroups.first_needed_blocks). The blocks before it have been released.
     retained_from: list[int] = field(default_factory=list)
     # For each KV group, the first block that a pull has filled completely
     # (BlockTables.mark_partial_blocks).
     complete_from: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens with KV, from finished steps, cache hits or pulls
-    num_launched: int = 0  # tokens after those, in steps that have not finished
-    num_awaited: int = 0  # outputs that these steps draw
-    awaited_row: int = 0  # the draw of its step that produces the awaited token
+    num_launched: int = 0  # tokens after `num_computed`, in unfinished steps
+    num_awaited: int = 0  # outputs that the unfinished steps draw
+    awaited_row: int = 0  # index of the draw, in its step, that gives the awaited token
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    queued_s: float = 0.0  # when it last began to wait, on the monotonic clock
-    # How often later requests were served before this one (core/waiting.py).
+    queued_s: float = 0.0  # monotonic time at which the sequence last began to wait
+    # How often later requests have overtaken this sequence in the queue. A single
+    # request may count as several times (core/waiting.py).
     num_overtaken: int = 0
-    # While this one waits for a shared prefix: the sequence that computes the prefix,
-    # and the number of its tokens.
+    # While this sequence waits for a shared prefix: the sequence that computes the
+    # prefix, and the number of tokens of the prefix.
     awaited_prefix: "tuple[Sequence, int] | None" = None
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
         """Makes all choices of a request. Returns choice 0, the parent of the others.
 
-        Tokens that another server has drawn are the first outputs of a choice: the one
-        that a prefill server drew, or all that the client of a resumed request has.
+        Tokens that another server has drawn are the first outputs of a choice. This is
+        the first token if a prefill server drew it. If the request resumes here after a
+        failover or migration, these are all outputs that the client has.
         """
         sequences = [
             cls._make_choice(request, index) for index in range(request.num_choices)
@@ -207,7 +211,7 @@ class Sequence:
 
     @property
     def draws_next(self) -> tuple["Sequence", ...]:
-        """The choices that draw their next token when all tokens of this one are
+        """The choices that draw their next token when all tokens of this sequence are
         computed."""
         if self.request.max_tokens == 0:
             return ()
@@ -223,9 +227,10 @@ class Sequence:
     def awaits_result(self, max_model_len: int) -> bool:
         """Whether no further step can be planned for this sequence now.
 
-        That is so if its mask is not ready. It is also so until its launched step has
-        finished, if all its tokens are computed, if the awaited token ends it by its
-        length, or if other choices fork off its prompt.
+        True if the mask of its next draw is not ready. Also true while a launched step
+        computes the sequence, in three cases: no token is left for the next step, the
+        awaited token ends the sequence by its length, or other choices fork off its
+        prompt.
         """
         if self.sampling.awaits_mask:
             return True
@@ -243,13 +248,14 @@ class Sequence:
 
     def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
         """Takes back `num_tokens` launched tokens, because their step has finished or
-        computes fewer."""
+        computes fewer tokens."""
         if self.phase is Phase.RUNNING:  # in other phases its blocks are released
             self.num_launched -= num_tokens
             self.num_awaited -= drew
 
     def seal_prompt(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
-        """Takes over the first tokens of an offer, because its prompt is complete.
+        """Stores the first tokens of an offer, once the other engine has computed the
+        prompt.
 
         If `is_usable` is False, the tokens were drawn with other parameters than this
         request's. The first tokens are then drawn here.
@@ -265,7 +271,7 @@ class Sequence:
 
     def discard_remote_results(self) -> None:
         """Gives up the pull, and discards the results of another server that were not
-        yet sent, for all choices. They are computed here instead."""
+        yet sent, for all choices. This engine then computes these results."""
         self.pull = None
         for choice in self.choices:
             if choice.sampling.take_unsent_first_token() is not None:

@@ -26,8 +26,8 @@ class SchedulerLimits:
         max_num_batched_tokens: largest number of tokens of a step.
         max_model_len: largest number of tokens of a sequence, prompt and outputs.
         block_size: tokens of a block.
-        step_target: target duration of a step with streams; None if prompts do not have
-            to be limited for it.
+        step_target: target duration of a step with streams. None: no target limits the
+            prompt tokens of a step.
     """
 
     max_num_seqs: int

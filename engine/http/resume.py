@@ -2,9 +2,9 @@
 
 See protocol/resume.py for the format. The bytes of a response are a function of the
 request and the generated tokens. So this server creates a new state for the resumed
-request and feeds it the tokens that the client already has. It discards the resulting
-bytes. Then an incomplete character, stop string or tool call is in the state in which
-the previous server left it, and the engine continues after the tokens.
+request, feeds it the tokens that the client already has, and discards the resulting
+bytes. An incomplete character, stop string or tool call is then in the state in which
+the previous server left it, and the engine continues after these tokens.
 """
 
 import secrets
@@ -163,8 +163,8 @@ class Framing:
     is_movable: bool = False
     is_stream: bool = True
     keeps_logprobs: bool = False
-    # The frames so far of a response that is not a stream. They are sent if it
-    # migrates.
+    # The frames so far of a response that is not a stream. They are sent if the
+    # response migrates.
     _held: list[bytes] = field(default_factory=list)
     # Bytes of the frames that the proxy must store to continue the response.
     _num_bytes: int = 0

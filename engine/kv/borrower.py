@@ -234,8 +234,8 @@ class Borrower(KVConnector):
         self._coordinator.cancel(pull_id)
 
     def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
-        """Ends the pull of a sequence, or the wait for it. The lease on the prefill
-        server is released once no READ is in flight.
+        """Ends the pull of a sequence, or gives up a pull that has not begun. The lease
+        on the prefill server is released once no READ is in flight.
 
         Args:
             lend: the lease is kept instead, so that another decode server may use it.
@@ -294,7 +294,8 @@ class Borrower(KVConnector):
         scheduler = self.core.scheduler
         for sequence in self._quarantine.find_overdue(scheduler):
             if sequence.phase is not Phase.WAITING:
-                continue  # failing an earlier sequence of this loop ended this one
+                # The failure of an earlier sequence in this loop ended this sequence.
+                continue
             if sequence.pull is not None:
                 self._release_remote(sequence, lend=True)
             self._counters.count_quarantine_timeout()
@@ -302,8 +303,8 @@ class Borrower(KVConnector):
             self.core.fail(sequence, Overloaded(explanation))
 
     def _on_decided(self, event: PeerDecided) -> None:
-        """Handles the end of a handshake: enqueues the sequences that waited for it, or
-        gives up their pulls if it failed."""
+        """Handles the end of a handshake: enqueues the sequences that waited for the
+        handshake, or gives up their pulls if the handshake failed."""
         new_sequences = [s for s in self._remote.values() if s.phase is Phase.NEW]
         for sequence in new_sequences:
             pull = sequence.pull
@@ -406,7 +407,8 @@ class Borrower(KVConnector):
         sequence.discard_remote_results()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
-        elif sequence.accounting.was_admitted:  # it has already waited in the queue
+        elif sequence.accounting.was_admitted:
+            # The sequence has had blocks, so it has already waited in the queue.
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)

@@ -69,7 +69,7 @@ def _zeros(policy: str) -> dict[str, float]:
     """The counters that have the value 0 at the start.
 
     A Prometheus rate() misses the event with which a counter first appears. Some events
-    happen only once, so their counters must be exposed before.
+    happen only once, so their counters must be exposed before the event.
     """
     errors: list[type[BatonError]] = [*RemoteKVError.__subclasses__(), InternalError]
     names = [

@@ -153,12 +153,12 @@ class Subscription:
             if self._engine.is_handing_over and not is_resumed:
                 self._engine.migrate()
 
-    def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
+    def fail_at(self, time_s: float, error: BatonError) -> Callable[[], None]:
         """Fail the open requests at a time of the loop's clock.
 
         Returns a function that cancels this.
         """
-        return asyncio.get_running_loop().call_at(at, self.fail, error).cancel
+        return asyncio.get_running_loop().call_at(time_s, self.fail, error).cancel
 
     def fail(self, error: BatonError) -> None:
         """End every request here and in the engine.

@@ -182,9 +182,9 @@ class Tokenizer:
     def min_num_tokens(
         self, text: str, limit: int, *, on_piece: Callable[[], None] = lambda: None
     ) -> int:
-        """Return a lower bound of the tokens in a text of far too many tokens.
+        """Return a lower bound of the number of tokens in a text that is far too long.
 
-        Returns 0 if the text may have at most `limit` tokens. Tokenizing a complete
+        Returns 0 for a text that may fit into `limit` tokens. Tokenizing a complete
         text takes hundreds of times its memory. So the text is tokenized piece by
         piece, until there are twice `limit` tokens. The count is inexact, because a
         token may extend over the border of two pieces.

@@ -114,8 +114,8 @@ def measure_pool_size(
 
 
 def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetadata]:
-    """Sends this rank's description to all ranks. Returns those of all ranks, by
-    rank."""
+    """Sends this rank's description to all ranks. Returns the descriptions of all
+    ranks, by rank."""
 
     def concatenate(lists: list[list[RankMetadata]]) -> list[RankMetadata]:
         return [metadata for one_rank in lists for metadata in one_rank]

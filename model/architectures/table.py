@@ -79,8 +79,8 @@ class Mixture:
 
     @property
     def stacked_weights(self) -> tuple[str, ...]:
-        """The full names of the `stacked` tensors, relative to `prefix`: with ".weight"
-        unless `transposed`."""
+        """The names of the `stacked` tensors in the files, relative to `prefix`. They
+        end in ".weight" unless `transposed`."""
         names = self.stacked or ()
         return names if self.transposed else tuple(f"{name}.weight" for name in names)
 

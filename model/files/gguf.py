@@ -109,7 +109,8 @@ def _generation_config(fields: "_Fields", config: dict[str, Any]) -> dict[str, A
     """Returns the content of generation_config.json.
 
     The token that ends a turn or a message may differ from the token that ends a text.
-    Not every file has a key for it, so known tokens are also found by their text.
+    Not every file has a key for the former token, so known tokens are also found by
+    their text.
     """
     tokens = fields.get("tokenizer.ggml.tokens", [])
     eos_token_id = config["eos_token_id"]

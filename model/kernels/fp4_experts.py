@@ -214,8 +214,8 @@ def mixture(
         gate_up: [experts of this rank, 2 n, hidden], each gate above its up projection.
         down: [experts of this rank, hidden, n].
         weights: float32 [T, k], the weights of the experts.
-        chosen: int64 [T, k], ids of experts. The experts with ids below `len(down)` are
-            on this rank; all others are skipped.
+        chosen: int64 [T, k], ids of experts. The experts with ids below the number of
+            matrices in `down` are on this rank; all others are skipped.
         total: number of experts on all ranks.
         biases: of gate_up [experts, 2 n] and of down [experts, hidden].
         clamps: alpha and limit of a clamped activation; None: silu(gate) * up.

@@ -200,7 +200,7 @@ def _row_constants(weight: Weight, max_columns: int) -> dict[str, int]:
 def has_one_token_kernel(*weights: Weight) -> bool:
     """Returns whether `mixture_of_one` accepts these weights, which are on a GPU.
 
-    The GPU must be a Hopper. Of the quantised weights only FP8 is accepted.
+    The GPU must be of the Hopper generation. FP8 is the only accepted quantisation.
     """
     for weight in weights:
         if isinstance(weight, Quantized) and (

@@ -53,8 +53,8 @@ class Router:
                 x, self.weight, bias=self._bias, dtype=torch.float32
             )
         elif self._is_fused:
-            # Products of 16-bit numbers are exact in float32, and so are their sums
-            # here.
+            # torch.mm multiplies the 16-bit numbers exactly and sums in float32, so x
+            # and the weight need not be converted.
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
             if self._bias is not None:
                 logits.add_(self._bias)

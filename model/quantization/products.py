@@ -272,8 +272,8 @@ def example_weight(variant: Variant, width: int = 0) -> Quantized:
     """
     kind, depth, has_groups, has_zeros, scale_dtype, dtype, device = variant
     if not width:
-        # Without groups, `depth_of` is the greatest common divisor of the width and
-        # MAX_DEPTH, which is `depth` for these widths.
+        # Without groups, `depth_of` returns the greatest common divisor of the width
+        # and MAX_DEPTH. The width is chosen so that the divisor is `depth`.
         is_max_depth = depth == _kernels().MAX_DEPTH
         width = depth * (4 if has_groups or is_max_depth else 5)
     generator = torch.Generator().manual_seed(0)

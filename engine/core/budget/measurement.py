@@ -85,9 +85,9 @@ def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
     """Measures an engine's steps."""
     decode = _measure_streams(time_step, sizes)
     max_count = max(row.streams for row in decode)
-    light = _Mixture(sizes.streams(1, _SHORT_CONTEXT))
-    crowded = _Mixture(sizes.streams(max_count, _SHORT_CONTEXT))
-    long = _Mixture(sizes.streams(max_count, _long_context(max_count)))
+    light = _MixedSteps(sizes.streams(1, _SHORT_CONTEXT))
+    crowded = _MixedSteps(sizes.streams(max_count, _SHORT_CONTEXT))
+    long = _MixedSteps(sizes.streams(max_count, _long_context(max_count)))
     additions = []
     if crowded.load.streams > light.load.streams:
         additions.append(crowded)
@@ -143,7 +143,7 @@ def _long_context(count: int) -> int:
 
 
 @dataclass
-class _Mixture:
+class _MixedSteps:
     """Steps that combine the same streams with different numbers of prompt tokens.
 
     Attributes:
@@ -206,7 +206,7 @@ class _Chunks:
         light: the streams with which the chunks are measured.
     """
 
-    def __init__(self, light: _Mixture) -> None:
+    def __init__(self, light: _MixedSteps) -> None:
         self._light = light
         self._measured: list[tuple[Load, float]] = []
 

@@ -1,10 +1,10 @@
 """How long the next step may take, and so how many prompt tokens it may have.
 
-`--itl-target-s` is kept whatever happens. Without it, the usual target depends on the
-server (StepTarget), and prompts that wait long may exceed it: a step may exceed the
-target by the time that the prompts in the queue have waited, summed over the prompts
-and divided by the number of streams. So the streams of a step together lose no more
-time than the prompts have lost already.
+Waiting prompts do not change a target that `--itl-target-s` sets. Without this option,
+the target depends on the server (StepTarget), and a step may exceed the target by the
+time that the prompts in the queue have waited, summed over the prompts and divided by
+the number of streams. So the streams of a step together lose no more time than the
+prompts have lost already.
 """
 
 import math

@@ -65,9 +65,9 @@ class Polyline:
             return points[0].value
         if not self._is_extended:
             size = min(max(size, points[0].size), points[-1].size)
-        place = bisect_right(self._sizes, size)
-        place = min(max(place, 1), len(points) - 1)
-        return _on_line(points[place - 1], points[place], size)
+        index = bisect_right(self._sizes, size)
+        index = min(max(index, 1), len(points) - 1)
+        return _on_line(points[index - 1], points[index], size)
 
 
 def _on_line(first: Point, second: Point, size: float) -> float:

@@ -38,7 +38,7 @@ class ChoiceState(Enum):
 
 
 class Choice(Protocol):
-    """What a tree requires of a choice."""
+    """The attribute of a choice that ChoiceTree uses."""
 
     choice_state: ChoiceState
 

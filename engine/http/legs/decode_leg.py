@@ -25,8 +25,8 @@ from protocol.openai.sampling import GenerationRequest
 class DecodeLeg(ServerHooks):
     """Verifies a request's references to KV, or its offer of KV.
 
-    An offer refers to KV that another server is still computing. The engine pulls it
-    while it is computed.
+    An offer refers to KV that another server is still computing. This server's engine
+    pulls the KV while the other server computes it.
 
     Args:
         secret: the cluster secret.
@@ -103,7 +103,7 @@ class DecodeLeg(ServerHooks):
         return replace(add, remote=remote, sampling=sampling)
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return messages that release remote KV, which this server will not pull.
+        """Return messages that release remote KV that this server will not pull.
 
         Without these messages, the KV would be held until its lease expires.
         """

@@ -19,8 +19,8 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-# The most transfer ids that are stored, and the most requests of one id. A response
-# arrives or is lost within seconds, so the ids of earlier requests are not needed.
+# The largest number of stored transfer ids, and of stored requests for each of them. A
+# response arrives or is lost within seconds, so the ids of old requests are not needed.
 MAX_TRANSFERS = 16384
 
 

@@ -135,8 +135,8 @@ class ParameterTagsFormat(ToolCallFormat):
     def _read_key(self) -> Reader[str]:
         """Return a parameter's name, and read through the tag that ends the name.
 
-        Models may leave out this tag before the tag of the value, or before a line
-        break if the format has no tag before a value.
+        Models may leave this end tag out. The name then ends at the tag that begins the
+        value, or at a line break if the format has no such tag.
         """
         tags = self.tags
         answer = self.answer

@@ -11,19 +11,21 @@ from them; two further states are exclusive:
     USED                       uses > 0
     LEASED                     uses = 0, leases > 0
     CACHED                     uses = leases = 0, cached; evicted in LRU order
-    FREE                       nothing refers to it
+    FREE                       nothing refers to the block
 
     allocate            FREE -> USED        evicts CACHED -> FREE if too few are FREE
     share / release     uses +1 / -1        blocks that hold bytes: USED, LEASED, CACHED
     lease / end_lease   leases +1 / -1      blocks that hold bytes
-    receive             USED -> RECEIVING   with one use, neither cached nor leased
+    receive             USED -> RECEIVING   the block has one use, and is neither cached
+                                            nor leased
     received            RECEIVING -> USED   the fence was passed: the bytes are good
     quarantine          RECEIVING or QUARANTINED -> QUARANTINED
                         the pull was given up, but its bytes may still arrive (I7)
-    drained             RECEIVING or QUARANTINED -> FREE    every READ handle has ended
+    drained             RECEIVING or QUARANTINED -> FREE
+                        no READ can write to the block any more
 
-Block 0 is the null block. Padding writes go there. It is never allocated and has no
-state.
+Block 0 is the null block. Padding is written to it. The null block is never allocated
+and has no state.
 
 Every transition takes the ids of many blocks and is all or nothing: an illegal
 transition or a repeated id raises before anything has changed. One thread owns an
@@ -37,7 +39,8 @@ from enum import IntEnum
 from operator import index
 
 NULL_BLOCK = 0
-# Share of the pool's blocks that READs may write to at the same time.
+# Share of the pool's blocks that READs may write to at the same time; see `can_receive`
+# for the exception.
 _MAX_RECEIVING_SHARE = 0.75
 
 
@@ -80,8 +83,8 @@ class BlockAllocator:
         num_blocks: Blocks of the pool, the null block included; at least 2.
 
     Attributes:
-        on_evict: Called with the id of each evicted block, which is FREE and not marked
-            as cached any more. The callback may unmark other blocks.
+        on_evict: Called with the id of each evicted block after the block has become
+            FREE. The callback may unmark other blocks.
     """
 
     on_evict: Callable[[int], None] | None = None
@@ -131,12 +134,11 @@ class BlockAllocator:
         """Whether a pull may read into `num_blocks` more blocks.
 
         Every READ may hang. So only a part of the pool may be RECEIVING or QUARANTINED,
-        and the engine can compute in the other blocks. The result is always True if no
-        block is in these two states.
+        and the engine can compute in the other blocks. If no block is in a counted
+        state, the result is True for any `num_blocks`.
 
         Args:
-            ignore_receiving: Count only QUARANTINED blocks, as if every active pull had
-                ended.
+            ignore_receiving: Count only QUARANTINED blocks, as if no pull was active.
         """
         exposed = self.num_quarantined
         if not ignore_receiving:
@@ -211,7 +213,7 @@ class BlockAllocator:
             self._update_state(block)
 
     def end_lease(self, blocks: Iterable[int]) -> None:
-        """Removes a lease from each block; pass blocks in the order of `release`."""
+        """Removes a lease from each block. Order the blocks as for `release`."""
         ids = self._checked("end the lease of", blocks, lambda b: self._leases[b] > 0)
         for block in reversed(ids):
             self._leases[block] -= 1

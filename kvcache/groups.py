@@ -39,7 +39,7 @@ class KVGroups:
 
     Attributes:
         windows: For each group, the number of tokens that a token sees, itself
-            included; None: all tokens before it.
+            included; None: there is no limit.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -68,9 +68,9 @@ class KVGroups:
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """The first token that the group needs to compute the token after `num_tokens`.
+        """The first token that the group needs to compute the token `num_tokens`.
 
-        Token numbers start at 0.
+        Token numbers start at 0, so `num_tokens` tokens precede the computed token.
         """
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window)
@@ -93,9 +93,10 @@ class KVGroups:
         block_size: int,
         reach: int | None = None,
     ) -> list[int]:
-        """The table of a sequence's first `num_tokens` tokens, cut from its table.
+        """The table of a sequence's first `num_tokens` tokens, cut from `table`.
 
         Args:
+            table: The table of the whole sequence.
             reach: The smallest number of tokens after which the sequence must be
                 continuable; None: `num_tokens`. Blocks that are not needed for this
                 become null blocks.
@@ -210,10 +211,10 @@ def make_groups(
     """Divides a model's layers into groups of equal size.
 
     The last group of a window may have fewer layers; the missing layers are padding,
-    which takes memory in every block. The largest size is chosen with which padding
-    adds at most _MAX_PADDING_SHARE and there are at most MAX_GROUPS groups. If no size
-    satisfies both bounds, the size with at most MAX_GROUPS groups that takes the least
-    memory is chosen.
+    which takes memory in every block. The chosen size is the largest size with at most
+    MAX_GROUPS groups and at most _MAX_PADDING_SHARE of padding. If no size satisfies
+    both bounds, the size that takes the least memory is chosen from the sizes with at
+    most MAX_GROUPS groups.
 
     Args:
         windows: The window of each layer, as in KVGroups.

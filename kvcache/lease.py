@@ -54,7 +54,7 @@ class _HeldLease:
 
 
 class _Tombstone(NamedTuple):
-    attempt_id: str | None  # the attempt that completed the lease
+    attempt_id: str | None  # the attempt that completed the lease, if any
     ended_at: float
 
 
@@ -146,7 +146,7 @@ class LeaseTable:
 
         Returns:
             True if the lease was held until now, or if an earlier call of the same
-            attempt completed it. False for a lease that still grows.
+            attempt completed the lease. False if the lease is gone or still grows.
         """
         self.expire(now)
         lease = self._held.get(lease_id)

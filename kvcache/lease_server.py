@@ -55,9 +55,9 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-_SWEEP_S = 0.1  # longest time until an expired lease is collected
-# Bound of a request, which has at most 5 ids of 128 bytes; a lookup's tokens come on
-# top. Also the number of bytes that are read at a time.
+_SWEEP_S = 0.1  # longest sleep of the thread between two checks for expired leases
+# Bound of a request without the tokens of a lookup: at most 5 ids of 128 bytes each.
+# Also the number of bytes that are read at a time.
 _MAX_REQUEST_BYTES = 4 << 10
 # Lookups that wait for the engine. Any lookup beyond this number is answered at once,
 # as if no prefix matched.
@@ -184,7 +184,10 @@ class LeaseServer:
             return ended
 
     def answer_lookup(self, reader: Wire, reply: LookupResult) -> None:
-        """Sends the reply to a lookup of `lookups`, by the server's thread."""
+        """Makes the server's thread send the reply to a lookup from `lookups`.
+
+        Returns at once.
+        """
         self._call_later(partial(self._push, reader, reply))
 
     def _call_later(self, call: Callable[[], None]) -> None:
@@ -260,7 +263,7 @@ class LeaseServer:
         The engine and the connections of all other peers wait in that time.
         """
         with self._lock:
-            if wire in self._wires:  # a call before this one may have dropped it
+            if wire in self._wires:  # an earlier call may have dropped the connection
                 self._exchange(wire)
 
     def _exchange(self, wire: Wire) -> None:
@@ -288,7 +291,7 @@ class LeaseServer:
             self._push(wire, message)
 
     def _push(self, wire: Wire, reply: Reply) -> None:
-        """Sends a reply, unless its connection has been dropped."""
+        """Sends a reply over a connection, unless the connection has been dropped."""
         if wire in self._wires:
             try:
                 wire.send(seal_reply(reply, self._secret))
@@ -297,7 +300,7 @@ class LeaseServer:
                 self._drop(wire)
 
     def _start_digest(self, request: GetDigest, wire: Wire) -> LeaseEnded | None:
-        """Starts the digest that a request asks for.
+        """Starts the requested digest, unless it is being computed already.
 
         Returns:
             LeaseEnded if the lease is gone. None if `_send_digest` will answer, or if

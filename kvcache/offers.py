@@ -1,4 +1,4 @@
-"""Offers: prompts with KV that decode servers may pull while it is being computed.
+"""Offers: prompts with KV that decode servers may pull before the KV is complete.
 
 The readers of an offer are the decode servers that have subscribed to it.
 
@@ -74,7 +74,8 @@ class Offers(Generic[R]):
         # awaited, or an ended prompt is remembered.
         self._remembered_until: dict[str, float] = {}
         self._transfer_ids: dict[str, str] = {}  # by lease id
-        self._changed: set[str] = set()  # transfer ids with messages to send
+        # Transfer ids of offers for which messages may have to be sent.
+        self._changed: set[str] = set()
 
     # -- calls of the engine
 
@@ -105,7 +106,10 @@ class Offers(Generic[R]):
         self._changed.add(transfer_id)
 
     def num_leased_blocks(self, transfer_id: str) -> int | None:
-        """Number of leased blocks of the prompt; None if it has no readers."""
+        """Number of leased blocks of the prompt.
+
+        None if the offer is unknown, has no readers or has ended.
+        """
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.subscriptions or offer.has_ended:
             return None
@@ -240,9 +244,9 @@ class Offers(Generic[R]):
     def unsubscribe(
         self, nonce: str, lease_or_transfer_id: str, now: float, *, lends: bool
     ) -> None:
-        """Ends a subscription. If it was the last one, the offer is given up.
+        """Ends a subscription. After its last subscription, an offer is given up.
 
-        The lease of an offer that is given up is aborted once it is sealed.
+        The lease of an offer that is given up is aborted once the lease is sealed.
 
         Args:
             lease_or_transfer_id: The transfer id if the reader has no lease id yet.

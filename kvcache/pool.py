@@ -14,9 +14,9 @@ class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
 
     On the CPU the allocation is a separate mapping, which starts at a page border. A
-    page takes memory only after its first write, so unused parts of a large pool are
-    free. Other processes may map the pool's file, `shared`. On a GPU the pool is one
-    torch allocation, aligned to at least 512 bytes; a large pool is aligned to 2 MiB.
+    page takes memory only after its first write, so unused parts of a large pool take
+    no memory. Other processes may map the pool's file, `shared`. On a GPU the pool is
+    one torch allocation, aligned to at least 512 bytes, or to 2 MiB if it is large.
 
     Args:
         layout: Order, sizes and dtype. Every view below has this dtype.
@@ -96,7 +96,7 @@ class KVPool:
         self.highest_block = max(self.highest_block, block)
 
     def mark_unused(self) -> None:
-        """Records that no block is in use, after steps whose KV no sequence has."""
+        """Records that no block is in use. No sequence has the KV of earlier steps."""
         self.highest_block = -1
 
     def view(self, layer: int) -> torch.Tensor:
@@ -109,6 +109,6 @@ class KVPool:
     def component(self, layer: int, component: int) -> torch.Tensor:
         """A strided view of a layer's keys (component 0) or values (component 1).
 
-        Its shape is [B, H, N, D]. Nothing is copied.
+        The shape of the view is [B, H, N, D]. Nothing is copied.
         """
         return self.canonical[:, :, layer, component]

@@ -24,11 +24,11 @@ _SLICE_BYTES: Final = 2 << 20
 # can use pages that are not populated.
 _AHEAD_BYTES: Final = 512 << 20
 # Pauses between two slices. Populating a slice keeps a core busy for about 5 ms. The
-# short pause is for a server without requests, the long one for the time after that,
-# when requests may be decoding.
+# short pause is for a pool that no step or pull has used. The long pause is for the
+# time after the first use, when requests may be decoding.
 _IDLE_PAUSE_S: Final = 0.001
 _BUSY_PAUSE_S: Final = 0.1
-_POLL_S: Final = 0.5  # interval of checks whether higher blocks are in use
+_POLL_S: Final = 0.5  # time between two checks whether higher blocks are in use
 
 
 class PrefaultThread(threading.Thread):

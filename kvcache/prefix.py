@@ -17,8 +17,8 @@ salt, so sequences with different salts share no node.
   removed. Without the removed node, lookups could not reach the nodes below it. So
   their cached blocks become FREE, and their blocks in use only lose the mark. Usually
   there are no nodes below, because the last blocks of a sequence are evicted first. But
-  a second sequence may have published blocks below the first sequence's node. It then
-  publishes its own copies of the removed blocks.
+  a second sequence may have published blocks below the first sequence's node. The
+  second sequence then publishes its own copies of the removed blocks.
 - A node has one block for each KV group (groups.py). If the group has a window, the
   block may be missing, because a hit needs only the blocks in the next token's window.
   So the eviction of such a block leaves the node in place. The next sequence that
@@ -37,7 +37,7 @@ from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, Integrit
 from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
 
 # Bound of the number of nodes, per block of the pool. Nodes without any block exist
-# only if all layers have a window: they are the first nodes of long sequences.
+# only if all layers have a window: the first nodes of long sequences have no blocks.
 _MAX_NODES_PER_BLOCK = 8
 
 
@@ -183,7 +183,8 @@ class PrefixIndex:
     ) -> int | None:
         """The position of a missing block in a group's window; None if none is missing.
 
-        It is the last missing block of the first group with a missing block.
+        The position is that of the last missing block of the first group that lacks
+        one.
 
         Args:
             firsts: For each group, the position of the first block that it needs.
@@ -360,5 +361,5 @@ class PrefixIndex:
         is_unused = not (node.children or any(node.blocks))
         if has_gap or is_unused:
             raise IntegrityError(
-                f"prefix index: a node lacks blocks, it has only {node.blocks}"
+                f"prefix index: a node lacks blocks; it has only {node.blocks}"
             )

@@ -2,9 +2,10 @@
 
 The memory is an anonymous file (memfd). The owner sends its process id and the file
 descriptor to a peer, which opens the file through /proc. A random token after the
-memory proves that the peer has opened this file: in another container, the process id
-may belong to another process. The file is sealed against shrinking, so a mapping stays
-readable after the owner has ended. A page takes memory only after its first write.
+memory proves that the peer has opened this file: in the peer's container, the process
+id may belong to a different process. The file is sealed against shrinking, so a mapping
+stays readable after the owner has ended. A page takes memory only after its first
+write.
 """
 
 import fcntl
@@ -26,7 +27,7 @@ class NotMappable(Exception):
 
 
 class SharedMemory:
-    """Creates the file, and closes it when this object is deleted.
+    """The memory file of an owner. Deleting this object closes the file.
 
     Attributes:
         token: The random token after the memory.

@@ -8,8 +8,8 @@ the bandwidth.
 import time
 from collections.abc import Callable
 
-# Decode steps begin every 4 to 20 ms. Between two steps the engine is not idle,
-# although no step runs.
+# For this long after a step has begun, the engine counts as busy. Decode steps begin
+# every 4 to 20 ms, and between two steps the engine is not idle, although no step runs.
 _RECENT_S = 0.025
 
 

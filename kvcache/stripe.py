@@ -84,8 +84,8 @@ class Stripe:
         this rank's blocks hold them. `check_remote` must accept `remote_block_size`.
 
         Args:
-            blocks: The peer's block table from token 0 on, or another number for each
-                of its entries.
+            blocks: The peer's block table from token 0 on; or an array with one number
+                for each entry of the table, to select the numbers of these blocks.
         """
         table = np.asarray(blocks, np.int64)
         if self.size == 1:

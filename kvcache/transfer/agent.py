@@ -19,8 +19,8 @@ import numpy as np
 from kvcache.stripe import IntArray
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
-# While the engine computes a batch, the rate of READs between GPUs is limited, because
-# their writes take memory bandwidth from the batch. READs into staging memory have a
+# While the engine computes a batch, the rate of READs into a GPU is limited, because
+# the writes take memory bandwidth from the batch. READs into staging memory have a
 # lower limit: a kernel reads the bytes again and writes them into the pool.
 _PACED_POST_BYTES = 64 << 20
 _PACED_BYTES_PER_S = 110e9
@@ -176,7 +176,8 @@ GPU_WINDOW = ReadWindow(max_bytes=1 << 30)
 class Throttle:
     """Limits the rate of posts while the engine computes a batch.
 
-    The batch needs the memory bandwidth. Without a batch, no post has to wait.
+    The batch needs the memory bandwidth. Only posts that are made while a batch is
+    computed delay the next post.
 
     Args:
         busy: returns True while a batch is computed.
@@ -194,7 +195,7 @@ class Throttle:
         return now_s >= self._due_s
 
     def posted(self, nbytes: int, now_s: float, *, staged: bool = False) -> None:
-        """Records a post, and delays the next one if the engine computes a batch.
+        """Records a post, and delays the next post if the engine computes a batch.
 
         Args:
             staged: the post writes into staging memory, not into the pool.

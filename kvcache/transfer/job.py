@@ -42,10 +42,11 @@ class TransferJob(ABC):
     Attributes:
         path: one of messages.PATHS.
         nbytes: bytes of the wanted tokens, in the peer's dtype.
-        bytes_read: bytes read from the peer's memory, unwanted bytes included.
-        descriptors: number of runs of all READs so far.
+        bytes_read: bytes to read from the peer's memory, unwanted bytes included; 0
+            before the pull is planned. The same holds for `nbytes`.
+        descriptors: number of runs in all steps that have begun; 0 for a mapped job.
         waits_for_link: nothing can be posted before the link is ready. The link's
-            thread wakes the worker when it is.
+            thread then wakes the worker.
         began_s: when the job was created, by time.perf_counter.
         is_stopping: the job posts nothing more.
         is_failure_reported: the coordinator was sent a RankFailing.
@@ -110,29 +111,29 @@ class TransferJob(ABC):
     def take_exception(self, exception: Exception) -> BatonError:
         """Turns an unexpected exception in a method of this job into the pull's error.
 
-        A mapped job also marks its peer as stale.
+        A mapped job that has begun also marks its peer as stale.
         """
         return InternalError(f"the transfer thread failed: {exception!r}")
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a READ was posted or has ended; 0 while none is active."""
+        """Seconds since the job last posted or ended a READ; 0 if no READ is active."""
         return 0.0
 
     @property
     def hangs(self) -> bool:
-        """True if READs of the job are active, but none has ended for HANGS_S."""
+        """True if READs are active, but for HANGS_S none was posted and none ended."""
         return self.idle_s >= HANGS_S
 
 
 @dataclass(eq=False)
 class _Posting:
-    """The READs of one step of the plan. A staged step is placed after its last READ.
+    """The READs of one step of the plan. A staged step is placed after the last READ.
 
     Attributes:
         posts: READs that have not been posted.
-        base_address: address of the pool or of the slot, from which local offsets
-            count.
+        base_address: address from which local offsets count: that of the pool or of
+            the slot.
         step: the step, if it is staged.
         slot: the step's slot of staging memory, if the step is staged.
         num_active: posted READs that have not ended.
@@ -176,9 +177,9 @@ class ReadJob(TransferJob):
         return not self._current.posts
 
     def bypass_staging(self) -> bool:
-        """Makes the job read straight into the pool, if it waits for staging memory.
+        """Makes a job that waits for staging memory read straight into the pool.
 
-        The number of runs may be much larger then.
+        The READs may then have many more runs than through staging memory.
 
         Returns:
             False if the job has to keep waiting, because its KV has to be converted.
@@ -283,7 +284,7 @@ class ReadJob(TransferJob):
         return bool(placed)
 
     def _begin(self, link: PeerLink) -> None:
-        """Plans the pull when the link is ready."""
+        """Plans the pull over the ready link, and queues it for staging memory."""
         self._link = link
         self.waits_for_link = False
         plan = self.peer.plan(self.pull, link)
@@ -301,7 +302,8 @@ class ReadJob(TransferJob):
         """Begins the next step: counts its descriptors and makes its posts.
 
         Returns:
-            None after the last step, and while the slot of the step is in use.
+            None after the last step, while the step's slot is in use, and while another
+            pull owns the staging memory.
         """
         plan = self._plan
         index = self._num_begun_steps
@@ -326,7 +328,10 @@ class ReadJob(TransferJob):
         return posting
 
     def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
-        """Counts a READ as ended, and places its step after the step's last READ."""
+        """Counts a READ as ended. Places a staged step after the last READ of the step.
+
+        A stopped job places nothing.
+        """
         handle, posting = read
         if not link.is_closing:
             link.agent.release(handle)
@@ -411,7 +416,7 @@ class MappedJob(TransferJob):
         max_bytes = self._placer.claim_launch_bytes(copy, transfer.scale_factors)
         if max_bytes == 0:
             return False
-        # At least one piece is launched, even if it exceeds the limit.
+        # At least one piece is launched, even if one piece exceeds the limit.
         num_pieces = max(max_bytes // copy.piece_bytes, 1)
         self._pending.popleft()
         if num_pieces < len(copy.sources):

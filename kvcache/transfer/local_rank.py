@@ -21,7 +21,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-SCRATCH_BYTES = 4 << 20  # the target of probes
+SCRATCH_BYTES = 4 << 20  # size of the memory that probes write to
 # Links are measured only with at least this much staging memory. With less of it, plans
 # hardly depend on the costs of a link.
 _MIN_MEASURED_STAGING_BYTES = 4 << 20
@@ -53,17 +53,20 @@ class LocalRank:
             worker owns this agent from `TransferWorker.start` to the end of `close`.
         staging_bytes: size of the staging memory; None: all transfers are direct.
         convert: accept peers with a different KV dtype or KV scales.
-        costs: the costs of every link; None: each link is measured at first contact.
+        costs: the costs of every link; None: links are measured at first contact, if
+            `measures_links`.
         limits: limits of posts; None: the defaults for the device.
         placer: maps the memory of peers and copies out of it. If a peer's memory cannot
             be mapped, an agent reads it. None: agents read from all peers.
         maps_only: refuse peers that cannot be mapped.
-        busy: returns True while this rank's engine computes a batch. The rate of READs
-            between GPUs is limited in that time.
-        connect_timeout_s: longest wait of a pull for the connection to its peer.
+        busy: returns True while this rank's engine computes a batch. In that time, the
+            rate of READs into a pool on a GPU is limited.
+        connect_timeout_s: longest time that a link may take to connect and to be
+            measured.
 
     Attributes:
-        wake: called by a link's thread when the link is ready, failed or closed.
+        wake: called by a link's thread when the link has become ready, has failed or
+            is closed.
         links: the links that are not closed.
     """
 
@@ -129,13 +132,14 @@ class LocalRank:
     def measures_links(self) -> bool:
         """True if links are probed at first contact.
 
-        Probes are needed if plans depend on a link's costs, and none are configured.
+        Probes are needed if plans depend on the costs of a link, and no costs are
+        configured.
         """
         staging_bytes = self.staging.nbytes if self.staging else 0
         return self.costs is None and staging_bytes >= _MIN_MEASURED_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Prepares the transfer thread, which calls this method once."""
+        """Prepares the transfer thread. That thread calls this method once."""
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()

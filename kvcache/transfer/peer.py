@@ -62,7 +62,7 @@ class Peer:
     # -- plans
 
     def prepare(self) -> None:
-        """Maps the peer's memory or connects, before the first pull.
+        """Maps the peer's memory or begins to connect, before the first pull.
 
         Logs a warning if no pull from the peer can be planned.
         """
@@ -184,7 +184,7 @@ class Peer:
         return link if link.is_ready and not link.is_closing else None
 
     def clean_up_link(self) -> BatonError | None:
-        """Closes the link if it has failed, and forgets the link if it is closed.
+        """Closes a link that has failed, and forgets a link that is closed.
 
         Returns:
             The error for pulls that wait for the link, if the link has just failed.

@@ -28,7 +28,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Bytes of the long probe. Probes with more bytes do not measure better.
+# Largest long probe in bytes. Probes with more bytes do not measure better.
 _MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
 _MIN_NAP_S = 0.00001
 _MAX_NAP_S = 0.01
@@ -43,12 +43,13 @@ FIX = (
 class PeerLink:
     """The agent that reads from one engine, and the thread that connects and closes it.
 
-    The link begins to connect at once. Only the worker's thread calls its methods; the
-    link wakes the worker whenever `is_ready`, `error` or `is_closed` changes.
+    The link begins to connect at once. Only the worker's thread calls its methods. The
+    link's thread wakes the worker when connecting has succeeded or failed, and when the
+    link is closed.
 
     Args:
         rank: this rank of D, which registers the link in `rank.links`.
-        ranks: the server's ranks to read from.
+        ranks: the ranks of the prefill server to read from.
         probes: measure the link, with READs of the null block of the first of `ranks`.
 
     Attributes:
@@ -57,7 +58,8 @@ class PeerLink:
         is_closed: the agent is closed, so none of its READs can write any more.
         costs: the measured costs; None if the link was not measured.
         deadline: when connecting times out, by time.monotonic.
-        num_active: READs of jobs that are not stopping; these jobs count them.
+        num_active: active READs of jobs that are not stopping; the jobs maintain this
+            number.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class PeerLink:
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + rank.connect_timeout_s
         self.num_active = 0
-        # The link's thread replaces this by the link's own agent.
+        # The link's thread replaces the rank's agent by the link's own agent.
         self.agent: TransferAgent = rank.agent
         self._error: BatonError | None = None
         self._rank = rank
@@ -227,7 +229,8 @@ class PeerLink:
         """Carries out a probe (cost.py) and measures its time.
 
         Raises:
-            TransferFailed: the READ fails, or does not end before the deadline.
+            TransferFailed: the READ fails, or has not ended at the deadline or when the
+                link is closed.
         """
         began_s = time.perf_counter()
         handle = self.read(read, self._rank.scratch_address)

@@ -1,4 +1,4 @@
-"""A rank's transfer thread: drives every job piece by piece, and reports its end.
+"""A rank's transfer thread: drives jobs piece by piece, and reports the end of each.
 
 The thread blocks while it is idle. It reads commands between any two posts, so that a
 pull stops within one post. A job stays here until all its READs have ended (I7).
@@ -47,16 +47,19 @@ _GPU_NAP_S = 0.00002
 # While a batch is computed, naps are longer, because the engine's thread needs the
 # interpreter's lock.
 _GPU_BUSY_NAP_S = 0.00005
-# The nap while only READs of stopped pulls are active, and after a failed round.
+# The nap while all jobs are stopped or wait for a link, and after each failure.
 _STUCK_NAP_S = 0.02
-# A link is closed once its READs of stopped pulls have hung for this long.
+# A link is closed once all its active READs have hung for this long, if a stopped pull
+# has one of them.
 _TEAR_DOWN_S = 10.0
 _MIN_LOGGED_BYTES = 1 << 20  # the speed of a smaller pull is not logged
-# Failed rounds in a row that end the process. 100 rounds take about 2 s.
+# This many failures end the process, if no round without a failure lies between them.
+# A nap of _STUCK_NAP_S follows each failure, so 100 failures take about 2 s.
 _MAX_FAILURES = 100
 # The watchdog checks this often whether the transfer thread makes progress, and an idle
-# transfer thread wakes this often. _NUM_CHECKS checks without progress end the process.
-# That is longer than the slowest driver call (compiling a kernel) on a busy machine.
+# transfer thread wakes this often. After _NUM_CHECKS checks without progress, the
+# process ends. This takes longer than the slowest driver call (compiling a kernel) on a
+# busy machine.
 _CHECK_S = 10.0
 _NUM_CHECKS = 30
 
@@ -67,7 +70,7 @@ class TransferWorker:
     Args:
         link: the source of commands and the target of reports: on rank 0 the
             coordinator itself, on other ranks a socket to the coordinator. `close`
-            closes it.
+            also closes the link.
 
     Attributes:
         digester: computes this rank's parts of digests.
@@ -129,7 +132,7 @@ class TransferWorker:
     def _watch_rounds(self) -> None:
         """Ends the process if the transfer thread is stuck in a driver or transport.
 
-        Without this, the engine would look healthy, but no pull would end. Checks are
+        Otherwise the engine would look healthy, but no pull would end. Checks are
         counted, not seconds, because a process that was suspended is not stuck.
         """
         last_num_rounds = -1
@@ -274,7 +277,7 @@ class TransferWorker:
         del self._jobs[job.pull_id]
         is_complete = not job.is_stopping
         error = job.error
-        if is_complete:  # reported before anything else, because the fence waits for it
+        if is_complete:  # the report comes first, because the fence waits for it
             self._report_complete(job)
         try:
             self._drive(job, job.release_staging)
@@ -330,10 +333,12 @@ class TransferWorker:
                 peer.link.close(error)
 
     def _bypass_hanging_staging(self) -> None:
-        """Makes jobs stop waiting for staging memory if its owner hangs.
+        """Makes jobs stop waiting for staging memory if the owning job hangs.
 
-        These jobs read straight into the pool. A job that has to convert KV cannot do
-        so: it fails if the owner is stopping, because the memory stays in use.
+        The owning job also counts as hanging if it waits behind hanging READs from the
+        same peer. The jobs then read straight into the pool. A job that has to convert
+        KV cannot do so. Such a job fails if the owner is stopping, because the memory
+        stays in use.
         """
         staging = self._rank.staging
         owner = self._jobs.get(staging.owner or "") if staging else None
@@ -356,7 +361,7 @@ class TransferWorker:
                 )
 
     def _report_complete(self, job: TransferJob) -> None:
-        """Reports a complete job; first computes a digest if the pull asks for one."""
+        """Reports a complete job; first computes a digest if the pull requires one."""
         fields: dict[str, Any] = {
             "nbytes": job.nbytes,
             "descriptors": job.descriptors,
@@ -390,8 +395,8 @@ class TransferWorker:
 
         Args:
             error: why the pull has failed on this rank.
-            fields: the fields of RankEnded that only a complete pull has; without any,
-                the report says that the pull is not complete.
+            fields: the fields of RankEnded that only a complete pull has. Without
+                fields, `complete` is false in the report.
         """
         report = RankEnded(
             pull_id=pull_id,

@@ -55,9 +55,9 @@ class Rows(NamedTuple):
     G is heads x covered layers x components. The covered layers depend on the chunk.
 
     Attributes:
-        tokens: i64 [T]: the number of the token's first row in the pool.
+        tokens: i64 [T]: each token's first row, as a row number in the pool.
         token_keys: i64 [T]: the key of each token.
-        chunks: i64 [T]: the token's chunk, as an index into `groups` and `group_keys`.
+        chunks: i64 [T]: each token's chunk, as an index into `groups` and `group_keys`.
         groups: i64 [chunks, G]: for each of a token's rows, its distance in rows from
             the token's first row.
         group_keys: i64 [chunks, G]: the key of (layer, component, head).
@@ -114,9 +114,9 @@ class Digester:
             self._compile()
 
     def _compile(self) -> None:
-        """Compiles the kernel by launching it, before any request has to wait for it.
+        """Compiles the kernel by launching it, so that no request has to wait for that.
 
-        If that fails, torch computes all digests.
+        If the kernel cannot be compiled, torch computes all digests.
         """
         self.values = _values_by_kernel
         parts: list[DigestPart | None] = []
@@ -223,7 +223,7 @@ class Digester:
         Args:
             blocks: The group's blocks of the sequence.
             tokens: i64 [T], in ascending order; at least one.
-            layers: Of `scope.layers`.
+            layers: The result of `scope.layers`.
             first_layer: Number of the group's first layer, counted over all groups.
 
         Returns:

@@ -36,8 +36,9 @@ class DigestPart(msgspec.Struct, frozen=True):
     """One rank's part of a digest.
 
     Attributes:
-        copy: Where several ranks hold the same heads: the number of this copy. Ranks of
-            one context-parallel group hold one copy, so their sums are added up.
+        copy: If several ranks hold copies of the same heads, the number of this rank's
+            copy. The ranks of a context-parallel group share one copy, so their sums
+            are added up.
         first_head: The first KV head of the part.
         sums: u64 [heads, chunks], as bytes.
     """
@@ -53,7 +54,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         samples: The digest covers a sample of the layers instead of all layers.
         chunk_tokens: Tokens of a chunk; chunks are counted from token 0.
-        reach: For several layer groups, as in KVGroups.token_ranges.
+        reach: As in KVGroups.token_ranges; only used with several layer groups.
     """
 
     lease_id: str

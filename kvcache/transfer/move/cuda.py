@@ -32,7 +32,7 @@ def copies_batches() -> bool:
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
-    """Queues copies of `width` bytes each, by the copy engines.
+    """Queues copies of `width` bytes each for the copy engines.
 
     The copies are made in no particular order.
 

@@ -1,9 +1,10 @@
 """Placing on a GPU with copy engines and a kernel, concurrently with the decode batch.
 
 Copy engines take no multiprocessor from the decode batch. They move many long runs in
-one call, nearly as fast as a plain copy does. They carry out the copies with one long
-run per piece. The kernel carries out all other copies. If the kernel cannot be compiled
-for a copy, torch places it.
+one call, nearly as fast as a plain copy does. Copy engines carry out the copies with
+one long run per piece, and the kernel carries out all other copies. If the kernel
+cannot be compiled for the KV of a peer, the peer's memory is not mapped, and torch
+places copies out of staging memory.
 
 The kernel (place_kernel.py) moves *units* of up to 16 bytes. It numbers the units of a
 copy piece by piece, and inside a piece in the order of the source, so that units with
@@ -11,8 +12,9 @@ neighbouring numbers are neighbours in the source's memory. Five divisions turn 
 number of a unit into its piece and its index on every axis. Two tables have the offset
 of each piece at the source and at the target. Two sets of strides give the offset of
 the unit inside the piece. All offsets are in units. So no list of runs is needed, for
-any orders, block sizes, heads and dtypes. If elements change their scale, the same
-divisions give the layer and the component of a unit, which select its scale factor.
+any orders, block sizes, heads and dtypes. If the two sides have different scales, the
+same divisions give the layer and the component of a unit, which select the scale factor
+of the unit.
 """
 
 import sys
@@ -38,7 +40,7 @@ logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # the largest word that a thread moves at once
 NUM_PARAMETERS = 3 + 4 * 6  # without the scale factors
-MAX_UNITS = (1 << 31) - 1  # units of one launch: their numbers have 32 bits
+MAX_UNITS = (1 << 31) - 1  # units of one launch: the kernel numbers them with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
@@ -47,10 +49,10 @@ NUM_PROGRAMS = 48
 _STAGING_PROGRAMS = 132
 # Copy engines move runs of at least this size as fast as the kernel, or faster.
 LONG_RUN_BYTES = 2 << 20
-# While a batch is computed, the placing kernel slows the batch by about 1 ms per GiB,
-# however many multiprocessors the kernel uses. So the rate of the kernel is limited,
-# and copy engines take every run of at least _BUSY_RUN_BYTES. For runs of that size,
-# copy engines reach a third of the kernel's speed.
+# While a batch is computed, each GiB that the placing kernel moves delays the batch by
+# about 1 ms, however many multiprocessors the kernel uses. So the rate of the kernel is
+# limited, and copy engines take every run of at least _BUSY_RUN_BYTES. For runs of that
+# size, copy engines reach a third of the kernel's speed.
 PACED_BYTES_PER_S = 90e9
 _PACED_LAUNCH_BYTES = 16 << 20
 _BUSY_RUN_BYTES = 64 << 10
@@ -179,7 +181,8 @@ class CudaPlacer(Placer):
         pool: the pool of this rank, on a GPU. The copies write to this pool, and its
             device runs them.
         num_programs: thread blocks of one launch; see NUM_PROGRAMS.
-        long_run_bytes: copy engines move runs of at least this size; 0: all runs.
+        long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
+            `busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
         busy: returns True while a batch is computed on this device.
     """
 
@@ -206,7 +209,8 @@ class CudaPlacer(Placer):
     def compile(self, *, convert: bool) -> None:
         """Compiles every kernel of `kinds_into`, before the first peer connects.
 
-        If a kernel cannot be compiled, a warning is logged and torch does its work.
+        If a kernel cannot be compiled, a warning is logged. `open` then refuses peers
+        that need the kernel, and torch places their KV out of staging memory.
         """
         for kind in kinds_into(self._pool.layout, convert=convert):
             try:
@@ -217,8 +221,9 @@ class CudaPlacer(Placer):
         if self._failed:
             reasons = "; ".join(sorted(set(self._failed.values())))
             logger.warning(
-                "some kernels that place KV cannot be compiled: %s; torch places KV "
-                "instead, which is slower",
+                "some kernels that place KV cannot be compiled: %s; peers that need "
+                "these kernels are read over NIXL, and torch places KV out of staging "
+                "memory, which is slower",
                 reasons,
             )
 
@@ -314,7 +319,7 @@ def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
     """Makes a placer for copies out of staging memory.
 
-    On a GPU it uses the kernel alone, because READs need the copy engines.
+    On a GPU the placer uses the kernel alone, because READs need the copy engines.
     """
     return placer_for(
         pool,

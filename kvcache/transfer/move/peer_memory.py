@@ -2,7 +2,7 @@
 
 A pool on the CPU is a memory file (kvcache/shared_memory.py), which is mapped
 read-only. A pool on a GPU is opened with CUDA IPC for the current device. The memory
-stays readable after the death of the peer, until it is closed here.
+stays readable after the death of the peer, until this process unmaps the memory.
 """
 
 import ctypes
@@ -157,7 +157,7 @@ def open_host(rank: RankMetadata) -> Memory:
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """A view u8[nbytes] of host memory. It does not keep the memory alive."""
+    """A view u8[nbytes] of host memory. The view does not keep the memory alive."""
     return torch.frombuffer(
         (ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8
     )

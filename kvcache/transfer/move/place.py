@@ -25,7 +25,7 @@ from protocol.handshake import RankMetadata
 # The elements of a head are copied as words of the first of these dtypes that fits the
 # sizes and addresses: the larger the words, the faster the copy.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
-ALL_BYTES = 1 << 62
+ALL_BYTES = 1 << 62  # no limit, as a result of `claim_launch_bytes`
 _MAX_SLOTS = 4  # slots of one staging memory
 
 
@@ -48,7 +48,7 @@ class Placer:
             )
 
     def bind_thread(self) -> None:
-        """Prepares the thread that uses this placer; that thread calls it once."""
+        """Prepares the calling thread, which alone uses this placer from now on."""
         if self._stream is not None:
             torch.cuda.set_device(self._pool.device)
 
@@ -148,7 +148,7 @@ class StagingBuffer:
         self._launches: list[deque[Any]] = [deque() for _ in range(_MAX_SLOTS)]
 
     def bind_thread(self) -> None:
-        """Prepares the thread that uses this memory; that thread calls it once."""
+        """Prepares the calling thread, which alone uses this memory from now on."""
         self._placer.bind_thread()
 
     @property
@@ -172,7 +172,7 @@ class StagingBuffer:
         return self._queue[0] if self._queue else None
 
     def leave_queue(self, pull_id: str) -> None:
-        """Removes a pull from the queue, if it is there.
+        """Removes a pull from the queue. Does nothing if the pull is not queued.
 
         Must not be called while a READ of the pull into a slot is active.
         """
@@ -266,8 +266,9 @@ def _converter(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that converts a view of the source for the pool.
 
-    A copy of torch converts the dtype by itself, but it neither clamps to FP8's largest
-    number nor multiplies by scale factors. The function does only what is left to do.
+    Torch's own copy converts the dtype, but neither clamps to FP8's largest number nor
+    multiplies by scale factors. If neither is needed, the function returns the view
+    unchanged.
     """
     is_fp8_conversion = (
         pool.dtype is fp8.DTYPE and copy.source.dtype != copy.target.dtype

@@ -2,10 +2,11 @@
 
 This is the only file of kvcache/transfer/ that imports Triton.
 
-One variant is compiled for each width of a unit, and for each pair of different dtypes.
-The geometry is passed as numbers in memory, so a new peer compiles nothing. Only a few
-programs run, and each processes tiles of units in turn. Reading over NVLink needs many
-bytes in flight, but not many multiprocessors; most of them remain for the decode batch.
+One variant is compiled for each width of a unit, and for each pair of dtypes that needs
+a conversion. The geometry is passed as numbers in memory, so a new peer compiles
+nothing. Only a few programs run, and each processes tiles of units in turn. Reading
+over NVLink needs many bytes in flight, but not many multiprocessors; most
+multiprocessors remain for the decode batch.
 """
 
 import triton
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from protocol.handshake import ITEMSIZE
 
-TILE_UNITS = 2048  # 32 KiB
+TILE_UNITS = 2048  # 32 KiB of 16-byte units
 CONVERTED_TILE_UNITS = 512
 NUM_WARPS = 8
 _WORDS = {
@@ -87,7 +88,7 @@ def _divide(number, divisor):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-untyped-def]
-    """Divides one axis out of the unit numbers, and adds its strides."""
+    """Divides one axis out of the unit numbers; adds index x stride to the offsets."""
     number, index = _divide(number, divisor)
     source += index.to(tl.int64) * axis[0]
     target += index.to(tl.int64) * axis[1]

@@ -187,13 +187,14 @@ def cut(
 class Transfer:
     """The KV that one rank of D wants of one sequence.
 
-    The KV is that of all layers and components of the rank's heads. If D has a dcp
-    above 1, tokens and blocks are counted on this rank alone.
+    The KV is that of the rank's heads, in all layers of one layer group and all
+    components. If D has a dcp above 1, tokens and blocks are counted on this rank
+    alone.
 
     Attributes:
         local: the rank of D.
         remote: the ranks of P, by rank.
-        groups: the wanted heads, by their owners.
+        groups: the wanted heads, grouped by the ranks of P that own them.
         tokens: the wanted tokens.
         local_blocks: i64, D's block table from token 0 on.
         remote_blocks: i64, P's block table from token 0 on.

@@ -25,7 +25,7 @@ _SHORT_RUN_BYTES = 256
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of one link, measured at first contact or configured. All are above 0.
+    """Costs of one link, measured at first contact or configured. All numbers are > 0.
 
     Attributes:
         per_descriptor_s: seconds of a READ for each run.
@@ -51,7 +51,7 @@ class CostModel:
 
     @classmethod
     def configured(cls, numbers: Sequence[float], device: str) -> "CostModel | None":
-        """The model of configured numbers; None if there are none.
+        """The model of configured numbers; None if no numbers are configured.
 
         Args:
             numbers: us per descriptor, GB/s of reading, GB/s of placing; or empty.
@@ -130,7 +130,9 @@ def measure_link(
     """
     short_bytes = _NUM_SHORT_RUNS * _SHORT_RUN_BYTES
     short_probe = probe(remote, target_bytes, short_bytes, _SHORT_RUN_BYTES)
-    read(short_probe)  # not measured: the first READ connects and faults memory in
+    # The time of the first READ is not used, because that READ connects and faults
+    # memory in.
+    read(short_probe)
     short = read(short_probe)
     nbytes = _FIRST_PROBE_BYTES
     long = read(probe(remote, target_bytes, min(nbytes, max_bytes)))
@@ -147,8 +149,8 @@ def probe(
 ) -> ReadDescriptors:
     """A READ of about `nbytes` out of the null block, in runs of equal size.
 
-    The READ repeats the null block if that is smaller. Runs are as long as the layout
-    and `run_bytes` allow.
+    If the null block is smaller than `nbytes`, the READ repeats the block. Runs are as
+    long as the layout and `run_bytes` allow.
 
     Args:
         target_bytes: size of the memory that is read into. If it is smaller than

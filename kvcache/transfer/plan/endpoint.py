@@ -3,8 +3,8 @@
 Ranks hold contiguous ranges of the model's KV heads. If there are more ranks than heads
 (GQA with few heads, or the one latent "head" of MLA), neighbouring ranks hold copies of
 the same head. A rank of D reads each of its heads from the ranks of P that hold the
-head. If several ranks of P hold it, they take turns, block by block, so that none of
-them becomes a hot spot.
+head. If several ranks of P hold a head, these ranks take turns, block by block, so that
+none of them becomes a hot spot.
 
 Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the
 same heads. Each of these ranks stores the tokens of one stripe (kvcache/stripe.py).
@@ -63,7 +63,7 @@ class Endpoint:
 
     @property
     def stripe(self) -> Stripe:
-        """The tokens of every sequence on this rank."""
+        """Which tokens of a sequence this rank stores; the same for every sequence."""
         return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
 
 
@@ -89,7 +89,7 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
 class HeadGroup(NamedTuple):
     """Heads that a rank of D reads from the same ranks of P, the owners.
 
-    If there are several owners, all of them hold these heads, and they take turns.
+    If there are several owners, all of them hold these heads. The owners take turns.
     """
 
     heads: range  # numbers of the model's KV heads

@@ -7,8 +7,8 @@ A slot contains one paged memory for each head group. The memory has P's layout,
 fewer blocks than P's pool. Reading into a slot is a copy between two layouts of the
 same order, so the runs stay long. Placing is a second copy, out of the slot. If several
 ranks of P own a head group, they fill the slot in turn, block by block, so placing does
-not depend on the owner. A slot may hold all heads of the owners, if that makes fewer
-runs.
+not depend on the owner. A slot may hold all heads of the owners, if reading all of them
+makes fewer runs.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, wants heads 2 and 3)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
@@ -49,7 +49,8 @@ class SlotMemory(NamedTuple):
 class Slot(NamedTuple):
     """The layout of a slot for some number of blocks.
 
-    All pulls between two engines use slots of the same layouts.
+    A slot depends on P's layout, the heads and the number of blocks. So different pulls
+    from an engine use equal slots.
     """
 
     memories: tuple[SlotMemory, ...]  # one memory for each head group
@@ -92,7 +93,7 @@ def _no_blocks() -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Moves some tokens of a transfer. Its READs and copies are computed on first use.
+    """Moves some tokens of a transfer. READs and copies are computed on first use.
 
     Attributes:
         transfer: the transfer, restricted to the tokens of this step.
@@ -113,7 +114,7 @@ class Step:
         return descriptors(self.read_copies())
 
     def read_copies(self) -> Iterator[BlockCopy]:
-        """The block copies, from P into the slot or the pool, that are READ."""
+        """The block copies that READs carry out, from P into the slot or the pool."""
         if self.slot is None:
             yield from self.transfer.copies(self.read)
             return
@@ -149,7 +150,8 @@ class Step:
     def unstaged(self) -> "Step":
         """The same step without staging memory: READs write straight into the pool.
 
-        The transfer must not convert dtype or scales.
+        The new step reads no unwanted tokens. The transfer must not convert dtype or
+        scales.
         """
         if self.slot is None:
             return self

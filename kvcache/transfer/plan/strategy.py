@@ -23,18 +23,18 @@ from kvcache.transfer.plan.endpoint import PlanError
 from kvcache.transfer.plan.steps import Step, slot_of
 
 # If READs are CPU copies, a chunk should still be in the processor's cache when it is
-# placed. Reading a chunk of that size takes this long.
+# placed. Reading a chunk that fits into the cache takes this long.
 _CACHED_CHUNK_S = 0.75e-3
-# Bound of the number of such chunks, because each has to be posted and polled.
+# Bound of the number of these small chunks, because each has to be posted and polled.
 _MAX_CACHED_CHUNKS = 32
-# If placing overlaps READs, a transfer is read either in this many equal chunks or in
-# chunks as large as possible, whichever costs less. Placing the last chunk overlaps no
-# READ: with eight chunks, that is an eighth of all placing.
+# If placing overlaps READs, a transfer is read either in about this many equal chunks
+# or in chunks as large as possible, whichever costs less. Placing the last chunk
+# overlaps no READ: with eight chunks, that is an eighth of all placing.
 _PIPELINE_CHUNKS = 8
 # With four slots, the link stays busy while copies out of a slot are launched.
 _PIPELINE_SLOTS = 4
-# A chunk of the pipeline is so large that reading the chunk takes at least this long,
-# about the time of posting and placing one.
+# If half the staging memory suffices, a chunk of the pipeline is so large that reading
+# the chunk takes at least this long. Posting and placing a chunk takes about as long.
 _MIN_PIPELINE_CHUNK_S = 0.1e-3
 # A run between GPUs takes at least this long; a probe of few runs may measure less.
 _MIN_RUN_S = 3e-6
@@ -50,7 +50,8 @@ class TransferStrategy(NamedTuple):
             direct transfer does so only at its end; see `_tokens_to_read`.
         all_heads: read all heads that the source ranks of P hold, not only the wanted
             heads.
-        pipelined: read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible.
+        pipelined: read in about _PIPELINE_CHUNKS chunks, not in chunks as large as
+            possible.
     """
 
     staged: bool
@@ -89,7 +90,7 @@ def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
 def cheapest_staged(
     transfer: Transfer, costs: CostModel, staging_bytes: int
 ) -> Estimate:
-    """The estimate of the cheapest staged strategy, for at least one token.
+    """The estimate of the cheapest staged strategy. The transfer must have tokens.
 
     Raises:
         PlanError: half the staging memory is smaller than one block.

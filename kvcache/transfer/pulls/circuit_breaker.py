@@ -28,7 +28,7 @@ class CircuitBreaker:
 
     Args:
         min_backoff_s: how long the circuit breaker stays open at first.
-        max_backoff_s: bound of the time for which it stays open.
+        max_backoff_s: bound of the time for which the circuit breaker stays open.
 
     Attributes:
         num_failures: failed pulls in a row.
@@ -43,7 +43,7 @@ class CircuitBreaker:
         self.retry_at = 0.0
 
     def record_failure(self, now: float) -> bool:
-        """Counts a failed pull; returns True if it opens a closed circuit breaker.
+        """Counts a failed pull; returns True if that opens a closed circuit breaker.
 
         A pull that fails while the circuit breaker is open does not count, because the
         pull began earlier, while pulls were allowed.
@@ -69,7 +69,7 @@ class CircuitBreaker:
 
         Args:
             busy: a pull from the peer is already active. A half-open circuit breaker
-                then allows no second one.
+                then allows no second pull.
         """
         if self.num_failures < MAX_FAILURES:
             return True

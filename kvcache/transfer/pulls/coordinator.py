@@ -161,14 +161,14 @@ class PullCoordinator:
         return peer.circuit.allows_pull(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
-        """Begins a handshake, unless it is complete. PeerDecided reports its end."""
+        """Begins a handshake if one is needed and allowed now.
+
+        A PeerDecided always follows, at once if the outcome is already known.
+        """
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
-        """Requests a reference to the longest prefix that the hinted engine has.
-
-        LookedUp reports the result.
-        """
+        """Requests the engine's longest cached prefix; LookedUp has the reference."""
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
@@ -189,12 +189,12 @@ class PullCoordinator:
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine.
 
-        Every rank reads its share. `hold` is implied. messages.py lists the events that
-        follow.
+        Every rank reads its share. A pull also does what `hold` does. messages.py lists
+        the events that follow.
 
         Args:
             local_block_ids: this engine's blocks from token 0 of the sequence on. A
-                block has this engine's block size times its dcp tokens.
+                block holds block_size x dcp tokens, both of this engine.
             reach: as in KVGroups.token_ranges.
         """
         order = Pull(
@@ -390,7 +390,7 @@ class PullCoordinator:
     # -- peers
 
     def _on_peer_decided(self, peer: PeerRecord) -> None:
-        """Continues all that waits for this peer's handshake, if that has ended."""
+        """Continues all that waits for a peer, if the peer's handshake has ended."""
         if peer.is_handshaking:
             return
         self._lookups.on_peer_decided(peer, self._clock())
@@ -402,7 +402,7 @@ class PullCoordinator:
                 self._start_or_fail(state, peer)
 
     def _start_or_fail(self, state: PullState, peer: PeerRecord) -> None:
-        """Starts or fails a waiting pull, if its peer's handshake has ended."""
+        """Starts or fails a waiting pull, if the handshake with its peer has ended."""
         if state.phase is not Phase.WAITING or peer.is_handshaking:
             return
         now = self._clock()
@@ -426,7 +426,7 @@ class PullCoordinator:
         self._perform(state, actions)
 
     def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
-        """Why the circuit breaker allows no pull from an engine; None if it does."""
+        """The error if a circuit breaker refuses a pull from the engine, else None."""
         peer = self._peers.get(key_of(remote))
         # Each start of a pull comes here, so only a peer with failures is worth a
         # search through all open pulls.
@@ -440,7 +440,7 @@ class PullCoordinator:
         )
 
     def _record_failure(self, state: PullState, peer: PeerRecord) -> None:
-        """Counts a failed pull. The next pull repeats the handshake."""
+        """Counts a failed pull. The next pull from the peer repeats the handshake."""
         if peer.record_pull_failure(self._clock()):
             num_failures = peer.circuit.num_failures
             logger.warning(CIRCUIT_OPENED, peer.key[0], *state.address, num_failures)
@@ -451,7 +451,7 @@ class PullCoordinator:
         self._perform(state, state.fail(error, self._clock()))
 
     def _perform(self, state: PullState, actions: Iterable[Action]) -> None:
-        """Carries out a pull's actions, and schedules its next tick."""
+        """Carries out actions of a pull; then schedules its tick, or removes it."""
         try:
             for action in actions:
                 self._perform_one(state, action)

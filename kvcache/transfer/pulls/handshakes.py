@@ -1,7 +1,7 @@
 """Handshakes with prefill engines over the side channel, and lost side channels.
 
-A handshake requests the metadata of an engine. This file sends the requests, and ends a
-handshake when the metadata comes, the server refuses, or the connection is lost.
+A handshake requests the metadata of an engine. This file sends the requests. It ends a
+handshake when the metadata comes, the server refuses, or a timeout passes.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Handshakes:
                 self._drop(address)
 
     def on_metadata(self, address: Address, reply: Metadata) -> None:
-        """Handles the metadata that a server has sent."""
+        """Ends the handshakes for which a server has sent its metadata."""
         peers = [
             peer for peer in self._handshaking_at(address) if peer.nonce == reply.nonce
         ]
@@ -88,10 +88,10 @@ class Handshakes:
         self._fail_handshakes(address, PeerUnreachable(message))
 
     def _drop(self, address: Address) -> None:
-        """Fails all pulls and handshakes from an address, which is probably dead.
+        """Fails all pulls from, and handshakes with, an address that is probably dead.
 
         The ranks forget the peers at the address. Otherwise the memory of a dead peer
-        would stay mapped here, and would not be freed.
+        would stay mapped by this engine, and would not be freed.
         """
         error = unreachable(address, "cannot be connected to")
         for peer in self._peers.peers_at(address):

@@ -35,7 +35,7 @@ _MAX_REPLY_BYTES = 64 << 20
 # Bytes of replies that are read from one peer at a time, so that the peer does not
 # delay replies of other peers.
 _READ_BYTES = 1 << 20
-_MAX_UNSENT = 1000  # requests to one peer
+_MAX_UNSENT = 1000  # unsent requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
@@ -47,9 +47,9 @@ class _Link:
     """The connection to one address.
 
     Attributes:
-        since: when the connection was lost; or when it was first needed, if that was
-            later.
-        unsent: requests that wait for the connection.
+        since: when the connection was lost, or when the oldest unsent request was
+            posted, if that was later.
+        unsent: requests that wait for the connection, or for the peer to read.
         num_attempts: failed attempts and lost connections since the last authentic
             reply.
         retry_at: when to connect again.
@@ -95,17 +95,17 @@ class LeaseClient:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether requests wait for a connection."""
+        """Whether any request has not been sent completely."""
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
-        """Addresses without a connection, after at least one failed attempt.
+        """Addresses without a connection, after a failed attempt or a lost connection.
 
         A killed process shows up here at once, before requests to the process time out.
 
         Returns:
-            For each address, since when it has had no connection although there was
-            something to send.
+            For each address, when its connection was lost, or when the oldest unsent
+            request was posted, if that was later.
         """
         links = self._links.values()
         return {
@@ -128,7 +128,8 @@ class LeaseClient:
     def post(self, address: Address, request: Request) -> None:
         """Queues a request, and sends as much as possible at once.
 
-        The request is dropped if the queue is full: the peer is not reading.
+        The request is dropped if the queue is full: the peer does not read, or there is
+        no connection to it.
         """
         link = self._links.get(address)
         if link is None:
@@ -144,7 +145,7 @@ class LeaseClient:
             link.wire.queue(message)
             self._flush(link, link.wire)
             return
-        if not link.unsent:  # time in which there was nothing to send does not count
+        if not link.unsent:  # the time before this request does not count
             link.since = self._clock()
         link.unsent.append(framed(message))
 
@@ -163,7 +164,7 @@ class LeaseClient:
         self._waker.close()
 
     def _dial(self, link: _Link) -> None:
-        """Begins an attempt to connect; `_take_dialled` will find its result."""
+        """Begins an attempt to connect; `_take_dialled` handles the result."""
         link.retry_at = _NEVER
         try:
             threading.Thread(target=self._connect, args=(link,), daemon=True).start()
@@ -192,7 +193,7 @@ class LeaseClient:
             sock.close()
 
     def _take_dialled(self) -> None:
-        """Takes over the results of the threads that connect."""
+        """Handles the results of the threads that connect."""
         self._waker.clear()
         while self._dialled:
             link, sock = self._dialled.popleft()
@@ -232,7 +233,7 @@ class LeaseClient:
 
     def _serve(self, link: _Link) -> None:
         """Receives replies. A reply that is not authentic closes the connection."""
-        if link.wire is None:  # a call before this one has lost the connection
+        if link.wire is None:  # an earlier call has lost the connection
             return
         try:
             messages = exchange(self._selector, link.wire)

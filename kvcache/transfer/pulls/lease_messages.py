@@ -1,7 +1,7 @@
 """The messages that a pull sends to P about its lease.
 
-A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce, so that the coordinator
-finds the pull, and the pull knows which of its messages P has answered.
+A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce. So the coordinator finds
+the pull, and the pull finds out which of its messages P has answered.
 """
 
 from kvcache.verify.scope import Scope
@@ -15,9 +15,10 @@ _MAX_SUBSCRIBE_S = 1.0  # longest time between two subscriptions
 def renew_interval_s(
     remote: RemotePrefill, configured_s: float | None, grows: bool
 ) -> float:
-    """Seconds between two renewals, by default a third of the lease.
+    """Seconds between two renewals, at least _MIN_RENEW_S.
 
     Args:
+        configured_s: the configured interval; None: a third of the lease.
         grows: P still computes the prompt; subscriptions take the place of renewals.
     """
     interval_s = configured_s or remote.lease_s / 3
@@ -27,7 +28,7 @@ def renew_interval_s(
 
 
 def renew_lease(remote: RemotePrefill, attempt_id: str) -> Renew:
-    """Extends the lease."""
+    """Returns the message that asks P to extend the lease."""
     return Renew(
         nonce=f"renew-{attempt_id}",
         incarnation=remote.incarnation,
@@ -36,7 +37,7 @@ def renew_lease(remote: RemotePrefill, attempt_id: str) -> Renew:
 
 
 def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscribe:
-    """Requests the blocks of a prompt that P still computes.
+    """Returns the message that requests the blocks of a prompt that P still computes.
 
     Args:
         num_blocks: number of the prompt's blocks that P has announced so far.
@@ -52,9 +53,9 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
 
 
 def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
-    """The fence: P's answer confirms that the lease was held until now.
+    """Returns the message of the fence, upon which P ends the lease.
 
-    P then ends the lease.
+    P's answer confirms that the lease was held until then.
     """
     return Complete(
         nonce=f"complete-{attempt_id}",
@@ -65,9 +66,9 @@ def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
 
 
 def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortLease:
-    """Gives up the lease, or the subscription if no lease is known.
+    """Returns the message that gives up the lease.
 
-    P's answer is ignored.
+    If no lease is known, the message gives up the subscription. P's answer is ignored.
 
     Args:
         lend: give up only the subscription, so that a different engine may subscribe.
@@ -82,7 +83,7 @@ def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortL
 
 
 def request_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest:
-    """Requests P's digest of the KV in `scope`."""
+    """Returns the message that requests P's digest of the KV in `scope`."""
     return GetDigest(
         nonce=nonce,
         incarnation=remote.incarnation,

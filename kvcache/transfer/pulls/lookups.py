@@ -59,7 +59,7 @@ class Lookups:
                 self._send(nonce, peer, now)
 
     def _send(self, nonce: str, peer: PeerRecord, now: float) -> None:
-        """Sends a look-up, or ends it if no pull from the peer would be allowed.
+        """Sends a look-up; ends the look-up if no pull from the peer would be allowed.
 
         Does nothing while the handshake is in progress.
         """
@@ -119,6 +119,6 @@ class Lookups:
     ) -> None:
         lookup = self._open.pop(nonce)
         if remote is not None:
-            # The engine may not know the address at which this host reaches it.
+            # The engine may not know the address at which this host reaches the engine.
             remote = replace(remote, host=lookup.hint.host, port=lookup.hint.port)
         self._emit(LookedUp(lookup.pull_id, remote, outcome, now - lookup.began))

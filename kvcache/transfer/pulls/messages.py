@@ -6,20 +6,20 @@
                                      `--- side channel: metadata, renewals, fence ---> P
 
 pull_state.py and peers.py decide, without I/O and without a clock. coordinator.py and
-worker.py are the threads around them.
+worker.py do the I/O, in the transfer threads of the ranks.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives the pull up.
 - A reference with a `transfer_id` has no lease yet. `hold` subscribes to the offer,
-  PullBegun and PullSealed report progress, and `pull` may come at any time. The blocks
-  that P has are read cut by cut, with one fence after the last cut.
+  PullBegun and PullSealed report progress, and `pull` may come at any time. The KV is
+  read in cuts while P computes the prompt, with one fence after the last cut.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained.
-- PullFailed may come before `pull` was called, if the lease has ended. A later `pull`
-  is ignored.
+- PullFailed may come before `pull` was called, for example if the lease has ended. A
+  later call of `pull` is then ignored.
 - After PullFailed(drained=False), bytes may still arrive in the pull's blocks, until
   PullDrained comes.
-- After each `cancel`, exactly one PullDrained comes, even for a pull that has ended or
-  was never held. Events that were already queued may come before PullDrained.
+- A cancelled pull gets exactly one PullDrained in all, even if the pull had ended
+  before or was never held. Events that were already queued may come before PullDrained.
 - If READs of a cancelled pull do not end within `drain_grace_s`, PullStuck comes before
   PullDrained. Until PullDrained, bytes may still arrive in the pull's blocks.
 """
@@ -83,12 +83,14 @@ class PullSettings:
             time the prompt is computed locally.
         side_channel_timeout_s: pulls fail after this time without a connection to the
             side channel.
-        fence_retry_s: COMPLETE is repeated after this time, with the same attempt id.
+        fence_retry_s: COMPLETE and requests for digests are repeated after this time
+            without an answer, with the same nonce.
         renew_interval_s: time between two renewals; None: a third of the lease.
-        drain_grace_s: the failure of a pull is reported at the latest after this time,
-            even if READs are still active.
-        backoff_min_s: pause after the first failure of a handshake or of pulls; doubles
-            with every failure, up to `backoff_max_s`.
+        drain_grace_s: how long a failed or cancelled pull waits for its READs to end.
+            PullFailed or PullStuck then comes even if READs are still active.
+        backoff_min_s: pause after a failed handshake, or after the failure of a pull
+            that opens the circuit breaker. The pause doubles with every further
+            failure, up to `backoff_max_s`.
     """
 
     handshake_timeout_s: float = 5.0
@@ -111,14 +113,14 @@ class PeerDecided(msgspec.Struct, frozen=True):
 
 
 class PullBegun(msgspec.Struct, frozen=True):
-    """P still computes the prompt, and has leased the prompt's first blocks."""
+    """P has leased the first blocks of the offered prompt."""
 
     pull_id: str
     lease_id: str
 
 
 class PullSealed(msgspec.Struct, frozen=True):
-    """P has computed the whole prompt, and the lease has all its blocks.
+    """P has computed the whole prompt, and the lease has all blocks of the prompt.
 
     The blocks of the last cut are read next; then the fence follows.
     """
@@ -274,11 +276,13 @@ class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
 class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     """Rank to coordinator: no READ of this pull is active any more.
 
-    Sent once for each Pull, and for a StopPull of a pull that is unknown or has ended.
+    Sent once for each Pull and each DigestOrder, and for a StopPull of a pull that is
+    unknown or has ended.
 
     Attributes:
         complete: every byte was read and is in its place.
-        error: why this rank's share has failed; None if it was stopped or is complete.
+        error: why this rank's share has failed; None if the share was stopped or is
+            complete.
         part: this rank's part of the digest, if the pull has a scope.
     """
 

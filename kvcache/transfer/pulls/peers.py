@@ -64,7 +64,7 @@ class PeerRecord:
         deadline: when a handshake in progress times out; after an error, when the
             backoff ends.
         next_request: when to send the next request of a handshake in progress.
-        nonce: the nonce of these requests; set by Handshakes.
+        nonce: the nonce of the handshake's requests; set by Handshakes.
         is_awaited: a PeerDecided has to be emitted after the handshake; set by the
             coordinator.
         is_announced: AddPeer was sent to the ranks; set by the coordinator.
@@ -93,7 +93,7 @@ class PeerRecord:
         return self.is_handshaking or self.metadata is not None or self.is_announced
 
     def record_pull_failure(self, now: float) -> bool:
-        """Counts a failed pull; returns True if it opens the circuit breaker.
+        """Counts a failed pull; returns True if that opens the circuit breaker.
 
         The metadata may be wrong, so the next pull repeats the handshake.
         """
@@ -107,8 +107,8 @@ class PeerRecord:
 
         Args:
             is_busy: a pull is reading from the peer.
-            hangs: READs of such a pull hang. A new pull might hang as well, and its
-                blocks would be quarantined.
+            hangs: READs of a pull from the peer hang. A new pull might hang as well,
+                and the blocks of the new pull would be quarantined.
         """
         if not self.circuit.num_failures:
             return None
@@ -167,8 +167,8 @@ class PeerTable:
     def connect(self, remote: RemotePrefill | KVHint, now: float) -> PeerRecord:
         """Begins a handshake with the engine that a reference or hint names.
 
-        Does nothing if the handshake is complete or in progress, or has failed and its
-        backoff has not ended.
+        Does nothing if the handshake is complete or in progress, or if the backoff of a
+        failed handshake has not ended.
         """
         peer = self.find_or_add(remote)
         if peer.is_handshaking or peer.metadata is not None:

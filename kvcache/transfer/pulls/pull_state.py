@@ -70,7 +70,7 @@ class PullState:
         tokens_per_block: tokens of one of this engine's blocks, on all ranks together.
 
     Attributes:
-        scheduled_tick: when PullTable will call `tick`. PullTable alone uses it.
+        scheduled_tick: when `tick` is due. Only PullTable uses this attribute.
         is_drained_reported: a PullDrained was returned.
     """
 
@@ -120,7 +120,7 @@ class PullState:
         self._next_renewal = now
         self._timeout = _NEVER  # when the phase times out
         self._next_retry = _NEVER  # when to repeat COMPLETE or GetDigest
-        # While P computes the prompt, the pull fails without an answer by this time.
+        # While P computes the prompt, the pull fails if no answer comes by this time.
         self._answer_deadline = _NEVER
         if self._grows:
             self._answer_deadline = now + settings.fence_timeout_s
@@ -278,8 +278,8 @@ class PullState:
     def _read_next_cut(self, now: float) -> list[Action]:
         """Orders the next cut, or requests the fence after the last cut.
 
-        Does nothing while a cut is being read or verified. A cut has all tokens that P
-        has computed since the last cut, rounded down to full blocks of this engine.
+        Does nothing while a cut is being read or verified. While P computes the prompt,
+        a cut has all new tokens, rounded down to full blocks of this engine.
         """
         order = self._order
         if self.phase is not Phase.READING or order is None:
@@ -311,7 +311,7 @@ class PullState:
         return self._order_cut(order, now)
 
     def _order_cut(self, order: Pull, now: float) -> list[Action]:
-        """The order to read a cut and, with verification, the request for a digest."""
+        """Begins a cut; returns the order and, with verification, a digest request."""
         self._parts = []
         self._sums = None
         self._is_repeating_digest = False

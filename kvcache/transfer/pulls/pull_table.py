@@ -51,7 +51,7 @@ class PullTable:
         self._attempts[state.attempt_id] = state
 
     def end(self, state: PullState) -> None:
-        """Removes a pull that has ended. Does nothing if it was removed before."""
+        """Removes an ended pull, and remembers its id. A second call does nothing."""
         if self._pulls.pop(state.pull_id, None) is not None:
             del self._attempts[state.attempt_id]
             self.remember_ended(state.pull_id, state.is_drained_reported)
@@ -71,7 +71,7 @@ class PullTable:
     def schedule(self, state: PullState) -> None:
         """Schedules a tick at the pull's deadline, unless an earlier tick is scheduled.
 
-        The earlier tick will schedule the next one.
+        The earlier tick will schedule the next tick.
         """
         tick_time = state.deadline()
         if tick_time < state.scheduled_tick:
@@ -79,7 +79,7 @@ class PullTable:
             heapq.heappush(self._ticks, (tick_time, state.pull_id))
 
     def pop_due(self, now: float) -> PullState | None:
-        """Unschedules the next tick that is due, and returns its pull; None: none."""
+        """Unschedules the next due tick and returns its pull; None if none is due."""
         while self._ticks and self._ticks[0][0] <= now:
             tick_time, pull_id = heapq.heappop(self._ticks)
             state = self._pulls.get(pull_id)

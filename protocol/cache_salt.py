@@ -16,13 +16,13 @@ import hashlib
 import hmac
 
 MAX_CHARS = 1024  # maximum length of the request field `cache_salt`
-SALT_BYTES = 32  # length of a salt; a request without a salt has an empty one
+SALT_BYTES = 32  # length of a salt; the salt is empty if a request has none
 _LABEL = b"baton cache salt"
 
 
 def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
-    """Returns the salt of a request: SALT_BYTES bytes, or empty if neither argument
-    is set.
+    """Returns the salt of a request: SALT_BYTES bytes, or empty if the request has
+    neither a `cache_salt` nor a `key_digest`.
 
     Args:
         cache_salt: The field of the request, or None.

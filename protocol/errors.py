@@ -1,6 +1,6 @@
-"""Every error that a client or a peer can receive, as one tree.
+"""The errors that clients and peers can receive, as one tree.
 
-proxy/errors.py adds the errors that only the proxy raises.
+The errors that only the proxy raises are in proxy/errors.py.
 """
 
 import math
@@ -66,7 +66,7 @@ class RequestError(
     type="invalid_request_error",
     code="invalid_request",
 ):
-    """The request is at fault. A retry without a change never helps."""
+    """The request is at fault. A retry without a change fails, unless `retryable`."""
 
 
 class InvalidRequest(RequestError):
@@ -156,7 +156,7 @@ class RemoteKVError(
 
 
 class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"):
-    """The peer's side channel does not answer."""
+    """The peer's side channel does not answer, or NIXL cannot connect to the peer."""
 
 
 class PeerIncompatible(
@@ -176,11 +176,11 @@ class TransferFailed(RemoteKVError, code="transfer_failed"):
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
-    """Pulled bytes differ from the lender's. The message has their tokens and heads."""
+    """Pulled KV differs from the lender's KV. The message has the tokens and heads."""
 
 
 class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
-    """The circuit breaker of the peer is open, so no pull was attempted."""
+    """Earlier pulls failed or hang, so this pull was not attempted or was given up."""
 
 
 class PullTimeout(RemoteKVError, status=504, code="pull_timeout"):

@@ -31,7 +31,7 @@ PROTOCOL_VERSION = 2
 # Bytes per element.
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
-_CONVERTIBLE = ("kv_dtype", "kv_scales")  # a reader with --kv-convert can convert them
+_CONVERTIBLE = ("kv_dtype", "kv_scales")  # may differ for a reader with --kv-convert
 AXES = "BHLCND"  # axes of KV: block, head, layer, component (K or V), token, element
 DIGEST_VERSION: Final = 1  # version of the digests that kvcache/verify computes
 MAX_GROUPS: Final = 16  # maximum number of layer groups; see kvcache/groups.py
@@ -254,12 +254,13 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
     """Requests the digests of the KV of the tokens from `token_start` to `token_stop`.
 
-    If the request is repeated, the engine does not compute the digests again.
+    If the request is repeated while the digests are being computed, the engine does not
+    compute them twice.
 
     Attributes:
         samples: Compute the digests of a sample of the layers instead of all layers.
         reach: See KVGroups.token_ranges in kvcache/groups.py. An engine with one layer
-            group ignores it.
+            group ignores `reach`.
     """
 
     token_start: _Count
@@ -275,8 +276,8 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
     requests again the Progress messages that a lost connection may have dropped.
 
     Attributes:
-        num_blocks: Number of the prompt's blocks that the reader already knows. The
-            first Progress begins after these blocks.
+        num_blocks: Number of the prompt's blocks that Progress messages have already
+            announced to the reader. The next Progress begins after these blocks.
     """
 
     nonce: _Id
@@ -327,7 +328,7 @@ class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=Tru
 
     Attributes:
         remote: The leased prefix, without first tokens. None if the prefix is too
-            short, or if too many blocks are leased already.
+            short, or if the engine has too many leased blocks or waiting lookups.
     """
 
     nonce: str
@@ -344,7 +345,8 @@ class Ok(msgspec.Struct, frozen=True, tag="ok", kw_only=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="lease_ended", kw_only=True):
-    """The lease is unknown, has ended, or belongs to another incarnation.
+    """The lease is unknown, has ended or is of another incarnation, or a subscription
+    was refused.
 
     The receiver must not use any byte that it read under the lease.
     """

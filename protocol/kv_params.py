@@ -40,7 +40,7 @@ SENDER_RELEASES = "sender_releases"  # see the function sender_releases
 RELEASE_PATH = "/release_kv"
 
 # With these kv_transfer_params, a prefill server computes only the prompt. The members
-# are the convention of vLLM.
+# follow vLLM's convention.
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -90,7 +90,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     """A reference to one prompt's KV on a prefill server.
 
     Attributes:
-        remote_block_ids: Exactly the blocks that hold `remote_num_tokens`.
+        remote_block_ids: Exactly the blocks with the KV of `remote_num_tokens` tokens.
         remote_host: Address of the prefill server's side channel.
         lease_ms: Duration of the lease, by the clock of the prefill server. The decode
             server can renew the lease.
@@ -222,8 +222,8 @@ def build(
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Yields the params, of one object or of a list, that are valid and signed with
-    this secret.
+    """Yields the params in `offered`, an object or a list, that are valid and signed
+    with this secret.
     """
     for item in offered[:_MAX_REFERENCES] if isinstance(offered, list) else [offered]:
         with contextlib.suppress(KVParamsRejected):
@@ -272,7 +272,7 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """Returns the transfer id by which the sender can cancel the prefill."""
+    """Returns the transfer id by which the sender can cancel the prefill, or None."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
     return name if is_valid else None

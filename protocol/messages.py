@@ -46,7 +46,9 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class DemandedCalls(msgspec.Struct, frozen=True):
-    """The tools that an answer must call: `[{"name": ..., "parameters": ...}, ...]`.
+    """The tools for an answer that must call at least one tool.
+
+    The answer is `[{"name": ..., "parameters": ...}, ...]`.
 
     Attributes:
         tools: The name of each tool, and the schema of its parameters as the client
@@ -239,8 +241,10 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
-    """Ends a request with a single choice with MOVED, as soon as it has an output token
-    and the engine holds its KV.
+    """Moves a request that has a single choice to another server.
+
+    The request ends with MOVED, as soon as it has an output token and the engine holds
+    its KV.
     """
 
     request_id: str
@@ -249,7 +253,8 @@ class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
     """Releases the lease of a reference that no request will use (decode role).
 
-    The HTTP process sends this message if it has refused the request.
+    The HTTP process sends this message if it has refused the request that had the
+    reference.
     """
 
     remote: RemotePrefill
@@ -305,8 +310,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         choice: Index of the choice, below the request's num_choices.
         logprobs: One per token, if the request needs logprobs.
-        prompt_logprobs: One per prompt token in order; the first token has None. They
-            arrive in one or more deltas of choice 0.
+        prompt_logprobs: One per prompt token in order; the first token has None. The
+            list arrives in one or more deltas of choice 0.
         finish_reason: "stop", "length", "abort" or MOVED; only set on the last delta.
         error: Only set on the last delta of a failed request.
         usage: Set on the last delta. The delta with a choice's first token also has a
@@ -331,7 +336,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """Reports, once, that the engine can serve."""
 
-    num_blocks: int  # usable blocks in the KV pool of each group of layers
+    # Usable blocks of the KV pool, divided by the number of layer groups.
+    num_blocks: int
     block_size: int  # tokens
     max_model_len: int  # tokens
     vocab_size: int

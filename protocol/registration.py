@@ -17,7 +17,8 @@ from msgspec import Meta
 from protocol.settings.machine import WILDCARDS
 
 REGISTER_PATH = "/register"  # endpoint of a proxy
-MAX_AGE_S = 60.0  # maximum age of a record, which is also its maximum clock error
+# Maximum age of a record, and maximum difference between the clocks of two machines.
+MAX_AGE_S = 60.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 _LABEL = b"baton registration\n"
 
@@ -61,8 +62,8 @@ def seal(record: Record, secret: bytes) -> bytes:
 
 
 def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
-    """Returns the record in `body`. Whether it is newer than the last record of the
-    server must be checked by the caller.
+    """Returns the record in `body`. The caller must check that the record is newer than
+    the last record of the same server.
 
     Raises:
         BadRecord: The record is malformed, not authentic or too old.

@@ -52,7 +52,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: The id of the response.
-        created: Its creation time, in seconds since 1970.
+        created: Time at which the response began, in seconds since 1970.
         seed: The seed of the sampler.
         limits: For each prompt, the maximum number of generated tokens.
         digest: Digest of the prompts, the sampling parameters, and the properties of
@@ -205,7 +205,7 @@ class FrameHistory:
     def add(self, texts: bytes) -> None:
         """Appends texts; each text ends in a comma.
 
-        If all texts together exceed MAX_HISTORY_BYTES, all of them are dropped.
+        If all texts together reach MAX_HISTORY_BYTES, all of them are dropped.
         """
         if self.is_whole and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
             self._texts += texts

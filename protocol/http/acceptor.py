@@ -16,7 +16,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-RETRY_S = 0.05  # interval of checking for free descriptors while none is free
+RETRY_S = 0.05  # pause after a connection could not be accepted
 MAX_RESERVED = 64  # maximum number of descriptors for files, logs and health checks
 _BACKLOG = 4096  # maximum number of waiting connections; the kernel may allow fewer
 _ACCEPTS_PER_TURN = 64  # connections accepted in one turn of the event loop
@@ -47,7 +47,7 @@ class Acceptor:
     """Accepts the connections of one listening socket, beginning immediately.
 
     Args:
-        listener: The socket. Its owner closes it after it has called `close`.
+        listener: The socket. The owner of the socket closes it after calling `close`.
         factory: Creates the protocol object of a connection.
         certificate: The TLS context; None for plain TCP.
         open_connections: The connections that are being served. The protocol objects

@@ -1,5 +1,5 @@
 """Access control by the head of a request. Without API keys every client has all
-rights.
+rights, except those that `check_operator` restricts.
 
 With API keys, a client without a key can use only `open_paths`, and ADMIN_PATHS require
 an admin key. The handler of a path calls `grant_of` to find out which details its
@@ -99,7 +99,7 @@ class Key:
         return {}
 
     def charge(self, tokens: int) -> Mapping[str, str]:
-        """Charges an estimate of a request's tokens; see `begin` for the result."""
+        """Charges an estimate of a request's tokens. Result and error: see `begin`."""
         return {}
 
     def settle(self, tokens: int) -> None:
@@ -150,7 +150,7 @@ class AccessGrant:
             self._num_charged = tokens
 
     def settle(self, tokens: int) -> None:
-        """Replaces the estimate that was charged by the actual number of tokens."""
+        """Corrects the charge: the actual number of tokens replaces the estimate."""
         if self.charged_key is not None and self._num_charged:
             self.charged_key.settle(tokens - self._num_charged)
             self._num_charged = tokens

@@ -23,8 +23,9 @@ from protocol.settings.server_options import QueueOptions
 # A prompt counts as at least this many tokens per choice, because even a short or
 # cached prompt takes memory and time.
 MIN_TOKENS = 64
-_WINDOW_S = 0.5  # minimum waiting time that one sample of the rate covers
-_SHORT_WINDOW_S = 0.1  # the minimum if the queue becomes empty at the window's end
+# A window gives a sample only after prompts have waited in it for this long.
+_WINDOW_S = 0.5
+_SHORT_WINDOW_S = 0.1  # the same, if the queue has become empty
 _SAMPLE_WEIGHT = 0.5  # weight of a new sample in the moving average
 
 
@@ -113,7 +114,7 @@ class Admission:
         Args:
             requests: One per prompt. All have the same priority.
             is_resumed: The request continues from another server, which had accepted
-                it. Therefore it is never refused.
+                it. Therefore the request is never refused.
 
         Raises:
             QueueFull: The predicted wait is too long, or the prompts of the queue would
@@ -218,7 +219,7 @@ class Admission:
         """Removes a prompt, and adds a sample of the rate if the window is long enough.
 
         Args:
-            num_processed: Tokens that the engine computed or pulled for the prompt;
+            num_processed: Tokens that the engine computed and pulled for the prompt;
                 None if the prompt has ended without a first token.
         """
         prompt = entry.prompts.pop(request_id)
@@ -258,12 +259,12 @@ class Admission:
         self._was_empty = False
 
     def _current_seconds_per_token(self) -> float:
-        """Returns the average, or the value of the unfinished window if it is higher.
+        """Returns the average, or the value of the unfinished window if that is higher.
 
         All tokens of the oldest entry count for the unfinished window, as if the engine
         had just worked through them. Therefore the engine needs at least this time per
-        token. Tokens that the oldest entry shares also count, because sharing is an
-        estimate.
+        token. Shared tokens of the oldest entry count too, because it is only estimated
+        that they are shared.
         """
         average = self._seconds_per_token
         oldest = next(iter(self._entries), None)
@@ -317,8 +318,8 @@ class QueueEntry:
 
         Args:
             num_processed: Tokens that the engine computed and pulled for the prompt;
-                None if the engine has not reported it. The queue's estimate then
-                counts.
+                None if the engine has not reported this number. The queue's estimate
+                then counts.
         """
         self.begin(request_id)
         prompt = self.prompts.get(request_id)

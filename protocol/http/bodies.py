@@ -58,11 +58,11 @@ async def read_body(
     *,
     is_held: bool = True,
 ) -> bytes:
-    """Returns the complete body of an ASGI request. The request's task must call it.
+    """Returns the complete body of an ASGI request. Call it in the request's task.
 
     Args:
         is_held: Count the body against --max-held-bytes until the task ends. False is
-            for a caller that keeps the body only briefly; such bodies are not limited.
+            for a caller that keeps the body only briefly; such bodies do not count.
 
     Raises:
         PayloadTooLarge: The body has more than `limit_bytes`.

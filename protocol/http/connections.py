@@ -45,7 +45,7 @@ from protocol.settings.server_options import ListenOptions
 MAX_HEAD_BYTES = 1 << 20
 MAX_HEADERS = 200
 # Limit on queued pipelined requests. uvicorn resumes reading after each response, so
-# a connection can carry more of them in all.
+# a connection can carry more pipelined requests in total.
 MAX_PIPELINED = 200
 MAX_TARGET_BYTES = 8192  # limit on a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
@@ -139,8 +139,8 @@ class _BoundedHttp(HttpToolsProtocol):
     def _restart_timeout(self, num_bytes: int) -> None:
         """Starts, restarts or stops the client's timeout.
 
-        The timeout runs while the server waits for the client to send a request. It
-        restarts whenever a piece of `_piece_limit` bytes of a body has arrived.
+        The timeout runs while the server waits for the client to send a request. Each
+        piece of `_piece_limit` bytes of a body that arrives restarts the timeout.
 
         Args:
             num_bytes: Number of bytes that have just arrived.
@@ -171,8 +171,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         connection_state(self.scope)["refusal"] = fault or self._check_headers()
         # If a client is answered before its body is complete, it still sends the rest
-        # of the body. Therefore the connection stays open, or the client could not read
-        # the response. A client that waits for 100 Continue sends no body.
+        # of the body. Therefore the connection stays open; otherwise the client could
+        # not read the response. A client that waits for 100 Continue sends no body.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
@@ -409,7 +409,7 @@ def _without_chunks(
 ) -> ASGI3Application:
     """Returns `app` with a response that has no chunks and ends with the connection."""
     # uvicorn raises an error if a response without chunks is longer than its declared
-    # length. Therefore each part of the body first raises the expected length.
+    # length. Therefore each part of the body first increases that length.
     cycle.chunked_encoding = False
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

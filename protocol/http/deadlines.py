@@ -69,7 +69,7 @@ class Deadline:
     def header(self) -> tuple[bytes, bytes]:
         """Returns the header with the remaining time, for a request to another server.
 
-        The remaining time is longer by a margin, so that this process times out before
+        A margin is added to the remaining time, so that this process times out before
         the other server. If that server reported the timeout first, this process would
         take the report for a failure of the server.
         """
@@ -113,7 +113,7 @@ def deadline_of(
 async def enforce_deadline(deadline: Deadline | None) -> AsyncIterator[None]:
     """Cancels the body of the `with` at the deadline, and raises DeadlineExceeded.
 
-    Without a deadline it does nothing.
+    Without a deadline, the `with` has no effect.
     """
     timeout = asyncio.timeout_at(None if deadline is None else deadline.expires_at_s)
     try:

@@ -2,8 +2,8 @@
 
 A short body can take much memory when it is decoded: `{}` has 2 bytes and becomes an
 object of 64 bytes, and a small member becomes hundreds of bytes. The check scans the
-body piece by piece, in linear time and with little memory. It does not check that the
-body is valid JSON; the decoder does.
+body piece by piece, in linear time and with little memory. Only the decoder checks that
+the body is valid JSON.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from protocol.errors import InvalidRequest, PayloadTooLarge
 
-# Limit on members, arrays and objects together. It allows a logit bias for every token
-# of a vocabulary.
+# Limit on members, arrays and objects together. The limit allows a logit bias for every
+# token of a vocabulary.
 MAX_NODES: Final = 1 << 18
 # Limit on the members of the outermost object. All endpoints together have fewer
 # fields.
@@ -70,8 +70,8 @@ def check_bounds(body: bytes) -> None:
 def structure_of(body: bytes) -> Structure:
     """Returns the structure of a JSON text. The content of strings does not count.
 
-    If the text has more than MAX_NODES values, its depth and its top members are not
-    counted, to save time. They are 0 in the result.
+    If the text has more than MAX_NODES nodes, its depth and its top members are not
+    counted, to save time. Both numbers are 0 in the result.
     """
     marks = _marks_of(body)
     num_nodes = marks.count(b":") + marks.count(b"{") + marks.count(b"[")

@@ -9,12 +9,12 @@ two marks are a span:
     prompt 1   ---|------|------|---       prompt 2 pays only for the tokens
     prompt 2   ---|------|------|===       after their last common mark
 
-If several waiting prompts contain a span, one of them pays for the span: its count of
-tokens includes the span. The engine is expected to compute the span for this prompt,
-and to find it in the prefix cache for the other prompts. No prompt pays for a span that
-was computed recently, because the prefix cache should still hold it. This process
-cannot see the prefix cache, so all counts are estimates. A wrong estimate changes the
-permitted length of the queue, but never a response.
+If several waiting prompts contain a span, one of the prompts pays for the span: its
+count of tokens includes the span. The engine is expected to compute the span for this
+prompt, and to find the span in the prefix cache for the other prompts. No prompt pays
+for a span that was computed recently, because the prefix cache should still hold the
+span. This process cannot see the prefix cache, so all counts are estimates. A wrong
+estimate changes the permitted length of the queue, but never a response.
 """
 
 from array import array
@@ -73,8 +73,8 @@ class WaitingPrompt:
             prompt if it shares none.
         min_tokens: Minimum number of tokens that the prompt counts as.
         is_shareable: False if the engine computes the prompt completely in any case.
-        num_shared: Number of its tokens that other prompts pay for, or that were
-            computed recently.
+        num_shared: Number of the prompt's tokens that other prompts pay for, or that
+            were computed recently.
     """
 
     priority: int
@@ -117,8 +117,8 @@ class SharedPrefixes:
         return len(self._waiting.keys() | self._computed.keys())
 
     def add(self, prompt: WaitingPrompt) -> None:
-        """Adds a prompt. If a less urgent prompt pays for one of its spans, the added
-        prompt now pays instead.
+        """Adds a prompt. For each of its spans that a less urgent prompt pays for, the
+        added prompt now pays instead.
         """
         for key, num_tokens in prompt.marks:
             self._waiting.setdefault(key, {})[prompt] = None

@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         app: An ASGI application. Web pages of --cors-origin may call it.
         extra_body_bytes: See bounded_protocol.
         descriptors_each: Number of file descriptors that one connection needs. When
-            descriptors run out, further connections wait in the kernel's backlog.
+            descriptors run out, new connections wait in the kernel's backlog.
         more: Additional arguments of uvicorn.Config.
     """
 

@@ -47,8 +47,8 @@ class Certificate:
     async def keep_reloading(self, interval_s: float = RENEW_INTERVAL_S) -> None:
         """Reloads the files periodically, including --tls-ca, for new connections.
 
-        If a file cannot be used, an error is logged and its previous content stays in
-        use. The method returns immediately if there are no files.
+        If a file cannot be used, an error is logged, and the previous content of the
+        file stays in use. The method returns immediately if there are no files.
         """
         while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
@@ -91,8 +91,8 @@ def client_context(ca_file: str | None) -> ssl.SSLContext:
     """Returns the TLS context for connections that this process opens.
 
     The context trusts the certificate authorities in `ca_file`, or those of the system
-    if it is None. All calls with the same file return the same context. Authorities
-    that were in an earlier version of the file stay trusted.
+    if `ca_file` is None. All calls with the same file return the same context.
+    Authorities that were in an earlier version of the file stay trusted.
 
     Raises:
         ValueError: The file cannot be used.

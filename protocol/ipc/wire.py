@@ -1,7 +1,7 @@
 """Messages over a non-blocking stream socket. A message is its length (u32, little
 endian) and its bytes.
 
-The thread that calls `send` and `receive` uses the socket itself, because passing each
+The thread that calls `send` and `receive` accesses the socket directly. Passing each
 message to another thread would take longer.
 """
 
@@ -74,7 +74,9 @@ class Wire:
         self.unsent_bytes += len(frame)
 
     def send(self, message: bytes) -> None:
-        """Sends as much as the kernel accepts; `flush` sends the rest.
+        """Queues a message, and sends as much of the queue as the kernel accepts.
+
+        `flush` sends the rest of the queue.
 
         Raises:
             WireClosed: The connection is lost.
@@ -119,7 +121,7 @@ class Wire:
         return messages
 
     def has_ended(self) -> bool:
-        """Returns whether the peer has closed the connection, without reading data."""
+        """Returns whether the connection has ended. Reads no data from the socket."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -211,7 +213,8 @@ def keep_alive(
     """Makes the kernel end a connection if its peer is gone.
 
     The kernel probes a peer that was silent for `idle_s` up to three times, at
-    intervals of `interval_s`. It ends the connection if the peer answers no probe.
+    intervals of `interval_s`. If the peer answers no probe, the kernel ends the
+    connection.
 
     Args:
         timeout_s: The kernel also ends the connection if the peer acknowledges or
@@ -227,7 +230,7 @@ def keep_alive(
 
 
 def nap_if_short(timeout_s: float) -> float:
-    """Sleeps for a timeout below 1 ms, because a poll would round it up to 1 ms.
+    """Sleeps for a timeout below 1 ms, which a poll would round up to 1 ms.
 
     Returns:
         The timeout for the poll that follows: 0 after a sleep, else `timeout_s`.
@@ -250,7 +253,7 @@ def allow_short_naps() -> None:
 
 
 class Waker:
-    """Wakes a polling thread: `wake` makes `fileno` readable, and `clear` resets it.
+    """Wakes a polling thread: `wake` makes `fileno` readable until `clear` is called.
 
     Any thread may call `wake`; the polling thread calls `clear`.
     """
@@ -275,7 +278,7 @@ class Waker:
             pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """Closes the descriptor. The polling thread must call it, or have ended."""
+        """Closes the descriptor. The polling thread calls this, or has ended before."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:

@@ -135,7 +135,7 @@ class Message(Strict):
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # all prompts use the prefix cache
-    provider_specific_fields: Any = UNREAD  # litellm adds it to earlier answers
+    provider_specific_fields: Any = UNREAD  # litellm adds this to earlier answers
     parsed: Any = UNREAD  # OpenAI's client adds the content as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")

@@ -34,7 +34,7 @@ class Strict(BaseModel):
     """A JSON object that is validated strictly.
 
     Unknown members and NaN are errors, and no value is converted to another type. A
-    null member counts as absent, unless it is in `keeps_null`. A subclass may allow
+    null member counts as absent, unless `keeps_null` names it. A subclass may allow
     unknown members by its `model_config`.
 
     Class attributes:
@@ -68,8 +68,8 @@ class Strict(BaseModel):
     def _clean(cls, given: Any) -> Any:
         """Returns the members to validate.
 
-        Null members, neutral members, and unread members that may have any value are
-        left out.
+        These members are left out: null members that `keeps_null` does not name,
+        neutral members, and unread members for which any value is valid.
 
         Raises:
             PydanticCustomError: A member is unknown, or a neutral field has a value
@@ -118,8 +118,7 @@ class Read:
 
     Args:
         kind: The type in requests, from which the JSON schema is made.
-        into: Converts a valid value. If it is None, the value stays as the client sent
-            it.
+        into: Converts a valid value; None: the value stays as the client sent it.
     """
 
     def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
@@ -154,7 +153,8 @@ ModelName = Annotated[
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
 _EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
-# Types that count as the type of a neutral value. A bool does not count as a number.
+# Types that a client's value may have, by the type of the neutral value. The client may
+# send 1 for 1.0. A bool is never accepted as a number.
 _ACCEPTED_TYPES: Final = {float: (int, float)}
 
 # Names that a field has at different endpoints.

@@ -58,7 +58,8 @@ class ChoicePiece(msgspec.Struct):
         stop_reason: The client's stop string or stop token that ended the choice.
         first: Whether this is the first piece of the choice.
         prompt_token_ids: Only set on the first piece, if the request needs the ids.
-        prompt_logprobs: Only set on the first piece, if the request needs them.
+        prompt_logprobs: Only set on the first piece, if the request needs prompt
+            logprobs.
         reasoning: Reasoning that precedes `text`; `text` does not include the
             reasoning.
         tool_calls: Parts of tool calls; `text` does not include these parts.

@@ -144,7 +144,7 @@ class ResponsesWriter(ResponseWriter):
         self._pending: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """Returns the events of a piece that is not the last one."""
+        """Returns the events of a piece, without the events that end the last item."""
         events = []
         if piece.first:
             response = self._response("in_progress")
@@ -255,7 +255,7 @@ class ResponsesWriter(ResponseWriter):
         self._pending.clear()
 
     def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
-        """Closes the last item, and yields the events of that.
+        """Closes the last item, and yields the events that end the item.
 
         If there is no item, an empty message is added first, because a response has at
         least one item. A tool call without its complete arguments gets the status

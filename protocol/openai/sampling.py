@@ -307,7 +307,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     def drops_oldest_messages(self) -> bool:
         """Whether a prompt that is too long loses its oldest messages.
 
-        Otherwise it loses its first tokens.
+        Otherwise such a prompt loses its first tokens.
         """
         return False
 
@@ -338,8 +338,9 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         """Returns this request without the fields that are only needed to build its
         prompts.
 
-        Parsed prompts take much more memory than their text. Without them, less memory
-        is used while the response is generated, which may take minutes.
+        Parsed prompts take much more memory than their text. Without the parsed
+        prompts, less memory is used while the response is generated, which may take
+        minutes.
         """
         return self
 

@@ -126,7 +126,7 @@ class ResponseFormat(Strict):
 
         Args:
             where: Path of this object in the request, for error messages.
-            inside: Path of its `json_schema`.
+            inside: Path of the `json_schema` of this object.
         """
         if self.type == "text":
             return None

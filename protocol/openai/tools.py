@@ -228,8 +228,8 @@ def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
 def call_id(answer_id: str, at: int, is_short: bool = False) -> str:
     """Returns the id of a call.
 
-    The id is derived from the id of the answer. Therefore it stays the same if the
-    stream moves to another server.
+    The id is derived from the id of the answer. Therefore the id of a call stays the
+    same if the stream moves to another server.
 
     Args:
         at: Index of the call in the answer.

@@ -1,4 +1,4 @@
-"""The length to which prompts are truncated. Proxies and servers compute the same one.
+"""The length to which prompts are truncated, equal on proxies and servers.
 
 If the length of the answer is unknown, a reserve is kept for the answer.
 """

@@ -40,8 +40,8 @@ TAIL_LINES = 40  # number of a child's last lines that are kept
 _REPEAT_ALARM_S = 0.01
 # The signal by which a parent ends a child that has called `end_on_alarm`.
 ALARM = signal.SIGALRM
-# Maximum time for reporting the end of a VitalThread. Writing the report blocks if the
-# process that reads our output is stopped.
+# Maximum time for reporting the end of a VitalThread. If the process that reads the
+# report is stopped, a write never returns.
 _MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
 # Maximum duration of a single wait in a main thread that handles signals. If a signal
@@ -104,8 +104,8 @@ class Child:
         """Returns why the process ended, for an error message.
 
         The result is the reason that the process reported, else its last line with its
-        exit status. The last line is left out if the exit status is 0, because it says
-        nothing about the reason then.
+        exit status. If the exit status is 0, the last line is left out, because the
+        line then does not show the reason.
         """
         if self.failure is not None:
             return self.failure
@@ -254,7 +254,7 @@ def _watch_child(
 
 
 def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
-    """Calls `on_event`, and prints an exception of it so that the thread continues."""
+    """Calls `on_event`. An exception is printed, and the calling thread continues."""
     try:
         on_event(event)
     except Exception:
@@ -325,9 +325,9 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
 def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
     """Starts a thread that ends this process when its parent ends, for any reason.
 
-    The thread sends the signal `number` to this process, and after `grace_s` seconds it
-    exits the process unconditionally. A process that `spawn` may have started calls
-    this function first.
+    The thread sends the signal `number` to this process, and exits the process
+    unconditionally after `grace_s` seconds. A process that `spawn` may have started
+    calls this function first.
 
     Returns:
         False, without a thread, if `spawn` has not started this process.
@@ -483,8 +483,8 @@ def end_with_vital_threads() -> None:
         reason = args.exc_type.__name__
         if str(args.exc_value):
             reason += f": {args.exc_value}"
-        # If the process that reads our output is stopped, reporting blocks. The timer
-        # then ends this process.
+        # If the process that reads the report is stopped, the report would wait
+        # forever. The timer then ends this process.
         watchdog = threading.Timer(_MAX_REPORT_S, os._exit, (1,))
         watchdog.daemon = True
         watchdog.start()

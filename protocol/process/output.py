@@ -54,8 +54,8 @@ class OutputQueue:
         self._changed = threading.Condition(threading.RLock())
         self._texts: deque[bytes] = deque()
         self._num_bytes = 0  # bytes in `_texts` and in the batch that is being written
-        # Set when a text does not fit. New texts are then not queued until the queue is
-        # half empty.
+        # Set when a text does not fit. New texts then go to `_last_texts` until the
+        # queue is half empty or is flushed.
         self._is_full = False
         self._num_unreported = 0  # dropped lines that no line has reported yet
         # The newest texts that did not fit into the queue.
@@ -63,7 +63,7 @@ class OutputQueue:
         threading.Thread(target=self._run, name=f"output-{fd}", daemon=True).start()
 
     def put(self, text: bytes) -> None:
-        """Queues or drops a text of complete lines, without waiting for the file."""
+        """Queues a text, or keeps it in `_last_texts`. Does not wait for the file."""
         with self._changed:
             is_too_much = self._num_bytes + len(text) > self._max_queued_bytes
             if self._is_full or (self._num_bytes and is_too_much):
@@ -94,8 +94,9 @@ class OutputQueue:
         self._changed.notify_all()
 
     def _drop(self, text: bytes) -> None:
-        """Keeps a text that did not fit into the queue, and drops the oldest kept text
-        if there are MAX_LAST_TEXTS.
+        """Keeps the last _BATCH_BYTES of a text that did not fit into the queue.
+
+        If there are MAX_LAST_TEXTS kept texts already, the oldest of them is dropped.
         """
         if len(self._last_texts) == MAX_LAST_TEXTS:
             self._count_dropped(self._last_texts[0])

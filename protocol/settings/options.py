@@ -302,8 +302,8 @@ class KVOptions(EngineOptions, LinkOptions):
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
     are split into chunks that are short enough for this (s; None: on GPU 0.025 while
-    prefill servers compute prompts for this server, else no target; on CPU 0.5; waiting
-    prompts may exceed these)
+    prefill servers compute prompts for this server, else no target; on CPU 0.5; steps
+    may exceed these defaults while prompts wait)
     """
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:
@@ -347,8 +347,10 @@ class KVOptions(EngineOptions, LinkOptions):
         return self.transfer or ("nixl" if device == "cpu" else "auto")
 
     def usual_itl_target_for(self, device: str) -> float | None:
-        """Returns the target seconds between tokens on `device` (cpu or cuda), without
-        --itl-target-s. None: no server of this role has one."""
+        """Returns the default of --itl-target-s on `device` (cpu or cuda), in seconds.
+
+        None: servers of this role have no target by default.
+        """
         if self.role == "prefill":
             return None
         if device == "cpu":

@@ -78,8 +78,8 @@ class BatonSettings(Options, BaseSettings):
     def settings_customise_sources(  # type: ignore[override]
         cls, settings_cls: type[BaseSettings], **default_sources: Any
     ) -> tuple[Any, ...]:
-        # `load` passes the values of the file as arguments (init_settings). It passes
-        # the command line as an additional source, which precedes these two sources.
+        # `load` passes the values of the file as arguments (init_settings), and the
+        # command line as an additional source, which precedes these two sources.
         return default_sources["env_settings"], default_sources["init_settings"]
 
 
@@ -112,8 +112,9 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     @property
     def advertised_host(self) -> str | None:
-        """The address at which other machines reach the side channel, if it is
-        known.
+        """The address of the KV side channel that peers are given.
+
+        None: unknown, because this server listens on every address of the machine.
         """
         return self.side_channel_host or (None if self.host in WILDCARDS else self.host)
 
@@ -313,7 +314,7 @@ def describe(settings: BatonSettings) -> str:
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
     """Returns command-line arguments that set `options`.
 
-    None, secrets and groups are left out.
+    Values that are None, secrets and groups are left out.
 
     Args:
         only: Names of the fields to include; None: all fields.

@@ -144,7 +144,7 @@ def base_url(url: str) -> str:
 
 
 def server_url(url: str) -> str:
-    """Returns the URL of a server without a trailing slash. DNS_SCHEME may precede it.
+    """Returns the URL of a server, perhaps with DNS_SCHEME, without a trailing slash.
 
     Raises:
         ValueError: The URL is invalid; see `base_url`.
@@ -280,8 +280,8 @@ def _normalize(
         group: The group of the keys, such as "prefill."; empty for the whole file.
 
     Raises:
-        ConfigError: A key is unknown, or true or false is given for an option that
-            needs a different type.
+        ConfigError: A key is unknown, or a value is true or false, but the option needs
+            a different type.
     """
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -297,7 +297,10 @@ def _normalize(
         # Pydantic would convert true to the number 1.
         if isinstance(value, bool) and info.annotation is not bool:
             problem = f"{group}{name} is {short_repr(value)}"
-            raise ConfigError(f"{file} {problem}; only on/off options accept that")
+            raise ConfigError(
+                f"{file} {problem}, but it is not an on/off option; give it a value of "
+                "its type"
+            )
         if nested and isinstance(value, dict):
             value = _normalize(nested, value, file, f"{group}{name}.")
         values[name] = value

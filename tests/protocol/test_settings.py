@@ -233,7 +233,7 @@ def test_unknown_variable_is_an_error_unless_another_program_reads_it(
     [
         ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
         ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
-        ("prefill: {tp: true}", r"prefill.tp is true; only on/off options"),
+        ("prefill: {tp: true}", r"prefill.tp is true, but it is not an on/off"),
         (
             "prefill.tp: 1",
             r"unknown key prefill.tp \(write it as a key under its group",

@@ -260,7 +260,7 @@ class _Server:
         await self._drain(serving, client, deadline_s)
         failure = self.failure.result() if self.failure.done() else None
         if failure is not None:
-            # Clients receive this error instead of the one about the shutdown.
+            # Clients receive this error instead of the error about the shutdown.
             client.fail(failure)
         # Ends the engine, and every open request with an error.
         await client.close()
@@ -288,8 +288,8 @@ class _Server:
         self, serving: asyncio.Future[None], client: EngineClient, deadline_s: float
     ) -> None:
         """Waits until open requests have finished and decode servers have pulled the KV
-        that is leased to them, but no longer than until the engine fails or the deadline
-        has passed."""
+        that is leased to them. Stops waiting when the engine fails or the deadline has
+        passed."""
         timeout_s = max(0.0, deadline_s - self.loop.time())
         await _first_of(serving, self.failure, timeout_s=timeout_s)
         while client.stats.get(LEASES, 0) and not self.failure.done():

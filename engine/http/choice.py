@@ -178,8 +178,8 @@ class PromptGeneration:
     def prompt_report(self) -> PromptReport:
         """Return the parts of the response that describe the prompt.
 
-        The first call makes the report, on any thread. It must come after all of the
-        prompt's logprobs. Later calls return the same report.
+        Call this only after all of the prompt's logprobs have come. The first call
+        makes the report, on any thread. Later calls return the same report.
         """
         if self._report is None:
             text = ""

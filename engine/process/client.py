@@ -41,9 +41,10 @@ LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
 # A client that leaves more than this many tokens of a choice unread, with the
-# alternatives in their logprobs, is treated as too slow. They take some megabytes.
+# alternatives in their logprobs, is treated as too slow. This number of tokens takes
+# some megabytes.
 MAX_UNREAD = 1 << 14
-MAX_UNREAD_CHOICES = 32  # the limit of a call grows up to this number of choices
+MAX_UNREAD_CHOICES = 32  # more choices of a call do not raise the call's limit
 
 
 class Subscription:

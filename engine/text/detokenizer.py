@@ -112,7 +112,7 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
     def echo(self, prompt_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the prompt's text, and the offset of each token in it in characters.
+        """Return the prompt's text, and at which character of it each token begins.
 
         An incomplete character at the prompt's end is not part of the text.
         """
@@ -359,9 +359,9 @@ class StopFinder:
         self.matched_stop: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return text that cannot begin a stop string, and whether a stop string came.
+        """Return text that cannot begin a stop string, and whether a stop string ended.
 
-        Once a stop string has come, do not call this again.
+        Do not call this again after a stop string has ended.
         """
         if not self._held and not any(start in text for start in self._starts):
             return text, False

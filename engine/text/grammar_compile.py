@@ -5,8 +5,8 @@
 
 This module does not import torch. The kernel limits the memory and time of a child. A
 child exits when the other end of its socket is closed. A grammar may exhaust the
-memory, overflow the stack or never finish compiling. It then ends only the child that
-tries it, and no other request is affected.
+memory, overflow the stack or never finish compiling. Such a grammar ends only the child
+that tries it, and affects no other request.
 
 Grammars of JSON allow a limited number of whitespace characters between JSON's tokens.
 Otherwise, a model that has begun to write spaces could continue until `max_tokens`.

@@ -119,7 +119,7 @@ class HarmonyParser(ReasoningParser):
         # The separator between the text of the current message and the previous text of
         # the same part.
         self._gap = ""
-        # The reasoning and the content that the next return of `feed` will have.
+        # The reasoning and the content that `feed` will return next.
         self._reasoning = ""
         self._content = ""
         self._reasoning, self._content = self.feed(head)

@@ -119,9 +119,9 @@ class SpecialTokenSplitter:
     Threads may share a splitter.
 
     Attributes:
-        unprotected: control tokens that text can become in spite of the markers. They
-            are also in the vocabulary of the tokenizer's model, or the tokenizer's
-            normalizer turns different text into them.
+        unprotected: control tokens that text can become in spite of the markers. Such
+            tokens are also in the vocabulary of the tokenizer's model, or the
+            tokenizer's normalizer turns different text into them.
         writes_control_tokens: whether the template writes control tokens around
             messages.
     """
@@ -266,7 +266,8 @@ class SpecialTokenSplitter:
         )
 
     def _find_control_tokens(self) -> bool:
-        """Whether three turns have more control tokens than one turn."""
+        """Whether the template writes control tokens around messages, so that three
+        turns have more control tokens than one turn."""
         one_turn = self._render(_filled(_PROBES[0], "a"))
         three_turns = self._render(_filled(_PROBES[2], "a"))
         if one_turn is None or three_turns is None:

@@ -71,7 +71,8 @@ def _default_kinds(raw: dict[str, Any], rule: str) -> list[str]:
 def rotated_layers(raw: dict[str, Any]) -> list[bool]:
     """Returns for each layer whether it applies rotary embeddings.
 
-    Some layers of SmolLM3 do not. The list is empty if all layers of a model do.
+    Some layers of SmolLM3 do not apply them. The list is empty if all layers of a model
+    apply them.
 
     Raises:
         ModelLoadError: the length of no_rope_layers is not the number of layers.

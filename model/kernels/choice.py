@@ -79,7 +79,8 @@ def _choose(  # type: ignore[no-untyped-def]
         score = score / tl.sum(score, 0)
     choice = score + bias
     if correction is None and GROUPS == 1 and not SIGMOID:
-        # Logits have the same order. Small scores may round to equal numbers.
+        # Logits have the order of the scores, but small scores may round to equal
+        # numbers.
         choice = logit
     # NaN becomes the largest value.
     choice = tl.where(choice == choice, choice, float("inf"))

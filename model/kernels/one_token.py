@@ -230,7 +230,7 @@ def mixture_of_one(
     eps: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Computes `mixture` for one token.
+    """Computes `mixture` (model/kernels/experts.py) for one token.
 
     Args:
         norm: weight of a norm that is applied to x first.

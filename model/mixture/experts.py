@@ -76,7 +76,7 @@ class Experts:
         )
         if self.has_one_token_kernel and not self._is_quantised:
             self._sum_experts = self._sum_by_kernels
-            self._max_tokens = 2 * _MAX_TOKENS  # the kernels copy less
+            self._max_tokens = 2 * _MAX_TOKENS  # the kernels copy less for each token
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Sends tokens through their experts.

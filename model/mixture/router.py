@@ -89,7 +89,8 @@ class Router:
         if self._correction_bias is not None:
             choice = scores + self._correction_bias
         elif moe.scoring == "softmax" and moe.num_groups == 1:
-            # Logits have the same order. Small scores may round to equal numbers.
+            # Logits have the order of the scores, but small scores may round to equal
+            # numbers.
             choice = logits
         if moe.num_groups > 1:
             choice = self._mask_other_groups(choice)

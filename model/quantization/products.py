@@ -22,7 +22,8 @@ _MIN_SCALED_ROWS: Final = 9
 # From this number of rows on, the product scales each row itself. For fewer rows a
 # product with one scale for all rows is 1.2 to 1.8 times as fast.
 _MIN_ROWS_SCALED_BY_ROW: Final = 129
-_ALIGNMENT: Final = 16  # elements, of both sides of a scaled product
+# Scaled products need weights with multiples of this number of rows and of columns.
+_ALIGNMENT: Final = 16
 # Largest relative error in a self-test. Kernels round only the result, to a precision
 # of 8 bits or more. Scaled products also round the input, to a precision of 4 bits,
 # with a mean error of 2.6 %.

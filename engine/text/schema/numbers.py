@@ -120,7 +120,7 @@ def multiple_pattern(exponent: int) -> str:
 
 
 def has_multiple(multiple: Number, lower: Bound | None, upper: Bound | None) -> bool:
-    """Whether there is a multiple of `multiple`, which is above 0, between two bounds.
+    """Whether a multiple of the number `multiple` (above 0) lies between two bounds.
 
     A bound of None means that the range has no end.
     """

@@ -132,7 +132,7 @@ _MIN_FULL_COLUMNS: Final = 512
 _MAX_FULL_ROW_COLUMNS: Final = 16384
 # The programs that run at a time hold nearly all elements of a matrix below this size.
 _MAX_HELD_BYTES: Final = 24 << 20
-# Elements that one program takes of a matrix below _MAX_HELD_BYTES.
+# One program takes at most this many elements of a matrix below _MAX_HELD_BYTES.
 _HELD_ELEMENTS: Final = 1 << 14
 _MAX_SHORT_COLUMNS: Final = 4096
 # A matrix with more rows is the head of a model.

@@ -173,7 +173,7 @@ class GrammarState:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the grammar's masks take so long that no step should wait for them.
+        """Whether the grammar's masks are too slow for a step to wait for them.
 
         Then other threads also consume the outputs, so that the engine core does not.
         """

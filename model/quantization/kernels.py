@@ -28,7 +28,7 @@ class _Tile(NamedTuple):
         max_rows: the tile is for products with at most this many rows of x.
         rows: rows of x of a program.
         columns: columns of the result of a program.
-        programs: if the tiles of a product give far fewer programs than this number,
+        programs: if the tiles of a product give fewer programs than this number,
             several programs split the columns of x for each tile.
     """
 

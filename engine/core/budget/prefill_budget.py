@@ -87,7 +87,8 @@ class PrefillBudget:
         """Corrects the expected durations by the duration of a finished step.
 
         A single step that took far too long changes the expected durations little.
-        Steps without streams, without prompts, or far below the target change nothing.
+        Steps without streams or prompts, and steps below _MIN_TARGET_SHARE of the
+        target, change nothing.
         """
         if not load.streams or not load.prompt_tokens:
             return

@@ -1,13 +1,19 @@
-// The plots: rates and shares made of the proxy's points, drawn by uPlot, read by hand or keyboard.
+// The plots: rates and shares computed from the proxy's points, drawn by uPlot. The pointer or the arrow keys
+// read values.
 
 import { $, h, setText, color, seconds, count, rate, bytes, percent, clock } from "./dom.js";
 
 const STATES = ["used", "receiving", "leased", "cached", "quarantined", "free"];
 const ITL = "baton_inter_token_seconds_bucket{le=";
 
-const WINDOW = 5; // points over which rates and shares are taken
+const WINDOW = 5; // number of points over which rates and shares are computed
 
-/** What a point says together with those before: null where that cannot be known. */
+/**
+ * Returns the plotted values of a new point, computed from it and the points before it.
+ *
+ * A value is null if it cannot be computed, as after a gap: a time in which no page was open, so that nothing
+ * was measured.
+ */
 export function derive(point, points, interval_s) {
   const isGap = points.length > 0 && point.at - points.at(-1).at >= 4 * interval_s + 2;
   const window = [];
@@ -48,10 +54,14 @@ export function derive(point, points, interval_s) {
   };
 }
 
-const GAP_WIDTH = 3; // intervals that a gap takes on the axis, however long it was
+const GAP_WIDTH = 3; // intervals; every gap is this wide on the axis, however long it lasted
 
-/** Where each point lies on the time axis. The newest lie at their time; those before a gap, in
- * which no page was open and nothing was measured, are moved up to it. */
+/**
+ * Returns the position of each point on the time axis.
+ *
+ * The points after the last gap are at their times. Earlier points are shifted to the right, so that gaps are
+ * narrow.
+ */
 export function positions(points, interval_s) {
   let shift = 0;
   const found = points.map((point) => point.at);
@@ -70,7 +80,7 @@ function exact(values) {
   return [0.5, 0.95].map((share) => sorted[Math.round(share * (sorted.length - 1))]);
 }
 
-/** Of a histogram's gains; within a bucket values lie evenly. */
+/** Returns quantiles of a histogram, as if the values in each bucket were evenly distributed. */
 function quantiles(buckets) {
   buckets.sort(([a], [b]) => a - b);
   const total = buckets.at(-1)?.[1] ?? 0;
@@ -137,7 +147,7 @@ class Chart {
     }, this.data, this.plot);
   }
 
-  /** The proxy's time at a place on the axis. */
+  /** Returns the proxy's time at a position on the axis. */
   time(place) {
     const [places] = this.data;
     const next = places.findIndex((each) => each >= place);
@@ -173,7 +183,7 @@ class Chart {
     this.read(this.chart.cursor.idx);
   }
 
-  /** Shows the values under the cursor, else the newest. */
+  /** Shows the values of the point under the cursor, or of the newest point without a cursor. */
   read(index) {
     const last = this.data[0].length - 1;
     const at = index ?? last;
@@ -196,7 +206,7 @@ class Chart {
   }
 }
 
-/** Points are drawn only where no line is: between two gaps. */
+/** Returns the points to draw as dots: those between two gaps, which no line connects. */
 function alone(chart, line, isShown) {
   const row = chart.data[line];
   return isShown ? row.map((_, at) => at).filter((at) => row[at] !== null && (row[at - 1] ?? null) === null && (row[at + 1] ?? null) === null) : null;

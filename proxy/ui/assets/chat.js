@@ -1,16 +1,16 @@
-// A chat through the cluster: its answers as they stream, where their time went, and how to do the same.
+// A chat through the cluster: answers as they stream, the timeline of each answer, and commands that do the same.
 
 import { $, h, setText, seconds, plural } from "./dom.js";
 import { drawTimeline, elapsed, kvText } from "./requests.js";
 import { headers, askForKey } from "./key.js";
 
-const MAX_TURNS = 40; // shown and sent
-const MAX_CHARS = 200_000; // of an answer
+const MAX_TURNS = 40; // messages that are shown and sent
+const MAX_CHARS = 200_000; // characters of an answer that are shown
 
 export class Chat {
   constructor() {
     this.turns = [];
-    this.open = new Map(); // answers whose request's row may still change, by x-request-id
+    this.open = new Map(); // answers to requests with rows that may still change, by x-request-id
     this.log = $("chat-log");
     $("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -42,7 +42,7 @@ export class Chat {
     this.follow(store);
   }
 
-  /** Whether commands to copy give an API key. */
+  /** Sets whether the commands to copy contain an API key. */
   setKeys(hasKeys) {
     if (this.hasKeys === hasKeys) return;
     this.hasKeys = hasKeys;
@@ -61,7 +61,7 @@ export class Chat {
     }
   }
 
-  /** For who may chat and not see the numbers. */
+  /** Fetches the models for a client with a key that may chat, but may not see the page's numbers. */
   async askForModels() {
     const answer = await fetch("/v1/models", { headers: headers() });
     if (answer.ok) this.offer((await answer.json()).data.map((model) => model.id));
@@ -82,9 +82,9 @@ export class Chat {
     $("chat-input").value = "";
     this.controller = new AbortController();
     this.busy(true);
-    const turns = this.turns; // of this conversation, which may be over before the answer
+    const turns = this.turns; // the user may begin a new conversation before the answer ends
     turns.push({ role: "user", content: text });
-    if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: templates want the user first
+    if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: chat templates require that the user comes first
     const answer = this.show(text);
     try {
       await this.ask(answer);
@@ -103,7 +103,7 @@ export class Chat {
     }
   }
 
-  /** Whoever reads the end goes on seeing it. */
+  /** Makes a change of the log; if its end was visible before, scrolls so that the end stays visible. */
   atEnd(change) {
     const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
     change();
@@ -156,7 +156,7 @@ export class Chat {
     this.atEnd(() => {
       if (answer.message.textContent.length < MAX_CHARS) {
         answer.message.append(text);
-        answer.said += piece.content ?? ""; // what it thought is not sent back
+        answer.said += piece.content ?? ""; // reasoning is not sent back in the next request
       }
       this.tell(answer);
     });
@@ -202,7 +202,7 @@ export class Chat {
   }
 }
 
-/** The JSON of each event of a stream, until it says [DONE]. */
+/** Yields the parsed JSON of each event of a stream, until the event [DONE]. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -225,7 +225,7 @@ async function copy(button) {
   let isCopied = true;
   try {
     await navigator.clipboard.writeText(block.textContent);
-  } catch { // not over plain HTTP from another host: then it is at least selected
+  } catch { // browsers forbid this on pages of other hosts without TLS: select the text instead
     getSelection().selectAllChildren(block);
     isCopied = document.execCommand("copy");
   }

@@ -1,8 +1,8 @@
-// Elements and numbers. Whatever comes from servers or requests becomes text, never markup.
+// Creates elements and formats numbers. All data of servers and requests become text, never markup.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element; `props` are attributes, of which `style` is an object; children are nodes or text. */
+/** Creates an element. `props` has attributes; the attribute `style` is an object. Children are nodes or text. */
 export function h(tag, props, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props ?? {})) {
@@ -20,7 +20,7 @@ export function s(tag, props, ...children) {
   return element;
 }
 
-/** Writes a text only where it is another one: screen readers and layout are left alone. */
+/** Sets an element's text only if it differs, so that screen readers do not repeat it and layout is not redone. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -36,7 +36,7 @@ export function seconds(value) {
   return value < 100 ? `${value.toPrecision(3)} s` : `${Math.round(value)} s`;
 }
 
-/** "1 request", "2 requests". */
+/** Returns a number with its noun: "1 request", "2 requests". */
 export const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 export function count(value) {

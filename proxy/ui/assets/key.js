@@ -1,4 +1,4 @@
-// The API key: asked for when the proxy wants one, kept for this tab alone.
+// The API key. The page requests it if the proxy requires a key, and stores it for this tab only.
 
 import { $, setText } from "./dom.js";
 
@@ -10,7 +10,7 @@ export const key = () => sessionStorage.getItem(NAME) ?? "";
 export const headers = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 export const onKey = (callback) => (onChange = callback);
 
-/** Offers to give a key only where there are keys. */
+/** Shows the button for a key only if the proxy has keys, or a key is stored. */
 export const offerKey = (hasKeys) => ($("key-button").hidden = !hasKeys && !key());
 
 export function askForKey(problem) {
@@ -29,7 +29,7 @@ $("key-dialog").addEventListener("close", () => {
   if (answer) onChange();
 });
 
-// A link cannot bring the key along.
+// A browser does not send the key when it follows a link, so the page fetches linked documents itself.
 for (const link of document.querySelectorAll("a[data-doc]")) {
   link.addEventListener("click", async (event) => {
     if (!key() || event.ctrlKey || event.metaKey) return;

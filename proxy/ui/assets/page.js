@@ -1,4 +1,4 @@
-// Asks the proxy for what is new, keeps it within bounds, and has every part of the page drawn.
+// Polls the proxy for changes, stores a limited number of them, and updates every part of the page.
 
 import { $, h, setText, plural } from "./dom.js";
 import { Charts, derive } from "./charts.js";
@@ -10,7 +10,7 @@ import { key, askForKey, offerKey, onKey, headers } from "./key.js";
 
 const MAX_POINTS = 300;
 const MAX_REQUESTS = 250;
-const MAX_WAIT_S = 5; // between two tries, where the proxy is silent
+const MAX_WAIT_S = 5; // longest time between two polls if the proxy does not answer
 
 const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], requests: new Map() };
 const chat = new Chat();
@@ -85,7 +85,7 @@ async function ask() {
       chat.setKeys(true);
       if (answer.status === 401 && !failures) askForKey(key() ? told : undefined);
       failures += 1;
-      wait_s = null; // until there is another key
+      wait_s = null; // no poll until the user enters a key
       if (answer.status === 403) await chat.askForModels();
     } else if (!answer.ok) {
       throw new Error(`it answers with status ${answer.status}`);

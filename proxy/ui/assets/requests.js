@@ -1,21 +1,21 @@
-// The last requests, each with a timeline: a lane for every server asked, and one for the client.
+// The last requests, each with a timeline: a lane for every server that was tried, and a lane for the client.
 
 import { $, h, setText, legend, seconds, clock, plural } from "./dom.js";
 
 const PHASES = ["proxy", "queue", "prefill", "transfer", "fence", "decode", "stream"];
-const CLOCK_ROWS = 25; // that one clock shows
+const CLOCK_ROWS = 25; // requests on the clock that shows several requests on one time axis
 const LANE_PX = 8;
 
-/** Seconds that a request has taken so far, `now` being a time of the proxy's clock. */
+/** Returns the seconds that a request has taken so far; `now` is the time of the proxy's clock. */
 export const elapsed = (row, now) => row.end_s ?? Math.max(0, now - row.at, row.first_s ?? 0, ...row.legs.map(([, at]) => at));
 
-/** What a request did: {lane, phase, from, to} in seconds since it was read. */
+/** Returns the phases of a request as {lane, phase, from, to}, in seconds since the request was read. */
 export function segments(row, now_s) {
   const found = [];
   const end_s = row.end_s ?? now_s;
   const add = (lane, phase, from, to) => {
     if (from === undefined || to === undefined) return;
-    const [start, until] = [Math.max(from, 0), Math.min(to, end_s)]; // servers have clocks of their own
+    const [start, until] = [Math.max(from, 0), Math.min(to, end_s)]; // the servers' clocks may differ from the proxy's
     if (until > start) found.push({ lane, phase, from: start, to: until, who: row.legs[lane]?.[0] ?? "client" });
   };
   if (row.legs.length) add(0, "proxy", 0, row.legs[0][1]);
@@ -47,7 +47,7 @@ export function segments(row, now_s) {
 const name = (who, phase) => (phase === "proxy" ? "proxy" : `${who} ${phase}`);
 const kindOf = (name) => name.split("-")[0];
 
-/** Draws a request from `from_s` on, `span_s` wide. */
+/** Draws the timeline of a request: `span_s` seconds (null: all of it), from `from_s` on. */
 export function drawTimeline(element, row, now_s, from_s = 0, span_s = null) {
   const parts = segments(row, now_s);
   const width_s = span_s ?? Math.max(row.end_s ?? now_s, 1e-6);

@@ -1,4 +1,4 @@
-// The table of servers: state, geometry, KV, queues and work. Rows stay, cells change.
+// The table of servers: state, geometry, KV, queues and work. An update keeps the rows and changes their cells.
 
 import { $, h, setText, legend, count, rate, bytes, seconds } from "./dom.js";
 
@@ -65,7 +65,7 @@ function stateOf(server) {
   return ["ready", "good"];
 }
 
-/** Rates since the look before. */
+/** Returns the server's rates since its preceding statistics; null without any. */
 function work(server, interval_s) {
   const then = server.before?.values;
   if (!then || !Object.keys(then).length) return null;

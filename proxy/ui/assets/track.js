@@ -1,5 +1,5 @@
-// The picture of hand-offs: prefill servers, decode servers, and a baton for every prompt's KV that
-// goes from one to the other. A link is as wide as the hand-offs of the last requests are many.
+// The picture of hand-offs: prefill servers, decode servers, and a baton for every prompt's KV that moves from a
+// prefill server to a decode server. The width of a link shows how many of the last requests it served.
 
 import { $, s, setText, percent, plural } from "./dom.js";
 
@@ -23,7 +23,7 @@ export class Track {
   update(store) {
     this.store = store;
     this.draw(store);
-    if (this.epoch !== store.epoch) this.seen = 0; // of a proxy that counts anew
+    if (this.epoch !== store.epoch) this.seen = 0; // a restarted proxy counts requests from 1 again
     this.epoch = store.epoch;
     const isFirst = this.seen === 0;
     for (const row of store.requests.values()) {
@@ -112,7 +112,7 @@ export class Track {
   }
 }
 
-/** What became of the requests that have ended. */
+/** Returns a sentence about how the ended requests were served. */
 export function summary(ended, handed, alone) {
   const [pair, single] = ["from a prefill server to a decode server", "to a decode server alone"];
   if (!ended) return "no request has ended yet";
@@ -120,7 +120,7 @@ export function summary(ended, handed, alone) {
   return `of the latest ${plural(ended, "request")}, ${handed} went ${pair} and ${alone} ${single}`;
 }
 
-/** The names of the prefill and the decode server of a request that both worked on. */
+/** Returns the names of the prefill and the decode server of a disaggregated request; null for other requests. */
 export function handOff(row) {
   if (row.alone || row.legs.length < 2) return null;
   const [from, to] = [row.legs.at(-2)[0], row.legs.at(-1)[0]];

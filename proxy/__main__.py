@@ -30,8 +30,8 @@ logger = get_logger("proxy")  # the same name if this module runs as __main__
 BACKLOG = 4096
 # Per client connection: its own descriptor, and those to two servers.
 DESCRIPTORS_PER_CLIENT = 3
-# Clients close idle connections earlier. A request thus never meets a connection that
-# the proxy is closing.
+# Clients close idle connections earlier than this. If the proxy were first, a client
+# could send a request over a connection that the proxy is closing.
 KEEP_ALIVE_S = 75
 GRACE_SHARE = 0.7  # requests are ended after this share of shutdown_grace_s
 

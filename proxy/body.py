@@ -153,7 +153,7 @@ def with_prompt_limit(
 
 
 def seeded(body: Body) -> Body:
-    """Return the body with a seed, so that both servers draw the same tokens."""
+    """Return the body with a seed, so that all servers sample the same tokens."""
     if member(body, "seed") != b"null":
         return body
     return {**body, "seed": msgspec.Raw(b"%d" % secrets.randbits(63))}

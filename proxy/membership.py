@@ -285,7 +285,7 @@ class Fleet(Pool):
         self.changes = 0
         self._clock = clock
         self._watch = watch
-        # The next server in turn has this index or the next larger one, by turn.
+        # By turn key: the next server in turn is the first with at least this index.
         self._next: dict[Hashable, int] = {}
         # Cached, like `_parts`, until something changes.
         self._models: list[str] | None = None

@@ -366,7 +366,8 @@ class Reply:
         """Send the head of a stream, unless it was sent before.
 
         For a stream in frames, the head is sent with the first event. If the answer
-        migrates before that, the client's response need not be a stream.
+        migrates before that, the client has received nothing, so the next server's
+        response need not be a stream.
         """
         self.is_stream = True
         if self.status is None:

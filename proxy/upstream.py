@@ -51,7 +51,7 @@ class Failure(Enum):
     """How a request to a server failed."""
 
     UNREACHABLE = "unreachable"  # nothing was delivered
-    LOST = "lost"  # delivered; the connection ended before all of the response
+    LOST = "lost"  # delivered; the connection ended before the response was complete
     TIMEOUT = "timeout"  # delivered; the server was silent for too long
     FULL = "full"  # 429: refused, the queue is full
     BUSY = "busy"  # 503: the server refused the request, or gave it up

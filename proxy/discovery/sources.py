@@ -1,7 +1,7 @@
 """Members that a file or a DNS name lists, checked periodically off the event loop.
 
-A check that fails changes nothing. A bad file leaves the last good state in place. A
-name that cannot be looked up keeps its last addresses for STALE_S.
+A file that is wrong leaves the servers of its last good version in place. A name that
+cannot be looked up keeps its last addresses for STALE_S.
 """
 
 import asyncio

@@ -131,7 +131,7 @@ class FullServers:
             return Refusal(now, now + wait_s, priority, tokens, is_grammar_queue=True)
         before = self._refusals.get(server)
         if before is not None and now < before.until:
-            # The server has no more capacity than at the earlier refusal.
+            # The earlier refusal is still valid, so both refusals apply.
             priority = min(priority, before.priority)
             tokens = min(tokens, before.tokens)
         until = now + min(MAX_REFUSAL_S, wait_s, self._max_queue_s / 4)

@@ -1,4 +1,4 @@
-"""The hint for a server that computes a prompt: which server has more of the KV."""
+"""The hint for a server that computes a prompt: another server has more of its KV."""
 
 import time
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _HINT_TOKENS_FACTOR = 4
 def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint | None:
     """Return the hint for a server that computes a prompt; None if no server can lend.
 
-    A wrong hint costs one query, and a second if the lender is dead.
+    A wrong hint costs one query. If the lender is dead, the query times out after 1 s.
 
     Args:
         lenders: servers in the order of preference, each with an estimate of how many

@@ -76,7 +76,7 @@ class RequestLegs:
                 instead.
 
         Returns:
-            A DecodeOnly if no prefill server takes the request.
+            The answer, or why the request is served without a prefill server.
         """
         pool = call.pool
         reason = DecodeOnlyReason.PREFILL_CHOICES

@@ -92,7 +92,7 @@ class LoadTracker:
         self._totals: dict[object, StepTotals] = {}
         self._speeds: dict[object, PromptSpeed] = {}
         self._lenders: dict[int, object] = {}  # servers by the index of their load
-        # By the hash of a prompt's last complete block, and the index of the server.
+        # The key is the hash of a prompt's last complete block, and a server's index.
         self._tails = OrderedDict[tuple[int, int], CachedTail]()
         # Blocks that are being computed, each with the index of the server.
         self._pending_blocks = set[tuple[int, int]]()

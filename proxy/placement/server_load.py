@@ -57,7 +57,7 @@ class ServerLoad:
     target_step_s: float = USUAL_STEP_S
 
     def add_queued(self, size_class: int, seconds: float) -> None:
-        """Add compute time of a prompt to the queue, or remove it if negative."""
+        """Add compute time of a prompt to the queue; negative `seconds` remove it."""
         self.queued_s[size_class] += seconds
         # The engine may be in the middle of a step of a long prompt.
         skippable_s = -STEP_TOKENS * self.token_s

@@ -14,7 +14,8 @@ _LAUNCH_PENALTY = 2.0
 # server's by this share of the difference. Otherwise one unusually slow measurement
 # would keep requests away from the server, so that it is never measured again.
 _DECAY_PER_CHECK = 0.05
-_MIN_PROMPT_SHARE = 0.25  # of the time of steps with prompts, at least this for prompts
+# At least this share of the time of steps with prompts counts as spent on the prompts.
+_MIN_PROMPT_SHARE = 0.25
 
 
 class StepTotals(NamedTuple):

@@ -26,7 +26,7 @@ _COMPILER_BYTES: Final = 4 * 2**30  # memory of one compiler process, with a mar
 
 
 def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    """Returns the modules that steps with such a pool load: JitSpecs by short names.
+    """Returns the modules that steps with `spec` load: JitSpecs by short names.
 
     A module that this function does not return is compiled by FlashInfer at its first
     call.

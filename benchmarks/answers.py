@@ -113,8 +113,8 @@ def compare(
             )
         if len(expected.answers) != len(answered.answers):
             raise ValueError(
-                f"document {doc_id} has {len(answered.answers)} requests, "
-                f"{len(expected.answers)} in the reference"
+                f"document {doc_id} has {len(answered.answers)} requests at the "
+                f"endpoint, but {len(expected.answers)} in the reference"
             )
         answer_pairs = zip(expected.answers, answered.answers, strict=True)
         for index, (want, have) in enumerate(answer_pairs):

@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def mean_itl_s(self) -> float:
-        """The mean time per token after the first token; 0 if there is only one."""
+        """The mean time per token after the first token; 0 without a second token."""
         num_decoded = self.output_tokens - 1
         if num_decoded <= 0:
             return 0.0

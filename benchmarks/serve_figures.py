@@ -81,7 +81,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return the percentiles in ms. Each is None if there are no values."""
+    """Return the percentiles in ms. All are None if `seconds` is empty."""
     if not seconds:
         return {f"p{level}": None for level in PERCENTILES}
     values = np.percentile(seconds, PERCENTILES)

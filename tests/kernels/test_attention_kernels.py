@@ -26,6 +26,8 @@ dcp, decode, storing, widening = (
     importlib.import_module(f"attention.kernels.{name}")
     for name in ("dcp", "decode", "store", "widen")
 )
+# Kernels compute with rows that nothing has written, and that nothing reads later.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALES = (0.02, 0.5, 0.003, 1.0)
 
 

@@ -35,7 +35,7 @@ from kvcache.stripe import IntArray, Stripe
 
 
 class ContextGroup(Protocol):
-    """The ranks that share every sequence's tokens."""
+    """The ranks among which the tokens of every sequence are divided."""
 
     rank: int
     size: int

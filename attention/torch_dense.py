@@ -1,7 +1,7 @@
 """Attention over dense keys and values, for the torch backend.
 
-Attention without a window and a soft cap uses fused kernels. Attention with either of
-them is computed for a limited number of queries at a time.
+Attention without a soft cap uses fused kernels. With a window or a soft cap, a limited
+number of queries is computed at a time.
 """
 
 from typing import Final

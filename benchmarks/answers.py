@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-# An answer is a generated text, or the loglikelihood (nats) of a continuation with
-# whether the continuation is the greedy one, or the loglikelihood of a whole document.
+# An answer is one of: a generated text; a continuation's loglikelihood (nats), and
+# whether greedy decoding would produce it; a whole document's loglikelihood.
 Answer = str | tuple[float, bool] | float
 _MAX_LISTED_DIFFERENCES = 20  # of each task
 

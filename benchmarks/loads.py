@@ -95,7 +95,11 @@ def azure(path: Path, load: float, max_requests: int) -> Workload:
 
 
 class _RequestMaker:
-    """Makes requests with block hashes that no earlier prompt has."""
+    """Makes requests.
+
+    A prompt may begin with given block hashes; all its other blocks get hashes that no
+    earlier prompt has.
+    """
 
     def __init__(self) -> None:
         self._next_hash = itertools.count(1 << 32)

@@ -58,7 +58,7 @@ class ProxyRouter:
         for engine in fleet.engines:
             self.tracker.set_lender(engine, True)
         self._fleet = fleet
-        # Each list is in the order of the least recent use.
+        # Each list starts with the least recently chosen server.
         self._prefills = list(fleet.prefills)
         self._decodes = list(fleet.decodes)
         self._legs: dict[int, _Legs] = {}  # by the id of the request

@@ -268,7 +268,11 @@ class Bench:
             return [replace(row, of_bare=of_bare), bare_row]
 
     def _measure_short_pulls(self, name: str, path: str) -> list[Row]:
-        """Measure short pulls, with leases held before the pull and without."""
+        """Measure short pulls twice.
+
+        First D holds the lease before the pull begins, then only the pull itself holds
+        it.
+        """
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):
             self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up

@@ -1,1 +1,3 @@
-"""The decode server: pulls the KV of prompts, verifies it and generates."""
+"""The decode server: pulls the KV of prompts, checks that each lease held until the
+pull ended, and generates.
+"""

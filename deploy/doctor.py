@@ -174,7 +174,9 @@ def _result_and_problem(link: Link) -> tuple[str, str | None]:
 
 
 def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
-    """Returns the path that servers use on this machine.
+    """Returns the path that servers use on this machine, "mapped" or "nixl".
+
+    If no path that `transfer` allows works, returns a text for the report that says so.
 
     Args:
         transfer: The value of --transfer: "auto" or "nixl".

@@ -82,8 +82,8 @@ class Geometry(GeometryOptions):
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
         """Returns a block table of `tokens` tokens for each KV group.
 
-        No block of a table follows the table's preceding block in memory, as in a
-        fragmented pool.
+        In memory, no block of a table is directly followed by the table's next block.
+        The pool is thus fragmented, like that of a busy server.
         """
         groups = len(model.windows)
         count = -(-tokens // (self.block_size * self.dcp_size)) * groups

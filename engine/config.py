@@ -9,8 +9,8 @@ from engine.core.budget.step_target import StepTarget
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
-# Reported as the duration of steps if there is no target: longer than any step of
-# --max-num-batched-tokens tokens.
+# The itl_target_s that GET /ready reports if the engine has no target. Proxies then
+# expect steps of up to this length.
 _UNLIMITED_STEP_S: Final = 1.0
 
 

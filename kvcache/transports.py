@@ -150,7 +150,7 @@ class UcxLog:
 
     def __init__(self) -> None:
         self._fd: int | None = None
-        self._num_read_bytes = 0
+        self._num_parsed_bytes = 0
         # UCX's latest choices, by whether the local memory is a GPU's and whether the
         # remote memory is a GPU's.
         self._reads: dict[tuple[bool, bool], UcxRead] = {}
@@ -181,10 +181,10 @@ class UcxLog:
         libc.fflush(None)  # UCX writes through C's buffers
         with self._lock:
             size = os.fstat(self._fd).st_size
-            num_new = max(size - self._num_read_bytes, 0)
-            text = os.pread(self._fd, num_new, self._num_read_bytes)
+            num_new = max(size - self._num_parsed_bytes, 0)
+            text = os.pread(self._fd, num_new, self._num_parsed_bytes)
             complete_lines = text[: text.rfind(b"\n") + 1]
-            self._num_read_bytes += len(complete_lines)
+            self._num_parsed_bytes += len(complete_lines)
             lines = complete_lines.decode(errors="replace")
             for read in parse_reads(lines):
                 self._reads["cuda" in read.local, "cuda" in read.remote] = read
@@ -192,7 +192,7 @@ class UcxLog:
                 self._fd,
                 _PUNCH_HOLE,
                 ctypes.c_long(0),
-                ctypes.c_long(self._num_read_bytes),
+                ctypes.c_long(self._num_parsed_bytes),
             )
         for line in warning_lines(lines):
             logger.warning("%s", line)

@@ -315,7 +315,9 @@ def _has_effect(
     config: ModelConfig,
     max_model_len: int | None,
 ) -> bool:
-    """Returns whether the override of `key` has an effect.
+    """Returns False if the parsed config is the same without the override of `key`.
+
+    An override that repeats config.json's value counts as effective.
 
     Args:
         raw: config.json without the overrides.

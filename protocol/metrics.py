@@ -363,7 +363,8 @@ class Metrics:
         """Returns the current values of the metrics `names`, by the keys of
         `stat_key`.
 
-        The engine's metrics are not available.
+        Only metrics that this application counts itself can be named here, not the
+        engine's metrics.
         """
         values: dict[str, float] = {}
         for name in names:

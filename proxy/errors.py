@@ -68,7 +68,8 @@ def queues_full(
 
     Args:
         kind: "prefill" or "decode".
-        is_grammar_queue: the trial queues for new schemas and grammars are full.
+        is_grammar_queue: the full queues are those for the trial compilation of new
+            schemas and grammars, not the request queues.
     """
     if is_grammar_queue:
         return GrammarQueueFull(

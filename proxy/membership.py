@@ -319,8 +319,9 @@ class Fleet(Pool):
             return self
         if not models:
             return self
-        # A server that has not reported its names may have this model. Clients may name
-        # any number of unknown models, so all of them share one pool.
+        # A server that has not reported its names may have this model. A Pool is kept
+        # for each model name. All unknown names share one Pool, because clients could
+        # otherwise create any number of them.
         name = model if model in models else ""
 
         def serves(server: Server) -> bool:

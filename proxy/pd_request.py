@@ -70,7 +70,8 @@ class PDRequest(RequestLegs):
             model: a server of this model answers; None: the body names the model.
 
         Raises:
-            BatonError: the error for the client; the reply has not ended.
+            BatonError: the request failed before its reply was complete. The caller
+                must end the reply with this error.
         """
         num_tokens = 0
         if self.data:
@@ -88,7 +89,8 @@ class PDRequest(RequestLegs):
         """Serve a request that generates.
 
         Raises:
-            BatonError: the error for the client; the reply has not ended.
+            BatonError: the request failed before its reply was complete. The caller
+                must end the reply with this error.
         """
         await self._read_body()
         profile = bodies.profile(self._body)

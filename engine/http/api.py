@@ -1,4 +1,6 @@
-"""The state that all HTTP calls of one server share, and the hooks of its legs."""
+"""The state that all HTTP calls of one server share, and the hooks for the legs of
+disaggregated requests.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

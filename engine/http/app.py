@@ -131,8 +131,9 @@ class _Pages:
     async def ready(self, request: Request) -> Response:
         """Report whether the engine can serve, with the model and the engine's sizes.
 
-        The status is 503 while the server starts or ends. Clients without the rights of
-        an administrator do not receive the details.
+        The status is 503 while the server starts or shuts down, and after the engine
+        has failed. Clients without the rights of an administrator do not receive the
+        details.
         """
         client = self._api.client
         reason = None

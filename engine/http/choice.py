@@ -33,8 +33,8 @@ INLINE_LOGPROBS = 1 << 12
 # msgspec.json.encode needs.
 _encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-# To find where the client's text begins after the tokenizer's prefix, this many of the
-# text's first characters are searched for.
+# If the decoded prompt does not end with the client's text, the client's text is
+# located by this many of its first characters.
 _HEAD_CHARS = 4
 
 

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from protocol.process import lifecycle
 
 # How many turns idle threads of torch's OpenMP pool spin before they free the core. The
-# default of 300,000 turns makes processes very slow that share cores, such as a prefill
+# default of 300,000 turns greatly slows processes that share cores, such as a prefill
 # and a decode server on one machine. Without any spinning, each step would be slower.
 _THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 

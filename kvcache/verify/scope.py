@@ -26,8 +26,8 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 class KeyKind(IntEnum):
     """What a key is for. Keys of different kinds are independent of each other."""
 
-    WORD = 0  # by position in a row
-    TOKEN = 1  # by position in the sequence
+    WORD = 0  # one key for each word's position in a row (see digest.py)
+    TOKEN = 1  # one key for each token's position in the sequence
     LAYER_COMPONENT_HEAD = 2
     LAYER_SAMPLE = 3  # the order in which layers are chosen for a sample
 

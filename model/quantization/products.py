@@ -46,11 +46,10 @@ def _kernels() -> Any:
 
 
 class Variant(NamedTuple):
-    """The properties of a weight that decide which variant of a kernel multiplies by
-    it.
+    """The properties of a weight that select the variant of a kernel.
 
-    Some methods also choose by the width of the weight how to divide a row into tiles.
-    These methods are tested once for each width.
+    Some multiplication methods (see `_find_flaw`) also choose tiles by the weight's
+    width. Those are tested once per width.
 
     Attributes:
         depth: number of columns that can be multiplied at a time.

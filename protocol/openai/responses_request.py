@@ -114,7 +114,10 @@ class TextFormat(SchemaMembers):
         if self.type == "json_object":
             allowed.add("schema_")
         if not has_schema and not self.model_fields_set <= allowed:
-            raise ValueError("members of a schema need the type json_schema")
+            raise ValueError(
+                "`name`, `strict` and `description` are allowed only if `type` is "
+                "json_schema; `schema` also if it is json_object"
+            )
         return self
 
 

@@ -181,7 +181,10 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
 
 
 class _Group(Options):
-    """Options of `baton up` for one kind of server, besides those of the server."""
+    """Options that `baton up` has for each kind of server, such as --prefill.count.
+
+    PrefillGroup and DecodeGroup add the server's own options.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 

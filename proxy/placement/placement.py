@@ -31,8 +31,8 @@ from proxy.placement.server_load import ServerLoad
 TRANSFER_S = 0.01
 # Seconds per token of a pulled prefix: the KV of an 8B model at 25 GB/s.
 PULL_TOKEN_S = 5e-6
-# Seconds. Until a request has waited this long for its first token, each moment of the
-# wait costs more than the moment before. A wait of this length counts three times.
+# Seconds. Up to this wait for the first token, the cost grows quadratically with the
+# wait, beyond it linearly. At exactly this wait, the cost is three times the wait.
 # Fitted: without this term, the share of good requests in the row "open loop at 24/s",
 # 1P1D, is 0.30 instead of 0.85.
 PATIENCE_S = 0.7

@@ -208,7 +208,9 @@ class State:
             {
                 "epoch": self._epoch,
                 "number": self._num_changes,
-                "at": time.time(),  # running requests have lasted until now
+                # Now. The page computes the durations of running requests up to this
+                # time.
+                "at": time.time(),
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
                 "names": list(servers),

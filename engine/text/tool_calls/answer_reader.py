@@ -127,7 +127,10 @@ class AnswerReader:
         return self.text[0]
 
     def read_content_through(self, *tags: str) -> Reader[None]:
-        """Read content through the next tags. Of `tags`, only the last is required."""
+        """Read content up to the next opening tags, and hold the tags back.
+
+        All of `tags` except the last are optional.
+        """
         while True:
             is_match = False
             for tag in tags:

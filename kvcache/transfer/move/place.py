@@ -25,7 +25,7 @@ from protocol.handshake import RankMetadata
 # The elements of a head are copied as words of the first of these dtypes that fits the
 # sizes and addresses: the larger the words, the faster the copy.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
-ALL_BYTES = 1 << 62  # no limit, as a result of `claim_launch_bytes`
+ALL_BYTES = 1 << 62  # `claim_launch_bytes` returns this value if there is no limit
 _MAX_SLOTS = 4  # slots of one staging memory
 
 

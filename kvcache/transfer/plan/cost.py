@@ -28,9 +28,10 @@ class CostModel:
     """Costs of one link, measured at first contact or configured. All numbers are > 0.
 
     Attributes:
-        per_descriptor_s: seconds of a READ for each run.
-        bytes_per_s: speed of READs, without the time per run.
-        reformat_bytes_per_s: speed of placing out of staging memory.
+        per_descriptor_s: fixed cost in seconds of each contiguous run (descriptor) in a
+            READ.
+        bytes_per_s: speed of READs, without this fixed cost.
+        reformat_bytes_per_s: speed of copying from staging memory into the pool.
         overlaps: a chunk can be read while the previous chunk is placed; False if READs
             are CPU copies.
     """

@@ -184,10 +184,10 @@ def _estimate(
 
 
 def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
-    """The wanted tokens, with more tokens of their blocks if `strategy.whole_blocks`.
+    """The tokens to read: the wanted tokens, widened if `strategy.whole_blocks`.
 
-    A staged transfer then reads all tokens of these blocks of P. A direct transfer adds
-    only the tail of the last block.
+    A staged transfer widens the range at both ends to whole blocks of P. A direct
+    transfer extends only the end, to where P's or D's block ends first.
     """
     tokens = transfer.tokens
     if not strategy.whole_blocks:

@@ -205,7 +205,7 @@ class PullState:
         if self._grows and self._renews:
             self._answer_deadline = now + self._settings.fence_timeout_s
         if isinstance(reply, Progress):
-            return self._on_progress(reply, now) if self._renews else []
+            return self._on_blocks_announced(reply, now) if self._renews else []
         if isinstance(reply, Digest):
             if reply.nonce != self._digest_nonce or self.phase is not Phase.READING:
                 return []
@@ -328,7 +328,7 @@ class PullState:
         request = self._request_digest(self._scope, now)
         return [replace(order, scope=self._scope), request]
 
-    def _on_progress(self, progress: Progress, now: float) -> list[Action]:
+    def _on_blocks_announced(self, progress: Progress, now: float) -> list[Action]:
         """Takes the blocks that P has announced, and orders the next cut.
 
         Ignores a message if blocks before its first block are missing here. P will

@@ -1,1 +1,1 @@
-"""Batching and stepping: the engine core, its workers, and the HTTP process in front."""
+"""Batching and stepping: the engine core, its workers and the HTTP process."""

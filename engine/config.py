@@ -1,4 +1,4 @@
-"""The frozen configuration of one engine, which is sent to each of its rank processes."""
+"""The frozen configuration of one engine, which each rank process receives."""
 
 from typing import Final, Literal
 
@@ -99,6 +99,7 @@ class EngineConfig(KVOptions, ModelOptions):
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
-            # This engine makes offers and subscribes to them (protocol.kv_params.Offer).
+            # This engine makes offers and subscribes to them
+            # (protocol.kv_params.Offer).
             "subscribes": 1,
         }

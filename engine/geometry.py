@@ -30,7 +30,9 @@ _MAX_GPU_BYTES: Final = 2**41
 
 
 class InvalidGeometry(ValueError):
-    """Options contradict each other. The message names them, their values and the fix."""
+    """Options contradict each other. The message names the options, their values and
+    the fix.
+    """
 
 
 def read_config(
@@ -75,8 +77,9 @@ def check_weights(
     if needed_bytes > max_bytes:
         raise InvalidGeometry(
             f"the model's weights take {needed_bytes / 2**30:,.1f} GiB in "
-            f"{config.dtype}, and {max_bytes / 2**30:,.1f} GiB {limit}; most of them are "
-            f"{largest_group(model)}: correct config.json if that is wrong, else {fix}"
+            f"{config.dtype}, and {max_bytes / 2**30:,.1f} GiB {limit}; most of them "
+            f"are {largest_group(model)}: correct config.json if that is wrong, else "
+            f"{fix}"
         )
 
 
@@ -127,7 +130,7 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
-    """The layout of a rank's pool with `num_blocks` blocks, including the null block."""
+    """The layout of a rank's pool of `num_blocks` blocks, with the null block."""
     _, group_layers = kv_groups(model)
     return KVLayout(
         order=config.kv_layout,
@@ -155,8 +158,8 @@ def check_scales(config: EngineConfig, model: ModelConfig) -> None:
         raise InvalidGeometry(
             f"the scales of FP8 KV are {min(config.scales):g} to "
             f"{max(config.scales):g}, but this model's layers have different attention "
-            "windows, and such models are served with scales of 1 only: use --kv-scales "
-            "1, or --kv-cache-dtype auto"
+            "windows, and such models are served with scales of 1 only: use "
+            "--kv-scales 1, or --kv-cache-dtype auto"
         )
 
 

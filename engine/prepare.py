@@ -67,7 +67,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepared:
-    """Makes the engine's configuration, and checks it against the model and the machine.
+    """Makes the engine's configuration, and checks it against the model and the
+    machine.
 
     Raises:
         StartFailure, ValueError, OSError: the options are wrong for this model or for
@@ -119,8 +120,8 @@ def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
         consequence = f"responses end with {eos_ids}"
     logger.warning(
         "%s: the end tokens %s are not in the model's vocabulary and are ignored; %s. "
-        "Correct eos_token_id in generation_config.json or config.json, or eos_token in "
-        "tokenizer_config.json.",
+        "Correct eos_token_id in generation_config.json or config.json, or eos_token "
+        "in tokenizer_config.json.",
         tokenizer.folder,
         ", ".join(map(str, tokenizer.unknown_eos_ids)),
         consequence,
@@ -170,7 +171,8 @@ def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationCo
     if fields:
         logger.info(
             "Requests that omit these fields get %s, from the model's "
-            "generation_config.json. Use --generation-config none for OpenAI's defaults.",
+            "generation_config.json. Use --generation-config none for OpenAI's "
+            "defaults.",
             ", ".join(f"{name} {value:g}" for name, value in fields.items()),
         )
     return defaults
@@ -255,9 +257,9 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
     if settings.devices and device != "cuda":
         numbers = ",".join(map(str, settings.devices))
         raise StartFailure(
-            f"--devices {numbers} names GPUs, but this server runs on the CPU (--device "
-            f"{settings.device}): leave --devices out, or run `baton doctor` to find out "
-            "why no GPU is usable"
+            f"--devices {numbers} names GPUs, but this server runs on the CPU "
+            f"(--device {settings.device}): leave --devices out, or run `baton doctor` "
+            "to find out why no GPU is usable"
         )
     if not settings.devices:
         return list(range(settings.tp))

@@ -1,5 +1,5 @@
-"""The main program of a server: runs the engine's processes, and serves HTTP in front of
-them. If one side ends, the other side ends too.
+"""The main program of a server: runs the engine's processes, and serves HTTP in front
+of them. If one side ends, the other side ends too.
 
     start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady
            -> requests are served
@@ -276,8 +276,8 @@ class _Server:
         function that removes the registrations."""
         if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
-        # Imported here, because the import of aiohttp takes a fifth of the time in which
-        # this process starts.
+        # Imported here, because the import of aiohttp takes a fifth of the time in
+        # which this process starts.
         from engine.http.registrar import create_registrar
 
         registrar = create_registrar(self.settings, port, client.ready, self.secret)

@@ -23,8 +23,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i] follow
-    from the hidden state of row first_row + i among the step's T rows."""
+    """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i]
+    follow from the hidden state of row first_row + i among the step's T rows.
+    """
 
     first_row: int
     targets: list[int]
@@ -72,8 +73,9 @@ class StepInput:
         return positions
 
     def attention_batch(self, block_size: int, num_groups: int = 1) -> AttentionBatch:
-        """The batch for the attention backend. Its block tables contain the blocks of all
-        KV groups in turn; its slots are those of the first group."""
+        """The batch for the attention backend. Its block tables contain the blocks of
+        all KV groups in turn; its slots are those of the first group.
+        """
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         blocks = self.block_tables[rows, positions // block_size * num_groups].astype(

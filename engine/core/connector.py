@@ -46,8 +46,9 @@ class KVConnector:
         self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
-        """Called when a sequence has got RECEIVING blocks. The connector starts the pull
-        into these blocks."""
+        """Called when a sequence has got RECEIVING blocks. The connector starts the
+        pull into these blocks.
+        """
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 
     def on_computed(self, sequence: Sequence) -> None:
@@ -61,16 +62,18 @@ class KVConnector:
         """Called when a sequence ends because of its last token, or because it migrates
         to another server, but not because of an abort or an error.
 
-        The sequence still has its blocks. The connector may lease some of them; the core
-        releases the blocks of the sequence afterwards. Returns the kv_transfer_params of
-        the response, which refer to the leased blocks; None if there are none.
+        The sequence still has its blocks. The connector may lease some of them; the
+        core releases the blocks of the sequence afterwards. Returns the
+        kv_transfer_params of the response, which refer to the leased blocks; None if
+        there are none.
         """
         return None
 
     def on_abort(self, sequence: Sequence) -> bool:
         """Called when a sequence ends by an abort or an error. Returns whether the
-        connector has taken over the RECEIVING blocks of the sequence. Otherwise the core
-        releases the sequence's blocks."""
+        connector has taken over the RECEIVING blocks of the sequence. Otherwise the
+        core releases the sequence's blocks.
+        """
         return False
 
     def on_abort_unknown(self, request_id: str) -> None:

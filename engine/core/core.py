@@ -9,8 +9,8 @@ When nothing can be computed, the loop sleeps on its sockets, and the connector'
 threads wake it. Steps overlap as step_runner.py describes. If the next step may preempt
 a sequence, the round first takes the results of all launched steps.
 
-An exception that concerns one request ends that request alone. Every other exception (of
-the device, a collective, the accounting of blocks) ends the engine.
+An exception that concerns one request ends that request alone. Every other exception
+(of the device, a collective, the accounting of blocks) ends the engine.
 """
 
 import logging
@@ -143,8 +143,9 @@ class EngineCore(CoreServices):
         for sequence in plan.stuck:
             capacity = self.scheduler.allocator.capacity
             error = Overloaded(
-                f"this request needs more than the {capacity} KV blocks of this server, "
-                "so it can never run; raise --kv-cache-tokens, or shorten the request"
+                f"this request needs more than the {capacity} KV blocks of this "
+                "server, so it can never run; raise --kv-cache-tokens, or shorten the "
+                "request"
             )
             self.fail(sequence, error)
         for sequence in plan.admitted:
@@ -184,8 +185,9 @@ class EngineCore(CoreServices):
             self.connector.on_abort_unknown(request_id)
 
     def _migrate(self) -> None:
-        """Hands over each migrating request once all its open choices decode. The client
-        has then received every token that has KV."""
+        """Hands over each migrating request once all its open choices decode. The
+        client has then received every token that has KV.
+        """
         self.finish_steps(0)
         for request_id, parent in list(self._migrating.items()):
             open_choices = parent.choices.open_choices
@@ -313,8 +315,9 @@ class EngineCore(CoreServices):
     def _draw(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
     ) -> Draw:
-        """Appends a drawn token to its choice. If the choice ends with this token, marks
-        the choice as ended; the caller sends the end."""
+        """Appends a drawn token to its choice. If the choice ends with this token,
+        marks the choice as ended; the caller sends the end.
+        """
         sampling = sequence.sampling
         if sampling.grammar is not None and sampling.grammar.ending is not None:
             # The grammar allowed no token, so the drawn token is dropped.
@@ -334,8 +337,9 @@ class EngineCore(CoreServices):
     # -- ends ---------------------------------------------------------------------
 
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
-        """Ends the given choices, except those that have already ended. Marks all of them
-        first, because the end of a parent depends on whether children are left."""
+        """Ends the given choices, except those that have already ended. Marks all of
+        them first, because the end of a parent depends on whether children are left.
+        """
         open_ends = [
             Draw(choice, reason=reason)
             for choice, reason in ends
@@ -347,9 +351,10 @@ class EngineCore(CoreServices):
             self._end(end)
 
     def _end(self, end: Draw) -> None:
-        """Ends a choice that is marked as ended: leases or releases its blocks, and sends
-        its end to the client. A parent with children that have not forked keeps its
-        blocks, and continues to compute the prompt for the children."""
+        """Ends a choice that is marked as ended: leases or releases its blocks, and
+        sends its end to the client. A parent with children that have not forked keeps
+        its blocks, and continues to compute the prompt for the children.
+        """
         params: dict[str, Any] | None = None
         choice = end.sequence
         parent = choice.choices.parent

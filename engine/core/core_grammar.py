@@ -1,5 +1,5 @@
-"""The grammars of the engine core's sequences: compiles them and computes their masks on
-other threads. All functions run on the core's thread.
+"""The grammars of the engine core's sequences: compiles them and computes their masks
+on other threads. All functions run on the core's thread.
 
     compiling      the sequence is queued once its grammar is compiled
     awaiting_mask  the sequence is running, but skips steps until its mask is ready
@@ -48,8 +48,8 @@ class CoreGrammars:
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Gives a sequence its grammar state, if its request has a grammar. Returns False
-        while another thread compiles the grammar.
+        """Gives a sequence its grammar state, if its request has a grammar. Returns
+        False while another thread compiles the grammar.
 
         Raises:
             GrammarFailed: the grammar cannot be compiled.
@@ -119,8 +119,9 @@ class CoreGrammars:
         work.add_done_callback(lambda _: wake())
 
     def take_overdue(self) -> list[tuple[Sequence, GrammarFailed]]:
-        """Returns the sequences that have waited too long for a mask, with their errors.
-        Lets the sequences with ready masks take part in steps again."""
+        """Returns the sequences that have waited too long for a mask, with their
+        errors. Lets the sequences with ready masks take part in steps again.
+        """
         overdue = []
         for sequence, (work, deadline_s) in list(self.awaiting_mask.items()):
             is_finished = sequence.phase is Phase.FINISHED
@@ -134,8 +135,8 @@ class CoreGrammars:
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than "
                     f"{self.timeout_s:g} s (--grammar-timeout-s) to find out which "
-                    "tokens the request's grammar allows; use a less ambiguous grammar, "
-                    "or fewer choices"
+                    "tokens the request's grammar allows; use a less ambiguous "
+                    "grammar, or fewer choices"
                 )
                 overdue.append((sequence, error))
         return overdue

@@ -11,9 +11,10 @@
 Reported logprobs are those of the logits before these changes. If a grammar allows only
 banned tokens, one of them is drawn nevertheless.
 
-On rank 0, `ShapeBook` assigns a state row to each sequence that needs one. The data that
-does not change (prompt, bias, penalties) is sent to the ranks once, with the first step
-that uses the row. The `LogitShaper` of each rank counts drawn tokens on its device.
+On rank 0, `ShapeBook` assigns a state row to each sequence that needs one. The data
+that does not change (prompt, bias, penalties) is sent to the ranks once, with the first
+step that uses the row. The `LogitShaper` of each rank counts drawn tokens on its
+device.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -81,8 +82,8 @@ class ShapeBook:
     def plan(
         self, drawing: Sequenceable[Sequence], positions: Sequenceable[int]
     ) -> StepShapes | None:
-        """Assigns rows to the draws of a step. Returns the changes to the logits, or None
-        if no draw needs any.
+        """Assigns rows to the draws of a step. Returns the changes to the logits, or
+        None if no draw needs any.
 
         Args:
             drawing: the sequence of each draw.
@@ -162,8 +163,8 @@ class LogitShaper:
     """The state rows of one rank.
 
     `seen` [rows, V] int32 contains twice the number of times that a token was drawn,
-    plus one if the prompt contains the token. Only rows with penalties are ever written.
-    On a CPU, rows without penalties therefore take no memory.
+    plus one if the prompt contains the token. Only rows with penalties are ever
+    written. On a CPU, rows without penalties therefore take no memory.
     """
 
     def __init__(

@@ -56,9 +56,10 @@ class OutputProcessor:
             self._compiled.append(sequence.request_id)
 
     def add_remote_results(self, sequence: Sequence) -> None:
-        """Adds the results of the prefill server that were not added before: the prompt's
-        logprobs and the first token of every choice. The client receives them before the
-        KV has been pulled."""
+        """Adds the results of the prefill server that were not added before: the
+        prompt's logprobs and the first token of every choice. The client receives them
+        before the KV has been pulled.
+        """
         if not sequence.is_scoring:
             self.add_prompt_logprobs(sequence)
         for choice in sequence.choices:
@@ -141,8 +142,9 @@ class CoreStats:
             self._totals["baton_engine_mixed_step_seconds"] += seconds
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Counts an admitted sequence and its hits in the prefix cache. Records the time
-        of the first admission."""
+        """Counts an admitted sequence and its hits in the prefix cache. Records the
+        time of the first admission.
+        """
         if sequence.times.admitted is None:
             sequence.times.admitted = time.monotonic()
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)

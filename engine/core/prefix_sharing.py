@@ -1,5 +1,6 @@
-"""Decides which cached blocks a sequence starts from, and whether it waits for a running
-sequence that computes the same prefix."""
+"""Decides which cached blocks a sequence starts from, and whether it waits for a
+running sequence that computes the same prefix.
+"""
 
 from collections.abc import Iterable
 

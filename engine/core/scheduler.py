@@ -310,9 +310,10 @@ class Scheduler:
         return True
 
     def _num_spare(self, sequence: Sequence) -> int:
-        """The number of blocks that must stay available when a sequence is admitted: one
-        for each running sequence and each child, so that the admission does not cause a
-        preemption in the next step."""
+        """The number of blocks that must stay available when a sequence is admitted:
+        one for each running sequence and each child, so that the admission does not
+        cause a preemption in the next step.
+        """
         if not self.running:
             return 0
         return len(self.running) + len(sequence.choices.children)
@@ -322,8 +323,8 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence that lost its blocks, by a preemption or a failed pull, at the
-        head of the queue. No request overtakes the sequence."""
+        """Puts a sequence that lost its blocks, by a preemption or a failed pull, at
+        the head of the queue. No request overtakes the sequence."""
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN
@@ -332,7 +333,8 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence after its pull is done and fenced, so that its KV may be used.
+        """Runs a sequence after its pull is done and fenced, so that its KV may be
+        used.
 
         If the KV was converted from another layout or dtype, several choices use only
         the blocks that they share. Each choice computes the rest of the prompt itself,
@@ -354,8 +356,9 @@ class Scheduler:
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """Runs a sequence in the blocks that it has, after its pull failed and all READs
-        have ended."""
+        """Runs a sequence in the blocks that it has, after its pull failed and all
+        READs have ended.
+        """
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None
@@ -408,7 +411,7 @@ class Scheduler:
         self._run(child)
 
     def _num_forked(self, parent: Sequence, child: Sequence) -> int:
-        """The number of prompt tokens in the blocks that a child shares with choice 0."""
+        """The number of prompt tokens in blocks that a child shares with choice 0."""
         num_tokens = parent.num_prompt_tokens
         if not child.num_outputs:
             num_tokens -= 1

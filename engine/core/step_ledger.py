@@ -29,7 +29,8 @@ class StepLedger:
         self._prefill_budget = prefill_budget
         self._loads: deque[Load] = deque()  # of the unfinished steps
         self._num_finished = 0
-        # Blocks to release, each list with the number of the step that must finish first.
+        # Blocks to release, each list with the number of the step that must finish
+        # first.
         self.deferred_releases: list[tuple[int, list[int]]] = []
 
     def launch(self, scheduled: Sequenceable[Scheduled]) -> None:

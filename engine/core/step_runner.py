@@ -1,10 +1,10 @@
 """Launches steps and waits for their results.
 
 On a GPU, the next step is planned and launched while a step is in flight
-(`Executor.depth`), as if no sequence ended in the step in flight. If a sequence did end,
-its extra token is dropped. A sequence skips the next step if the plan depends on the
-result, for example because choices fork off it. While a long step is in flight, no step
-is planned.
+(`Executor.depth`), as if no sequence ended in the step in flight. If a sequence did
+end, its extra token is dropped. A sequence skips the next step if the plan depends on
+the result, for example because choices fork off it. While a long step is in flight, no
+step is planned.
 
 A step with grammars is launched up to its logits. Its tokens are drawn when the masks
 are ready, which depend on the tokens of the previous step.
@@ -132,9 +132,10 @@ class StepRunner:
             self.finish_steps(0)
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
-        """Launches a step up to its logits, while other threads compute its masks. Draws
-        its tokens when the masks are ready. If another step is in flight, the threads
-        start when the tokens of that step are known."""
+        """Launches a step up to its logits, while other threads compute its masks.
+        Draws its tokens when the masks are ready. If another step is in flight, the
+        threads start when the tokens of that step are known.
+        """
         is_first = not self.in_flight
         if is_first:
             self._grammars.begin_masks(scheduled)
@@ -192,8 +193,8 @@ class StepRunner:
         Requests that arrive while a step runs start their pulls immediately, and their
         first tokens are sent. Most pulls finish before the next step is planned.
         """
-        # While messages are served, the engine appears to be alive. If the device hangs,
-        # the engine must not appear to be alive, so serving ends at this time.
+        # While messages are served, the engine appears to be alive. If the device
+        # hangs, the engine must not appear to be alive, so serving ends at this time.
         serve_until_s = time.monotonic() + MAX_SILENCE_S
         while not pending.has_ended():
             if time.monotonic() < serve_until_s:

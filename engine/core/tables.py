@@ -91,8 +91,9 @@ class BlockTables:
     def entries_for_next(
         self, sequence: Sequence, num_tokens: int
     ) -> Sequenceable[int]:
-        """The entries of a running sequence's table that need a block before the sequence
-        can compute its next `num_tokens` tokens."""
+        """The entries of a running sequence's table that need a block before the
+        sequence can compute its next `num_tokens` tokens.
+        """
         groups = self._groups
         table = sequence.block_ids
         start = sequence.num_computed + sequence.num_launched
@@ -108,8 +109,10 @@ class BlockTables:
         return sequence.block_ids[: num_full * self._groups.count]
 
     def publishable(self, sequence: Sequence, num_full: int) -> list[int]:
-        """Returns the table of the first `num_full` blocks of each group, for the prefix
-        index. The null block replaces blocks that a pull has filled only partially."""
+        """Returns the table of the first `num_full` blocks of each group, for the
+        prefix index. The null block replaces blocks that a pull has filled only
+        partially.
+        """
         count = self._groups.count
         table = self.full(sequence, num_full)
         for group, (window, first) in enumerate(
@@ -147,9 +150,10 @@ class BlockTables:
         return max(0, min(limits))
 
     def mark_partial_blocks(self, sequence: Sequence) -> None:
-        """Records, in `sequence.complete_from`, where complete blocks begin after a pull.
-        In a group with a window, a pull may begin in the middle of a block. This block
-        must not be added to the prefix index."""
+        """Records, in `sequence.complete_from`, where complete blocks begin after a
+        pull. In a group with a window, a pull may begin in the middle of a block. This
+        block must not be added to the prefix index.
+        """
         if not self._groups.drops_blocks:
             return
         assert sequence.pull is not None

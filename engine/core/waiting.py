@@ -86,8 +86,9 @@ def work_of(sequence: Sequence, num_tokens: int) -> int:
 
 
 def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
-    """Returns how much counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0 if
-    it must not overtake."""
+    """Returns how much counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0
+    if it must not overtake.
+    """
     later_urgency = _urgency(later)
     earlier_urgency = _urgency(earlier)
     if later_urgency != earlier_urgency:

@@ -6,8 +6,8 @@ and pulls that KV.
                        `------- failure policy: recompute here, or fail
 
 All waiting happens on the transfer thread of rank 0. In each round of the core, the
-borrower handles the events that the transfer thread has queued, which changes the states
-of sequences and blocks. The id of a sequence is also the id of its pull.
+borrower handles the events that the transfer thread has queued, which changes the
+states of sequences and blocks. The id of a sequence is also the id of its pull.
 """
 
 import logging
@@ -401,9 +401,9 @@ class Borrower(KVConnector):
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._report_failure(sequence, error)
-        # Without a handshake nothing proves that the peer runs this model, so the peer's
-        # first token may not be in our vocabulary. Tokens that were already sent to the
-        # client are kept: they came from a verified peer.
+        # Without a handshake nothing proves that the peer runs this model, so the
+        # peer's first token may not be in our vocabulary. Tokens that were already sent
+        # to the client are kept: they came from a verified peer.
         sequence.discard_remote_results()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))

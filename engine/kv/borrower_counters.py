@@ -55,7 +55,7 @@ class BorrowerCounters:
         self._totals["baton_kv_verify_failures"] += 1
 
     def count_failure(self, error: BatonError, *, is_recomputed: bool) -> None:
-        """Counts a pull that failed, and whether the prompt is computed here instead."""
+        """Counts a failed pull, and whether the prompt is computed here instead."""
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
         self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
         if is_recomputed:

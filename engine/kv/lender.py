@@ -46,8 +46,9 @@ class Lender(KVConnector):
         self._was_deadlocked = False
 
     def offer_prompt(self, sequence: Sequence) -> None:
-        """Announces a new prompt, so that borrowers can subscribe to it. Does nothing if
-        the request has no transfer id."""
+        """Announces a new prompt, so that borrowers can subscribe to it. Does nothing
+        if the request has no transfer id.
+        """
         transfer_id = sequence.request.transfer_id
         if not transfer_id:
             return
@@ -73,8 +74,8 @@ class Lender(KVConnector):
         return transfer_id if request_id == sequence.request_id else ""
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Leases the prompt's blocks that are full and not yet leased, if a borrower has
-        subscribed to the prompt.
+        """Leases the prompt's blocks that are full and not yet leased, if a borrower
+        has subscribed to the prompt.
 
         The blocks stay leased if the sequence is preempted. The sequence then finds
         these blocks in the prefix index, so it does not need as many blocks again.

@@ -61,8 +61,9 @@ class Rates:
         self._links: OrderedDict[PeerKey, _Link] = OrderedDict()
 
     def min_pull_tokens(self, peer: PeerKey) -> float:
-        """The smallest number of tokens that are pulled from `peer` quicker than computed
-        here; infinity if computing is always quicker."""
+        """The smallest number of tokens that are pulled from `peer` quicker than
+        computed here; infinity if computing is always quicker.
+        """
         if self._mode == "never":
             return math.inf
         if self._mode == "always" or not self.seconds_per_token:

@@ -1,7 +1,8 @@
 """Waiting requests that cannot get KV blocks by waiting, and when to act on them.
 
-1. A pull would exceed the limit on blocks that READs may write to, because hanging READs
-   use up the limit. The prompt could be computed locally: `pulls_without_capacity`.
+1. A pull would exceed the limit on blocks that READs may write to, because hanging
+   READs use up the limit. The prompt could be computed locally:
+   `pulls_without_capacity`.
 2. Two engines each wait for blocks that are leased to the other: `DeadlockTimer`.
 3. A request needs more blocks than the pool has outside quarantine:
    `QuarantineTimer`.
@@ -20,9 +21,10 @@ _DEADLOCK_S = 5.0  # a waiting pull is given up when a deadlock has lasted this 
 
 
 def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
-    """Waiting pulls that cannot start until hanging READs end, because quarantined blocks
-    count towards the limit of BlockAllocator.can_receive. Their prompts could be computed
-    here."""
+    """Waiting pulls that cannot start until hanging READs end, because quarantined
+    blocks count towards the limit of BlockAllocator.can_receive. Their prompts could be
+    computed here.
+    """
     if not scheduler.allocator.num_quarantined:
         return []
     sequences = []
@@ -113,8 +115,8 @@ class QuarantineTimer:
         num_quarantined = scheduler.allocator.num_quarantined
         capacity = scheduler.allocator.capacity
         return (
-            f"this request needs more KV blocks than are left, because {num_quarantined} "
-            f"of {capacity} blocks have been held for more than {self._timeout_s:g} s by "
-            "pulls from a prefill server that does not respond; check that server, or "
-            "raise --quarantine-timeout-s"
+            "this request needs more KV blocks than are left, because "
+            f"{num_quarantined} of {capacity} blocks have been held for more than "
+            f"{self._timeout_s:g} s by pulls from a prefill server that does not "
+            "respond; check that server, or raise --quarantine-timeout-s"
         )

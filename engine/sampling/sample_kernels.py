@@ -5,12 +5,12 @@ No kernel sorts, and the host never waits for the device. A search finds the sma
 allowed value of a row: a token is allowed if all tokens with larger values together
 weigh less than a limit. The search is over keys. The key of a value is the bit pattern
 of the float -value, which grows as the value falls. Each pass over the row tests seven
-keys at once, which reduces the range of keys to an eighth, until one value is left. That
-takes at most eleven passes.
+keys at once, which reduces the range of keys to an eighth, until one value is left.
+That takes at most eleven passes.
 
 The largest logit of a row decides how the row is read. A finite largest logit is
-subtracted from all logits. If it is +inf, only tokens with a logit of +inf can be drawn.
-If a row has only NaN and -inf, token 0 is drawn.
+subtracted from all logits. If it is +inf, only tokens with a logit of +inf can be
+drawn. If a row has only NaN and -inf, token 0 is drawn.
 """
 
 from typing import Any, Final
@@ -86,12 +86,12 @@ def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-unty
 def _search(  # type: ignore[no-untyped-def]
     scaled, vocab, max_key, limit, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Returns the largest key such that all tokens with smaller keys together weigh less
-    than `limit`.
+    """Returns the largest key such that all tokens with smaller keys together weigh
+    less than `limit`.
 
     With COUNTS, each token weighs 1. Otherwise a token weighs its probability, and
-    `limit` is a share of the total. Tokens with keys above `max_key` weigh nothing. Each
-    lane adds few weights in float32; the sums of the lanes are added in float64.
+    `limit` is a share of the total. Tokens with keys above `max_key` weigh nothing.
+    Each lane adds few weights in float32; the sums of the lanes are added in float64.
     """
     low = max_key * 0
     step = max_key * 0 + (1 << 28)
@@ -247,8 +247,8 @@ def draw(
     """Draws a token for each row. Returns int64 [S], which is `out` if given.
 
     Args:
-        logits: float32 [S, V] on a GPU, rows contiguous; may contain NaN and infinities.
-            Without a batch, any float dtype.
+        logits: float32 [S, V] on a GPU, rows contiguous; may contain NaN and
+            infinities. Without a batch, any float dtype.
         batch: S rows on the same device. None: the token with the largest logit of each
             row is drawn.
     """

@@ -61,8 +61,9 @@ class Logprobs(NamedTuple):
     ranks: torch.Tensor  # int64 [S], tokens at least as likely as the chosen one
 
     def on_host(self) -> "Logprobs":
-        """Returns a copy on the host. A copy from a GPU is complete only once the device
-        has finished the step."""
+        """Returns a copy on the host. A copy from a GPU is complete only once the
+        device has finished the step.
+        """
         return Logprobs(*(column.to("cpu", non_blocking=True) for column in self))
 
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -87,8 +88,9 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the tokens that `sample` draws at temperature 0: int64 [S], which is `out`
-    if given. Needs no SamplingBatch, so nothing is copied to the device."""
+    """Returns the tokens that `sample` draws at temperature 0: int64 [S], which is
+    `out` if given. Needs no SamplingBatch, so nothing is copied to the device.
+    """
     if logits.device.type == "cuda":
         return _draw_on_gpu(logits, None, out)
     numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

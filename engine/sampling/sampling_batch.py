@@ -13,8 +13,8 @@ from protocol.messages import SamplingParams
 class SamplingBatch:
     """How to draw one token for each of S rows; see `from_params`.
 
-    `free_rows` and `restricted_rows` are computed on the host. Finding these rows on the
-    device would make the host wait for the device.
+    `free_rows` and `restricted_rows` are computed on the host. Finding these rows on
+    the device would make the host wait for the device.
 
     Attributes:
         temperature, top_p, min_p: float32 [S].

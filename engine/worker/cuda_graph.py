@@ -44,7 +44,8 @@ _CUBLASLT_ROWS: Final = range(32, 193)
 def captured_sizes(max_seqs: int) -> list[int]:
     """The numbers of rows for which decode steps are captured, ascending. The last
     number is `max_seqs`."""
-    # A step between two sizes is padded, which costs little compared to reading weights.
+    # A step between two sizes is padded, which costs little compared to reading
+    # weights.
     small = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
     sizes = (*small, *range(512, max_seqs, 64))
     return [*(size for size in sizes if size < max_seqs), max_seqs]
@@ -305,8 +306,8 @@ class PromptGraphs:
         self, queries: AttentionQueries, answer: Tensor | None, size: int
     ) -> AttentionQuery | None:
         """Runs the model until its next attention query, and copies the inputs of the
-        query to buffers. Returns None once the model has finished; the hidden states are
-        then in `_hidden[size]`.
+        query to buffers. Returns None once the model has finished; the hidden states
+        are then in `_hidden[size]`.
 
         Args:
             answer: the answer to the previous query; None for the first query.

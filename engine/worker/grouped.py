@@ -1,5 +1,5 @@
-"""Attention for models with several KV groups (kvcache/groups.py): groups of layers that
-each have their own blocks.
+"""Attention for models with several KV groups (kvcache/groups.py): groups of layers
+that each have their own blocks.
 
 Each group has its own backend. All backends use the same pool. A backend receives the
 block tables and slots of its group.

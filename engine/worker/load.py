@@ -1,5 +1,6 @@
-"""Opens the device of a rank and loads the weights. The attention kernels compile at the
-same time."""
+"""Opens the device of a rank and loads the weights. The attention kernels compile at
+the same time.
+"""
 
 import os
 import time
@@ -57,8 +58,8 @@ def load(
     device: torch.device,
     report: Callable[[str], None],
 ) -> CausalLM:
-    """Loads the weights of one rank to its device, and compiles the attention kernels at
-    the same time.
+    """Loads the weights of one rank to its device, and compiles the attention kernels
+    at the same time.
 
     Args:
         report: called with descriptions of the progress.
@@ -203,14 +204,15 @@ def check_weights_fit(
     raise MemoryTooSmall(
         f"the model's weights in {config.dtype} take {needed_gib:.2f} GiB on each of "
         f"{config.tp} rank(s), but {device} has {free_gib:.2f} of its {total_gib:.2f} "
-        f"GiB free: {needed_gib - free_gib:.2f} GiB are missing; use {fix}, or free the "
-        "GPU"
+        f"GiB free: {needed_gib - free_gib:.2f} GiB are missing; use {fix}, or free "
+        "the GPU"
     )
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Raises ValueError if this machine lacks the GPU of any rank. Every rank checks all
-    GPUs, because a single failed rank would make the other ranks wait."""
+    """Raises ValueError if this machine lacks the GPU of any rank. Every rank checks
+    all GPUs, because a single failed rank would make the other ranks wait.
+    """
     if config.device != "cuda":
         return
     if not torch.cuda.is_available():
@@ -235,8 +237,8 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
     check_devices(config)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ValueError(
-            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, which other processes "
-            "cannot map, so they could not pull KV from this server: unset "
+            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, which other "
+            "processes cannot map, so they could not pull KV from this server: unset "
             "PYTORCH_CUDA_ALLOC_CONF"
         )
     device = torch.device("cuda", config.devices[rank])

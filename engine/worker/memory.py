@@ -26,8 +26,8 @@ from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# By default, the pool of a CPU host takes this share of the memory that is free once the
-# weights are mapped. Another server, the page cache and activations need the rest.
+# By default, the pool of a CPU host takes this share of the memory that is free once
+# the weights are mapped. Another server, the page cache and activations need the rest.
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
 _UTILIZATION = "--gpu-memory-utilization"
@@ -193,9 +193,10 @@ def size_pool(
     num_tokens = longest_in(config, groups, num_blocks, requested_len)
     if config.max_model_len and num_tokens < requested_len:
         raise MemoryTooSmall(
-            f"the KV pool holds {num_tokens} tokens ({source}), fewer than one sequence "
-            f"of max_model_len {requested_len}: {requested_len - num_tokens} tokens are "
-            f"missing; raise {_more_memory(config)}, or lower --max-model-len"
+            f"the KV pool holds {num_tokens} tokens ({source}), fewer than one "
+            f"sequence of max_model_len {requested_len}: "
+            f"{requested_len - num_tokens} tokens are missing; "
+            f"raise {_more_memory(config)}, or lower --max-model-len"
         )
     max_len = min(requested_len, num_tokens)
     if max_len < 2:
@@ -208,8 +209,8 @@ def size_pool(
         num_blocks=num_blocks + 1,
         max_model_len=max_len,
         explanation=(
-            f"KV pool: {_pool_tokens(config, groups, num_blocks)} in {num_blocks} blocks "
-            f"of {config.tokens_per_block}, "
+            f"KV pool: {_pool_tokens(config, groups, num_blocks)} in {num_blocks} "
+            f"blocks of {config.tokens_per_block}, "
             f"{num_blocks * block_bytes / 2**20:.0f} MiB per rank ({source}); longest "
             f"sequence {max_len} tokens"
         ),

@@ -33,7 +33,8 @@ class Rank:
 
     Attributes:
         size: the size of the pool that this rank could hold on its own.
-        num_blocks: the number of blocks of every rank's pool, on which all ranks agreed.
+        num_blocks: the number of blocks of every rank's pool, on which all ranks
+            agreed.
         metadata: descriptions of all ranks, by rank.
     """
 
@@ -128,8 +129,8 @@ def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device: str = config.device
     if config.device == "cuda":
         device = f"cuda:{config.devices[rank]}"
-    # Wait here until all ranks have started: the links wait ten minutes for them, but the
-    # process group waits only one minute.
+    # Wait here until all ranks have started: the links wait ten minutes for them, but
+    # the process group waits only one minute.
     links.agree(0, int, max)
     return Parallel.connect(
         rank,

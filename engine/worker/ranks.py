@@ -137,8 +137,9 @@ class RankLinks:
 
 
 class RankExecutor:
-    """The executor of rank 0: sends each step to the other ranks, then runs the share of
-    rank 0."""
+    """The executor of rank 0: sends each step to the other ranks, then runs the share
+    of rank 0.
+    """
 
     def __init__(self, runner: ModelRunner, links: RankLinks) -> None:
         self._runner = runner
@@ -160,8 +161,8 @@ class RankExecutor:
 def raise_if_rank_lost(
     error: Exception, failed_rank: int, pids: Sequence[int | None]
 ) -> None:
-    """Raises RankLost from `error` if another rank has exited or is exiting, because the
-    exit has then caused the error.
+    """Raises RankLost from `error` if another rank has exited or is exiting, because
+    the exit has then caused the error.
 
     Waits first until the other rank has exited, at most _TEARDOWN_TIMEOUT_S. The parent
     process then learns why the other rank exited before the failed rank exits as well.
@@ -185,8 +186,8 @@ def raise_if_rank_lost(
 def is_exiting(pid: int) -> bool:
     """Whether a process has exited or is exiting.
 
-    Exiting takes seconds if the process holds GPU memory. The connections of the process
-    break only when the exit is complete.
+    Exiting takes seconds if the process holds GPU memory. The connections of the
+    process break only when the exit is complete.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

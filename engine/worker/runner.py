@@ -192,8 +192,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Captures steps as CUDA graphs, unless --enforce-eager is set, or the device or
-        the attention backend does not support graphs."""
+        """Captures steps as CUDA graphs, unless --enforce-eager is set, or the device
+        or the attention backend does not support graphs.
+        """
         if self.device.type != "cuda" or self.config.enforce_eager:
             return
         block_size = self.config.tokens_per_block
@@ -235,8 +236,9 @@ class ModelRunner:
 
     @property
     def depth(self) -> int:
-        """How many launched steps may be unfinished when the next step is launched. On a
-        CPU this is 0, because the launch itself computes the step."""
+        """How many launched steps may be unfinished when the next step is launched. On
+        a CPU this is 0, because the launch itself computes the step.
+        """
         return 1 if self.device.type == "cuda" else 0
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -280,8 +282,8 @@ class ModelRunner:
             self.memory.pool.mark_used(int(step.block_tables.max()))
         if len(step.sampled_sequences) == 0:
             return self._begin_without_draws(step)
-        # Upload before the launch of the step, because a later upload might wait for the
-        # step.
+        # Upload before the launch of the step, because a later upload might wait for
+        # the step.
         shaping = self.shaper.prepare(step.shapes)
         batch = None
         if shaping is not None or step.is_masked or not is_greedy(step.sampling):

@@ -1,5 +1,6 @@
-"""The KV service of a rank: makes the rank's pool readable by peers, and runs the thread
-that reads the pools of peers."""
+"""The KV service of a rank: makes the rank's pool readable by peers, and runs the
+thread that reads the pools of peers.
+"""
 
 from collections.abc import Callable, Sequence
 from socket import socket

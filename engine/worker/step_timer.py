@@ -118,8 +118,8 @@ class StepTimer:
 def measure_steps(
     runner: ModelRunner, executor: Executor, target: StepTarget
 ) -> StepTimes | None:
-    """Measures the durations of an engine's steps, while no block is in use. Warns if no
-    step can keep the target that an option sets.
+    """Measures the durations of an engine's steps, while no block is in use. Warns if
+    no step can keep the target that an option sets.
 
     Returns:
         None if a step could not be launched.
@@ -138,8 +138,8 @@ def measure_steps(
         runner.memory.pool.mark_unused()
     max_tokens = runner.config.max_num_batched_tokens
     logger.info(
-        "measured the durations of steps in %.1f s: %.4g s with one stream, %.4g s with "
-        "16 prompt tokens too, %.4g s with %d prompt tokens too",
+        "measured the durations of steps in %.1f s: %.4g s with one stream, %.4g s "
+        "with 16 prompt tokens too, %.4g s with %d prompt tokens too",
         time.monotonic() - started_s,
         times.decode_s(1, 1),
         times.seconds(Load(1, 1, 16)),
@@ -178,9 +178,9 @@ def warn_of_impossible_target(target_s: float, times: StepTimes) -> None:
     if target_s >= shortest_s:
         return
     logger.warning(
-        "--itl-target-s %g cannot be kept: the shortest step with a stream and a prompt "
-        "takes %.4g s, and one with a stream alone %.4g s. Prompts get the smallest "
-        "steps that are useful. Raise --itl-target-s to %.3g or more.",
+        "--itl-target-s %g cannot be kept: the shortest step with a stream and a "
+        "prompt takes %.4g s, and one with a stream alone %.4g s. Prompts get the "
+        "smallest steps that are useful. Raise --itl-target-s to %.3g or more.",
         target_s,
         shortest_s,
         times.decode_s(1, 1),

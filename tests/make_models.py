@@ -30,8 +30,8 @@ from model.hub import build_once
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Kate Leo".split()
 COLOURS = "red blue green yellow black white golden silver".split()
 NOUNS = (
-    "ball boat book box bridge cake car chair clock coat cup door drum fish flag garden "
-    "hat horse key kite lamp letter map shoe"
+    "ball boat book box bridge cake car chair clock coat cup door drum fish flag "
+    "garden hat horse key kite lamp letter map shoe"
 ).split()
 VERBS = (
     "carried found painted bought lost opened washed fixed drew saw took hid moved "

@@ -333,8 +333,7 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence after its pull is done and fenced, so that its KV may be
-        used.
+        """Runs a sequence whose pull is done and fenced: its KV may be used.
 
         If the KV was converted from another layout or dtype, several choices use only
         the blocks that they share. Each choice computes the rest of the prompt itself,
@@ -356,9 +355,7 @@ class Scheduler:
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """Runs a sequence in the blocks that it has, after its pull failed and all
-        READs have ended.
-        """
+        """Runs a sequence in its blocks, once all READs of its failed pull ended."""
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None

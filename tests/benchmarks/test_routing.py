@@ -154,7 +154,8 @@ def test_burst_is_split_almost_as_well_as_possible():
         # Short prompts alone say little about the speed of long ones.
         slack = 0.04 if lengths == [16, 128] else 0.0
         assert burst_time_s <= (1.05 + slack) * best_s, lengths
-        # Two complete servers are faster, because no split keeps the prefill server busy.
+        # Two complete servers are faster, because no split keeps the prefill server
+        # busy.
         assert burst_time_s <= (1.25 + slack) * two_decodes_s, lengths
 
 

@@ -258,9 +258,8 @@ def test_every_symptom_in_troubleshooting_is_quoted_from_the_code():
     )
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     quoted_text = " ".join(path.read_text() for path in sources)
-    quoted_text = re.sub(
-        r'"\s*\n?\s*f?"', "", quoted_text
-    )  # one text over several lines
+    # A text may span several lines.
+    quoted_text = re.sub(r'"\s*\n?\s*f?"', "", quoted_text)
     pieces = {
         piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)
     }

@@ -81,9 +81,8 @@ def test_reported_path_is_the_default_of_servers():
 
 
 def test_failed_link_has_a_reason():
-    link = measure(
-        "mapped", "cpu", "cuda:0", 1 << 20
-    )  # no GPU, or not mappable from there
+    # There may be no GPU, or its memory may not be mappable from there.
+    link = measure("mapped", "cpu", "cuda:0", 1 << 20)
     assert link.bytes_per_s is None and link.reason
 
 

@@ -41,8 +41,8 @@ def fleet(request):
     borrows = ["--borrow-prefixes", "always", "--kv-verify", "all", *options]
     p = partial(start_prefill, model, *borrows)
     d = partial(start_decode, model, *borrows)
-    small = ("--block-size", str(BLOCK_TOKENS // 2))
-    large = ("--block-size", str(BLOCK_TOKENS))
+    small = ["--block-size", str(BLOCK_TOKENS // 2)]
+    large = ["--block-size", str(BLOCK_TOKENS)]
     # A block of ranks that share tokens holds twice as many of them.
     size = small if "--dcp" in last_options else large
     starts = [

@@ -1,7 +1,7 @@
 """Tokens are the same with and without disaggregation.
 
-Prompts of all awkward lengths, greedy and sampled, in float32: the cluster equals the
-decode server decode_only, which equals transformers' generate.
+The prompts have edge-case lengths, and are greedy or sampled, in float32. The cluster's
+tokens equal those of the decode server alone, which equal transformers' generate.
 tests/engine/test_against_transformers.py compares sampling and logprobs with the logits
 of transformers.
 """
@@ -37,7 +37,7 @@ _PENALTIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("length", [*_LENGTHS, 1500])
-def test_greedy_equals_decode_alone_and_transformers(
+def test_greedy_equals_the_decode_server_alone_and_transformers(
     tiny_cluster, tiny_reference, length
 ):
     prompt = make_prompt(length, length)
@@ -84,7 +84,7 @@ def test_concurrent_prompts_with_shared_prefixes(tiny_cluster, tiny_reference):
         _PENALTIES,
     ],
 )
-def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
+def test_sampling_with_a_seed_equals_the_decode_server_alone(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
     seeds = [-(2**63), -1, 2**63 - 2, 2**63 - 1]
     for seed, prompt in zip(seeds, prompts, strict=True):

@@ -234,10 +234,11 @@ def test_queued_requests_move_to_another_server_with_their_leases(
         pool,
     ):
         ending, other = decode
+        # Both servers are full.
         with (
             _request_until_exit(ending, filling_body),
             _request_until_exit(other, filling_body),
-        ):  # both servers are full
+        ):
             for server in decode:
                 wait_until(
                     lambda at=server: at.metrics()["baton_requests_running"] == 2

@@ -88,8 +88,8 @@ def test_local_tasks_equal_the_hf_backend_in_every_document(
     tasks is pulled, or cached from an earlier request. Scoring moves no KV.
     """
     before = _kv_tokens(tiny_cluster)
-    generating = ("stories_sentence", "stories_answer")
-    tasks = (*generating, "stories_likelihood", "stories_rolling")
+    generating = ["stories_sentence", "stories_answer"]
+    tasks = [*generating, "stories_likelihood", "stories_rolling"]
     options = ("--max-length", "256", *options)
     figures = _evaluate(
         tiny_cluster.url,

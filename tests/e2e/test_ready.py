@@ -40,7 +40,7 @@ def probe(proxy: Server) -> httpx.Response:
     return http.get(f"{proxy.url}/ready", timeout=TIMEOUT_S)
 
 
-def wait_for_decode_alone(proxy: Server) -> None:
+def wait_for_decode_server(proxy: Server) -> None:
     """Wait until the proxy has found the decode server. It must not be ready then."""
     wait_until(lambda: probe(proxy).json()["servers"]["decode-0"], TIMEOUT_S)
     response = probe(proxy)
@@ -72,7 +72,7 @@ def test_first_request_after_ready_is_always_disaggregated(tiny_model, decode):
             try:
                 proxy = start_bare_proxy(prefill.url, decode)
                 with running(proxy):
-                    wait_for_decode_alone(proxy)
+                    wait_for_decode_server(proxy)
                     stopping.send(prefill.child.pid, signal.SIGCONT)
                     assert_first_answer_is_disaggregated(proxy)
             finally:
@@ -82,7 +82,7 @@ def test_first_request_after_ready_is_always_disaggregated(tiny_model, decode):
 def test_proxy_waits_for_a_prefill_server_that_starts_later(tiny_model, decode, ports):
     proxy = start_bare_proxy(f"http://127.0.0.1:{ports[0]}", decode)
     with running(proxy):
-        wait_for_decode_alone(proxy)
+        wait_for_decode_server(proxy)
         prefill = start_prefill(tiny_model, *prefill_ports(*ports))
         with running(prefill):
             assert_first_answer_is_disaggregated(proxy)

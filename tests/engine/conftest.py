@@ -15,7 +15,8 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from tests.make_models import ensure_model
 
-# The parts of gpt-oss's own template that answers depend on: it refuses and omits the same.
+# The parts of gpt-oss's own template on which answers depend. This template refuses and
+# omits the same messages.
 HARMONY_TEMPLATE = """
 {{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") + "<|end|>" }}
 {%- set has_system = messages[0].role in ["developer", "system"] %}
@@ -58,7 +59,7 @@ HARMONY_TEMPLATE = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}
-"""
+"""  # noqa: E501
 
 
 def _bytewise(folder: Path, special: Sequence[str], **config: Any) -> Tokenizer:
@@ -85,7 +86,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and gpt-oss's tags; its chat template without descriptions of tools."""
+    """One token per byte, and gpt-oss's tags and template without tool descriptions."""
     folder = tmp_path_factory.mktemp("harmony")
     tags = "return constrain channel start end message call".split()
     names = [f"<|{tag}|>" for tag in tags]
@@ -102,7 +103,7 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 @contextmanager
 def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
-    """A compiler for the tiny model (logits 512 wide) that has compiled these grammars."""
+    """A compiler for the tiny model (512 logits) that has compiled these grammars."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in compiled:
         compiler.compiled(grammar).exception()

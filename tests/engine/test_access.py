@@ -61,8 +61,8 @@ async def front(
             yield server.http
 
 
-async def ask(client: httpx.AsyncClient, what: str, **headers: str) -> httpx.Response:
-    method, path = what.split()
+async def send(client: httpx.AsyncClient, line: str, **headers: str) -> httpx.Response:
+    method, path = line.split()
     body = {"model": "m", "prompt": "ab"} if method == "POST" else None
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await client.request(method, path, json=body, headers=named)
@@ -116,7 +116,7 @@ async def test_access_by_key_and_path(way, tokenizer, tmp_path):
         side, tokenizer, **options if way == "file" else IN_OPTIONS
     ) as client:
         for what, headers, status in cases:
-            answer = await ask(client, what, x_request_id="mine", **headers)
+            answer = await send(client, what, x_request_id="mine", **headers)
             assert answer.status_code == status, (what, headers, answer.text)
             assert answer.headers["x-request-id"] == "mine"
             challenge = answer.headers.get("www-authenticate")
@@ -127,11 +127,11 @@ async def test_access_by_key_and_path(way, tokenizer, tmp_path):
                 assert (error["code"], error["phase"]) == (code, "access")
                 assert "Bearer KEY" in error["message"] or status == 403
         for headers in ({}, {"x_api_key": "wrong"}, {"x_api_key": ALICE}):
-            bare = (await ask(client, "GET /ready", **headers)).json()
+            bare = (await send(client, "GET /ready", **headers)).json()
             assert bare.pop("status", "ready") == "ready" and bare.pop("ready", True)
             assert bare == {"details": "are for admin keys"}
-        assert len((await ask(client, "GET /ready", x_api_key=ROOT)).json()) > 3
-        metrics = (await ask(client, "GET /metrics", x_api_key=ROOT)).text
+        assert len((await send(client, "GET /ready", x_api_key=ROOT)).json()) > 3
+        metrics = (await send(client, "GET /metrics", x_api_key=ROOT)).text
         counted = {
             line.partition("{")[2]
             for line in metrics.splitlines()
@@ -158,17 +158,17 @@ async def test_only_pages_of_a_named_origin_may_send_a_key(side, tokenizer):
         allowed = await client.options("/v1/completions", headers={**page, **request})
         assert allowed.status_code == 200
         assert "authorization" in allowed.headers["access-control-allow-headers"]
-        refused = await ask(client, COMPLETE, **page)
+        refused = await send(client, COMPLETE, **page)
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "http://page:1"
         assert "retry-after" in refused.headers["access-control-expose-headers"]
-        served = await ask(client, COMPLETE, **page, x_api_key=ALICE)
+        served = await send(client, COMPLETE, **page, x_api_key=ALICE)
         assert served.status_code == 200
         assert served.headers["access-control-allow-origin"] == "http://page:1"
-        other = await ask(client, COMPLETE, origin="http://page:2", x_api_key=ALICE)
+        other = await send(client, COMPLETE, origin="http://page:2", x_api_key=ALICE)
         assert "access-control-allow-origin" not in other.headers
     async with front(side, tokenizer) as client:  # only named pages may
-        other = await ask(client, COMPLETE, **page)
+        other = await send(client, COMPLETE, **page)
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -184,7 +184,7 @@ async def test_request_without_access_is_refused_before_its_body(side, tokenizer
 
 
 def limited(tmp_path: Path, decode: list[Fake] | None = None, **limits: int) -> Rig:
-    """A proxy whose key file gives alice these limits."""
+    """A proxy with a key file that gives alice these limits."""
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, **limits}])
     return Rig(decode=decode, api_keys_file=file)
 
@@ -193,7 +193,7 @@ async def test_limits_are_reported_and_enforced(tmp_path):
     async with limited(tmp_path, requests_per_minute=2) as rig:
         left = []
         for status in (200, 200, 429):
-            answer = await ask(rig.client, COMPLETE, x_api_key=ALICE)
+            answer = await send(rig.client, COMPLETE, x_api_key=ALICE)
             assert answer.status_code == status
             assert answer.headers["x-ratelimit-limit-requests"] == "2"
             assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
@@ -213,14 +213,17 @@ async def test_limits_are_reported_and_enforced(tmp_path):
 
 async def test_requested_tokens_are_counted(tmp_path):
     async with limited(tmp_path, tokens_per_minute=1000) as rig:
-        left, one, two, headers = [], "x" * 40, ["x" * 20] * 2, {"x-api-key": ALICE}
-        request = (
+        left = []
+        one = "x" * 40
+        two = ["x" * 20] * 2
+        headers = {"x-api-key": ALICE}
+        requests = (
             (one, 300, 200),
             (two, 300, 200),
             ([[1], [2]], 300, 429),
             (one, 50, 200),
         )
-        for prompt, max_tokens, status in request:
+        for prompt, max_tokens, status in requests:
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
@@ -250,13 +253,13 @@ def test_key_never_exceeds_its_token_rate(charges):
 async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
     waits = Waits(then=decodes)
     async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
-        first = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
+        first = asyncio.create_task(send(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
-        second = await ask(rig.client, COMPLETE, x_api_key=ALICE)
+        second = await send(rig.client, COMPLETE, x_api_key=ALICE)
         assert (second.status_code, second.headers["retry-after"]) == (429, "1")
         waits.go.set()
         assert (await first).status_code == 200
-        assert (await ask(rig.client, COMPLETE, x_api_key=ALICE)).status_code == 200
+        assert (await send(rig.client, COMPLETE, x_api_key=ALICE)).status_code == 200
 
 
 async def test_key_cannot_request_a_forbidden_priority(tmp_path):
@@ -291,12 +294,12 @@ async def test_default_priority_is_the_most_urgent_one_allowed_for_the_key(tmp_p
 async def test_client_disconnect_frees_its_share(tmp_path):
     waits = Waits()
     async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
-        leaves = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
+        leaves = asyncio.create_task(send(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
         leaves.cancel()
         await waits.left.wait()
         while (
-            actual := await ask(rig.client, "GET /no/path", x_api_key=ALICE)
+            actual := await send(rig.client, "GET /no/path", x_api_key=ALICE)
         ).status_code == 429:
             await asyncio.sleep(0.002)
         assert actual.status_code == 404
@@ -307,7 +310,7 @@ async def test_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokeniz
         for side in ("proxy", "server"):
             async with front(side, tokenizer, **IN_OPTIONS) as client:
                 for key in (ALICE, "unknown-" + ALICE):
-                    await ask(client, COMPLETE, x_api_key=key)
+                    await send(client, COMPLETE, x_api_key=key)
                 wrong = {"prompt": {"text": "a private matter"}}
                 await client.post(
                     "/v1/completions", json=wrong, headers={"x-api-key": ALICE}
@@ -338,7 +341,8 @@ def admit(keys: FileAccess) -> float:
 def test_key_gets_its_limit_per_minute_and_retry_after(
     limit, pauses_s, tmp_path_factory
 ):
-    now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
+    now = [1000.0]
+    path = tmp_path_factory.mktemp("keys") / "keys"
     keys = access(
         [{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now
     )
@@ -357,7 +361,8 @@ def test_key_gets_its_limit_per_minute_and_retry_after(
 
 
 async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp_path):
-    now, path = [0.0], tmp_path / "keys"
+    now = [0.0]
+    path = tmp_path / "keys"
     one = {"name": "alice", "key": ALICE, "requests_per_minute": 3}
     keys = access([one], path, now)
     watching = asyncio.create_task(keys.watch_file(0.001))
@@ -383,7 +388,7 @@ A = '{"name": "a", "key": "12345678"'
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ("", "has 0 keys; it must have at least one, .*: write a JSON"),
+        ("", "has 0 keys; it must have at least one, .*: write one JSON"),
         ("# none\n", "has 0 keys"),
         ("alice", "line 1: JSON is malformed"),
         ("[1]", "line 1: Expected `object`"),
@@ -466,7 +471,7 @@ async def test_servers_learn_which_requests_share_a_key_but_no_key_name(
         async with Rig([], [Running(url)], api_keys_file=file) as rig:
             for key in keys:
                 assert (
-                    await ask(rig.client, COMPLETE, x_api_key=key)
+                    await send(rig.client, COMPLETE, x_api_key=key)
                 ).status_code == 200
         return [one.share for one in engine.added]
 
@@ -476,5 +481,5 @@ async def test_servers_learn_which_requests_share_a_key_but_no_key_name(
     assert alice == again != bob
     assert alice and bob and not {"alice", "bob"} & {alice, bob}
     async with serving(tokenizer, api_key=(SecretStr(ALICE),)) as server:
-        await ask(server.http, COMPLETE, x_api_key=ALICE)
+        await send(server.http, COMPLETE, x_api_key=ALICE)
         assert [one.share for one in server.engine.added] == ["api-key-1"]

@@ -1,5 +1,8 @@
-"""How much may wait at a server, and who is told to come back: the queue's arithmetic
-with a clock of its own, and the HTTP application in front of a scripted engine."""
+"""How much may wait at a server, and which requests it refuses until later.
+
+The tests check the queue's arithmetic with a simulated clock, and the HTTP application
+in front of a scripted engine.
+"""
 
 import asyncio
 import math
@@ -82,7 +85,7 @@ def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
 
 def test_prompts_computed_elsewhere_do_not_change_the_rate():
     queue = Queue(token_s=0.001)
-    for _ in range(20):  # long prompts, each of which takes that server two seconds
+    for _ in range(20):  # each long prompt takes the prefill server two seconds
         pulled = replace(add(8000), remote=replace(REMOTE, transfer_id="t"))
         queue.entries.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
@@ -96,9 +99,8 @@ def test_rate_follows_a_change_of_speed_within_a_second():
     queue = Queue(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
     queue.serve(token_s=0.002, count=3)
-    assert (
-        0.75 * 96 <= queue.admission.wait_s() <= 96
-    )  # as 47 or 48 prompts take 2 s each now
+    # 47 or 48 prompts now take 2 s each.
+    assert 0.75 * 96 <= queue.admission.wait_s() <= 96
     queue.now_s += 1000.0
     assert queue.admission.wait_s() > 10_000.0  # the server is stalled
     while queue.entries:
@@ -141,7 +143,7 @@ def test_urgent_requests_wait_only_for_urgent_requests():
     )
 )
 def test_accounting_adds_up_in_any_order_of_events(moves):
-    """Events 0 and 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
+    """Events 0, 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
     queue = Queue(max_queue_s=3.0, limit=20_000)
     left: dict[QueueEntry, int] = {}
     for num_tokens, priority, move in moves:
@@ -164,7 +166,7 @@ def test_accounting_adds_up_in_any_order_of_events(moves):
         assert 0 <= queue.admission.wait_s(0) <= queue.admission.wait_s() < math.inf
 
 
-# -- over HTTP -----------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------
 
 
 class Gate:
@@ -239,7 +241,7 @@ async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatc
         assert (await send_request()).status_code == 200
 
 
-# -- deadlines -----------------------------------------------------------------------------------
+# -- deadlines -------------------------------------------------------------------------
 
 NOW = {"x-request-timeout-s": "0.02"}
 
@@ -310,7 +312,7 @@ async def test_priorities_reach_the_engine(tokenizer):
             )
 
 
-# -- clients that do not read --------------------------------------------------------------------
+# -- clients that do not read ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("choices", "n"), [(32, 1), (1, 8)])
@@ -329,14 +331,15 @@ async def test_unread_stream_is_aborted_in_the_engine(
             await asyncio.sleep(0)
 
     async with serving(tokenizer, script) as server:
-        sock, loop = await connected(server), asyncio.get_running_loop()
+        sock = await connected(server)
+        loop = asyncio.get_running_loop()
         await send_request(sock, stream=True, max_tokens=60, n=n)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
         assert not server.engine._subscriptions
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         reported = b""
-        while b"client_too_slow" not in reported:  # it reads on after all
+        while b"client_too_slow" not in reported:  # the client continues to read
             reported = reported[-100:] + await loop.sock_recv(sock, 1 << 20)
         assert sent > limit
         sock.close()

@@ -34,9 +34,12 @@ WAIT_S = 20.0
 
 def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddRequest:
     return AddRequest(
-        request_id=request_id, token_ids=[10], sampling=SamplingParams(), max_tokens=max_tokens,
+        request_id=request_id,
+        token_ids=[10],
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
         num_choices=num_choices,
-    )  # fmt: skip
+    )
 
 
 class RemoteEngine:
@@ -62,7 +65,8 @@ class RemoteEngine:
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
     link, theirs = socket.socketpair()
-    client, remote = EngineClient(), RemoteEngine(theirs)
+    client = EngineClient()
+    remote = RemoteEngine(theirs)
     await client.start(link)
     try:
         remote.transport.send(SMALL_ENGINE)
@@ -140,7 +144,8 @@ async def test_requested_abort_still_delivers_the_last_delta():
 
 @pytest.mark.parametrize("how", ["message", "process", "garbage"])
 async def test_dead_engine_ends_every_open_request(how):
-    client, (link, engine) = EngineClient(), socket.socketpair()
+    client = EngineClient()
+    link, engine = socket.socketpair()
     await client.start(link)
     engine.sendall(framed(encode(SMALL_ENGINE)))
     await client.wait_ready(WAIT_S)
@@ -163,7 +168,8 @@ async def test_dead_engine_ends_every_open_request(how):
 
 
 async def test_missing_engine_is_not_waited_for():
-    client, (link, engine) = EngineClient(), socket.socketpair()
+    client = EngineClient()
+    link, engine = socket.socketpair()
     with pytest.raises(EngineDied, match="not connected"):
         client.submit([add("r")])
     assert not client._subscriptions
@@ -227,9 +233,8 @@ async def test_sending_never_blocks_and_loses_no_message(ends):
                 await asyncio.wait(
                     both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                if (
-                    not news.done()
-                ):  # the socket took a part, and no message is complete
+                # The socket took a part, and no message is complete.
+                if not news.done():
                     news.cancel()
                     continue
                 actual += news.result()
@@ -244,16 +249,17 @@ async def test_no_step_runs_while_the_http_process_is_stalled(monkeypatch):
     transport = EngineTransport(link)
     http.setblocking(False)
     transport.send(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
-    going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
-    num_read, loop = 0, asyncio.get_running_loop()
-    while not going_on.done():
+    receiving = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
+    num_read = 0
+    loop = asyncio.get_running_loop()
+    while not receiving.done():
         part = asyncio.create_task(loop.sock_recv(http, 1 << 16))
-        await asyncio.wait((part, going_on), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((part, receiving), return_when=asyncio.FIRST_COMPLETED)
         if part.done():
             num_read += len(part.result())
         else:  # enough has been read
             part.cancel()
-    assert going_on.result() == ([], False) and num_read > 10_000_000
+    assert receiving.result() == ([], False) and num_read > 10_000_000
     transport.close()
     http.close()
 

@@ -1,5 +1,7 @@
-"""Answers and errors are what the types of OpenAI's own client declare, read strictly. Members of
-our own may follow."""
+"""Answers and errors match the types of OpenAI's own client, in strict validation.
+
+Answers may have additional members.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,9 +15,9 @@ from tests.rigs.http_server import USAGE, chunks, serving
 
 async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
     for token_id in b"hello":
-        ids = [token_id - 33, 5]  # of the byte-level alphabet
-        found = TokenLogprobs(-0.5, ids, [-0.5, -1.5])
-        logprobs = [found] if request.sampling.num_logprobs is not None else None
+        ids = [token_id - 33, 5]  # tokens of the byte-level alphabet
+        row = TokenLogprobs(-0.5, ids, [-0.5, -1.5])
+        logprobs = [row] if request.sampling.num_logprobs is not None else None
         yield TokenDelta(
             request_id=request.request_id, token_ids=ids[:1], logprobs=logprobs
         )
@@ -23,19 +25,18 @@ async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
     yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
 
 
-async def test_completions(tokenizer):
+async def test_completions_match_the_clients_types(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-        for asked in ({}, {"logprobs": 2}):
-            found = Completion.model_validate(
-                (await server.post(**asked)).json(), strict=True
+        for fields in ({}, {"logprobs": 2}):
+            completion = Completion.model_validate(
+                (await server.post(**fields)).json(), strict=True
             )
-            assert (
-                found.choices[0].text == "hello"
-                and found.choices[0].finish_reason == "length"
-            )
-            assert (found.id[:5], found.system_fingerprint) == ("cmpl-", "fp_1")
-            assert found.usage and found.usage.prompt_tokens_details
-            assert bool(found.choices[0].logprobs) == bool(asked)
+            assert completion.choices[0].text == "hello"
+            assert completion.choices[0].finish_reason == "length"
+            assert completion.id[:5] == "cmpl-"
+            assert completion.system_fingerprint == "fp_1"
+            assert completion.usage and completion.usage.prompt_tokens_details
+            assert bool(completion.choices[0].logprobs) == bool(fields)
         for chunk in chunks(await server.post(stream=True)):
             chunk["choices"][0]["finish_reason"] = (
                 chunk["choices"][0]["finish_reason"] or "stop"
@@ -44,37 +45,38 @@ async def test_completions(tokenizer):
             assert (part.id[:5], part.system_fingerprint) == ("cmpl-", "fp_1")
 
 
-async def test_chat(tokenizer):
+async def test_chat_completions_match_the_clients_types(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-        for asked in ({}, {"logprobs": True, "top_logprobs": 2}):
-            found = ChatCompletion.model_validate(
-                (await server.chat(**asked)).json(), strict=True
+        for fields in ({}, {"logprobs": True, "top_logprobs": 2}):
+            completion = ChatCompletion.model_validate(
+                (await server.chat(**fields)).json(), strict=True
             )
-            assert found.choices[0].message.content == "hello"
-            assert (found.id[:9], found.system_fingerprint) == ("chatcmpl-", "fp_1")
-            assert found.usage and found.usage.prompt_tokens_details
-            assert bool(found.choices[0].logprobs) == bool(asked)
+            assert completion.choices[0].message.content == "hello"
+            assert completion.id[:9] == "chatcmpl-"
+            assert completion.system_fingerprint == "fp_1"
+            assert completion.usage and completion.usage.prompt_tokens_details
+            assert bool(completion.choices[0].logprobs) == bool(fields)
 
 
-async def test_a_chat_stream(tokenizer):
+async def test_chat_chunks_match_the_clients_types(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
-        asked = {"stream": True, "stream_options": {"include_usage": True}}
-        found = chunks(await server.chat(**asked))
+        fields = {"stream": True, "stream_options": {"include_usage": True}}
+        received = chunks(await server.chat(**fields))
         parsed = [
-            ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in found
+            ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in received
         ]
         assert {(c.id[:9], c.system_fingerprint) for c in parsed} == {
             ("chatcmpl-", "fp_1")
         }
-        *told, last = found
-        assert {chunk["usage"] for chunk in told} == {None}
-        assert told[0]["choices"][0]["delta"]["role"] == "assistant"
-        reasons = [chunk["choices"][0]["finish_reason"] for chunk in told]
-        assert reasons == [None] * (len(told) - 1) + ["length"]
+        *deltas, last = received
+        assert {chunk["usage"] for chunk in deltas} == {None}
+        assert deltas[0]["choices"][0]["delta"]["role"] == "assistant"
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in deltas]
+        assert reasons == [None] * (len(deltas) - 1) + ["length"]
         assert last["choices"] == [] and parsed[-1].usage
 
 
-async def test_models_and_errors(tokenizer):
+async def test_models_and_errors_match_the_clients_types(tokenizer):
     async with serving(tokenizer) as server:
         models = (await server.http.get("/v1/models")).json()
         (model,) = models["data"]
@@ -82,7 +84,7 @@ async def test_models_and_errors(tokenizer):
             models["object"] == "list"
             and Model.model_validate(model, strict=True).id == "m"
         )
-        for asked in ({"temperature": 9}, {"model": "x"}):
-            error = (await server.post(**asked)).json()["error"]
+        for fields in ({"temperature": 9}, {"model": "x"}):
+            error = (await server.post(**fields)).json()["error"]
             assert error["type"] == "invalid_request_error"
             assert {type(error[name]) for name in ("message", "param", "code")} == {str}

@@ -1,7 +1,7 @@
 """The engine core with the real scheduler, allocator and prefix index.
 
-The executor is a shadow of the KV cache (tests/rigs/shadow.py), which computes each step
-as late as allowed. tests/engine/kv/test_role_mixture.py has random workloads.
+The executor is a shadow of the KV cache (tests/rigs/shadow.py), which computes each
+step as late as allowed. tests/engine/kv/test_role_mixture.py has random workloads.
 """
 
 from types import SimpleNamespace

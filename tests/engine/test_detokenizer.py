@@ -146,11 +146,8 @@ def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
 @pytest.mark.parametrize(
     ("ids", "pushed", "rest"),
     [
-        (
-            ids_of("a€b"),
-            ["a", "", "", "€", "b"],
-            "",
-        ),  # a character is returned once it is complete
+        # A character is returned once it is complete.
+        (ids_of("a€b"), ["a", "", "", "€", "b"], ""),
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
         # Invalid bytes are returned at last, and the character behind them is complete.
         ([9] * 7 + [10, 10], [""] * 7 + ["\ufffd" * 6, "\u2082"], ""),
@@ -204,7 +201,7 @@ def test_id_beyond_the_vocabulary_has_no_text():
     assert ByteDetokenizer(TOKEN_BYTES, frozenset()).push(10_000) == ""
 
 
-# -- stop strings ------------------------------------------------------------------------------
+# -- stop strings ----------------------------------------------------------------------
 
 
 @functools.cache

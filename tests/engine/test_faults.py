@@ -1,4 +1,4 @@
-"""A fault of one request ends that request alone, with one typed error."""
+"""A fault of one request ends only that request, with one typed error."""
 
 from dataclasses import replace as replace_in
 from typing import Any
@@ -30,7 +30,7 @@ BAD_SEED = 666
 
 
 class Failing(ShadowExecutor):
-    """Cannot launch a step that draws for a bad request at a context of `length` or more."""
+    """Fails to launch a draw for a bad request with `length` or more context tokens."""
 
     def __init__(self, depth: int, length: int) -> None:
         super().__init__(32, 4, depth)
@@ -44,35 +44,32 @@ class Failing(ShadowExecutor):
         return super().launch(step)
 
 
-def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
+def assert_internal_error(out: MemoryTransport, request_id: str) -> None:
     (end,) = out.terminals(request_id)
     assert end.error is not None and end.error.code == "internal_error"
     assert "The engine failed on this request" in end.error.message
 
 
 @pytest.mark.parametrize("length", [0, 9])
-def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
+def test_failed_launch_of_a_step_fails_only_the_bad_request(depth, length):
     core, _, out = make_core(executor=Failing(depth, length))
-    penalties = SamplingParams(
-        presence_penalty=0.5, repetition_penalty=1.2
-    )  # counted exactly once
+    # Each token must be counted exactly once, despite the failed launch.
+    penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)
     bad = add("x", [4, 5, 6, 7, 8], 12, SamplingParams(seed=BAD_SEED), num_choices=2)
     core.round([add("a", [1, 2, 3], 12, penalties)])
     run_until_idle(core, bad, add("b", [9, 9], 9))
-    assert_ended_alone(out, "x")
+    assert_internal_error(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 12)
     assert out.tokens("b") == expected_output([9, 9], 9)
     assert_all_blocks_free(core)
 
 
-def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch):
+def test_missing_memory_for_masks_fails_only_the_draw(monkeypatch):
     stage = WarmUpSizes(
         num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1
     )
-    step, masks = (
-        replace_in(stage.step([5]), is_masked=True),
-        np.full((1, 16), -1, np.int32),
-    )
+    step = replace_in(stage.step([5]), is_masked=True)
+    masks = np.full((1, 16), -1, np.int32)
 
     def lacks(*_: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
@@ -101,9 +98,9 @@ class _Role(KVConnector):
             raise self.error
 
 
-@pytest.mark.parametrize("taken_in", [True, False])
-def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
-    depth, taken_in, monkeypatch
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_error_in_a_plan_or_at_a_requests_end_fails_only_that_request(
+    depth, is_planned, monkeypatch
 ):
     plan = ShapeBook.plan
 
@@ -112,18 +109,18 @@ def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
             raise IndexError("of its own state")
         return plan(self, drawing, positions)
 
-    if not taken_in:
+    if not is_planned:
         monkeypatch.setattr(ShapeBook, "plan", fails)
     core, _, out = make_core(depth=depth, role=_Role(ValueError("no such reference")))
     run_until_idle(core, add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8))
-    assert_ended_alone(out, "x")
+    assert_internal_error(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 8)
     assert out.tokens("b") == expected_output([5], 8)
     assert_all_blocks_free(core)
 
 
 @pytest.mark.parametrize("error", [BlockStateError("books"), AssertionError("ours")])
-def test_a_fault_of_the_books_is_everybodys(error):
+def test_accounting_error_ends_the_engine(error):
     core, _, _ = make_core(role=_Role(error))
     core.round([add("x", [4] * 6, 3)])
     with pytest.raises(type(error)):
@@ -147,7 +144,7 @@ class _BrokenMatcher:
         return self._matcher.consume_tokens(token_ids)
 
 
-def test_a_matcher_that_raises_ends_its_request(depth, compiler):
+def test_matcher_that_raises_ends_only_its_request(depth, compiler):
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
     grammar = Grammar("regex", "([a-z]{3} ){12}")

@@ -29,7 +29,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
     return {**prompts[path], **fields}
 
 
-async def ask(http: httpx.AsyncClient, path: str, **fields: Any) -> httpx.Response:
+async def send(http: httpx.AsyncClient, path: str, **fields: Any) -> httpx.Response:
     return await http.post(path, json=body(path, **fields))
 
 
@@ -71,23 +71,23 @@ NAMES: list[tuple[dict[str, Any], Grammar]] = [
 async def test_grammars_have_the_names_that_other_servers_give_them(path, tokenizer):
     async with serving(tokenizer, text_script(tokenizer, "a")) as server:
         for fields, grammar in NAMES:
-            answer = await ask(server.http, path, **fields)
+            answer = await send(server.http, path, **fields)
             assert answer.status_code == 200, answer.text
             assert server.engine.added[-1].sampling.grammar == grammar
         for fields, _ in NAMES[:5]:
-            answer = await ask(server.http, path, guided_regex="b", **fields)
+            answer = await send(server.http, path, guided_regex="b", **fields)
             assert answer.status_code == 400 and "both set" in answer.text
         for kind in ("text", "json_schema"):
             wrong = {"response_format": {"type": kind, "schema": SCHEMA}}
-            assert (await ask(server.http, path, **wrong)).status_code == 400
+            assert (await send(server.http, path, **wrong)).status_code == 400
         broken = {
             "response_format": {"type": "json_object", "schema": {"type": "no such"}}
         }
-        error = (await ask(server.http, path, **broken)).json()["error"]
+        error = (await send(server.http, path, **broken)).json()["error"]
         assert error["param"] == "response_format.schema"
 
 
-# -- request_id ----------------------------------------------------------------------------------
+# -- request_id ------------------------------------------------------------------------
 
 PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
 
@@ -95,7 +95,7 @@ PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
 @pytest.mark.parametrize("path", ALL)
 async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
     async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
-        answers = [await ask(server.http, path, request_id="mine-1") for _ in range(2)]
+        answers = [await send(server.http, path, request_id="mine-1") for _ in range(2)]
         for answer in answers:
             assert answer.json()["id"] == PREFIXES[path] + "mine-1"
             assert answer.headers["x-request-id"] != "mine-1"
@@ -106,7 +106,7 @@ async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
             assert items[0] != items[1]
         else:
             streamed = chunks(
-                await ask(server.http, path, request_id="mine-1", stream=True)
+                await send(server.http, path, request_id="mine-1", stream=True)
             )
             assert {chunk["id"] for chunk in streamed} == {PREFIXES[path] + "mine-1"}
 
@@ -115,7 +115,7 @@ async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
 async def test_request_id_is_short_and_visible(path, tokenizer):
     async with serving_4k(tokenizer) as server:
         for wrong in ("", "a b", "a\n", "ü", "x" * 129, 7):
-            answer = await ask(server.http, path, request_id=wrong)
+            answer = await send(server.http, path, request_id=wrong)
             assert (answer.status_code, answer.json()["error"]["param"]) == (
                 400,
                 "request_id",

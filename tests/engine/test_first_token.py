@@ -1,6 +1,7 @@
-"""The sampling digest covers everything that the first token depends on, as engines draw it.
+"""The sampling digest covers everything that the first token depends on.
 
-The oracle is the drawing itself: book, shaper, grammar masks and sampler over random logits.
+The tests draw first tokens as an engine does: with the book, the shaper, grammar masks
+and the sampler, over random logits.
 """
 
 from typing import Any
@@ -124,7 +125,7 @@ _CHANGES: _Pairs = {
 
 
 @pytest.mark.parametrize("name", _CHANGES)
-def test_what_changes_the_first_token_changes_the_digest(compiler, name):
+def test_fields_that_change_the_first_token_change_the_digest(compiler, name):
     one, other, stops = _CHANGES[name]
     drawn = [
         _first_tokens(compiler, one, stops[0]),
@@ -154,7 +155,7 @@ _NEUTRAL: _Pairs = {
 
 
 @pytest.mark.parametrize("name", _NEUTRAL)
-def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name):
+def test_fields_that_cannot_change_the_first_token_keep_the_digest(name):
     one, other, stops = _NEUTRAL[name]
     assert _digest(one, stops[0]) == _digest(
         {**other, "seed": 5, "choice_index": 1}, stops[1]

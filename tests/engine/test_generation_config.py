@@ -17,9 +17,16 @@ from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 ROOMY = replace(READY, vocab_size=4096)
 
 FILE = {
-    "eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
-    "min_p": None, "repetition_penalty": 1, "max_new_tokens": 9, "transformers_version": "5.0.0",
-}  # fmt: skip
+    "eos_token_id": 2,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": None,
+    "repetition_penalty": 1,
+    "max_new_tokens": 9,
+    "transformers_version": "5.0.0",
+}
 
 
 def read(folder: Path, content: Any) -> GenerationConfig:
@@ -61,10 +68,8 @@ def test_invalid_value_is_refused_at_start(tmp_path, content, words):
         ({"temperature": 3}, {"temperature": 3}),
         ({"repetition_penalty": 200.5}, {"repetition_penalty": 200.5}),
         ({"top_p": 1.5}, {"top_p": 1}),  # off
-        (
-            {"top_p": 0, "top_k": 5},
-            {"top_p": 1e-6, "top_k": 5},
-        ),  # the likeliest token alone
+        # Only the most likely token may be drawn.
+        ({"top_p": 0, "top_k": 5}, {"top_p": 1e-6, "top_k": 5}),
         ({"top_k": 1 << 40}, {"top_k": (1 << 31) - 1}),
         ({"max_new_tokens": 1 << 40}, {"max_new_tokens": (1 << 31) - 1}),
     ],
@@ -114,8 +119,16 @@ async def test_request_fields_override_defaults_at_every_endpoint(tokenizer, tmp
             )
             for add in server.engine.added
         ]
-    ours, theirs = (0.6, 0.95, 20, 9), (0.0, 1.0, 20, 3)
-    assert got == [ours, theirs, ours, theirs, ours, (0.0, 0.95, 20, 9)]
+    defaults = (0.6, 0.95, 20, 9)
+    from_client = (0.0, 1.0, 20, 3)
+    assert got == [
+        defaults,
+        from_client,
+        defaults,
+        from_client,
+        defaults,
+        (0.0, 0.95, 20, 9),
+    ]
 
 
 async def test_context_bounds_the_models_limit(tokenizer):

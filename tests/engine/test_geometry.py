@@ -24,15 +24,24 @@ from tests.make_models import ensure_model
 from tests.rigs.engines import make_config
 
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 _MODEL = parse_config({"architectures": ["LlamaForCausalLM"], **_SIZES, **_HEADS})
 _LATENTS = {
-    "num_attention_heads": 48, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
-}  # fmt: skip
+    "num_attention_heads": 48,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,
+}
 _LATENT_MODEL = parse_config(
     {"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS}
 )
@@ -70,7 +79,8 @@ def test_layout_has_the_heads_of_a_rank_or_of_ranks_that_share_tokens(tp, dcp, h
         ({"tp": 3}, r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"),
         (
             {"max_model_len": 513},
-            "--max-model-len is 513 .* use --max-model-len 512 or less, .* with --hf-overrides",
+            "--max-model-len is 513 .* use --max-model-len 512 or less, .* with "
+            "--hf-overrides",
         ),
     ],
 )

@@ -36,10 +36,12 @@ def request(
     kind: GrammarKind, text: str, *, stop: tuple[int, ...] = (2,), min_tokens: int = 0
 ) -> AddRequest:
     return AddRequest(
-        request_id="a", token_ids=[5, 6],
-        sampling=SamplingParams(grammar=Grammar(kind, text), min_tokens=min_tokens), max_tokens=100,
+        request_id="a",
+        token_ids=[5, 6],
+        sampling=SamplingParams(grammar=Grammar(kind, text), min_tokens=min_tokens),
+        max_tokens=100,
         stop_token_ids=list(stop),
-    )  # fmt: skip
+    )
 
 
 def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
@@ -147,14 +149,8 @@ _END = 2
         # requests.
         ("choice", '["a", "ab"]', "", 0, "", "a"),
         ("choice", '["a", "ab"]', "", 0, "a", "b$"),
-        (
-            "choice",
-            '["a", "ab"]',
-            "",
-            0,
-            "ab",
-            COMPLETE,
-        ),  # without an end token, because no text can follow
+        # No end token is needed, because no text can follow.
+        ("choice", '["a", "ab"]', "", 0, "ab", COMPLETE),
         ("regex", "a+", None, 0, "a", "a"),
         ("regex", "[ab]?", None, 0, "a", COMPLETE),
         # Before min_tokens, stop tokens are banned unless only they could follow.
@@ -289,9 +285,15 @@ _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
     ("begins", "output"),
     [(begins, output) for begins, texts in _TEXTS_BY_START.items() for output in texts],
 )
-@pytest.mark.parametrize(("kind", "text"), [
-    ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("choice", '["ab"]'),
+        ("regex", "ab"),
+        ("grammar", 'start: "ab"'),
+        ("grammar", 'root ::= "ab"'),
+    ],
+)
 def test_grammar_begins_after_the_reasoning_and_allows_calls(
     compiler, tokenizer, begins, output, kind, text
 ):

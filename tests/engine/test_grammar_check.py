@@ -30,10 +30,8 @@ from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import serving, text_script
 
-ENDLESS = {
-    "type": "integer",
-    "multipleOf": 4_999_999,
-}  # its automaton has a state for each number
+# The automaton of this grammar has a state for each number.
+ENDLESS = {"type": "integer", "multipleOf": 4_999_999}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 
 
@@ -175,7 +173,7 @@ async def test_server_refuses_a_bad_grammar_and_answers_a_good_one(
         assert len(server.engine.added) == 1
 
 
-# -- compiling ---------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------
 
 BYTES = LLTokenizer("byte")
 
@@ -222,11 +220,8 @@ def test_usable_grammars_are_accepted(grammar):
         ("grammar", "root ::= (", "line 1"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), str(MAX_GRAMMAR_CHARS)),
         ("grammar", 'root ::= "' + "a" * MAX_GBNF_CHARS + '"', str(MAX_GBNF_CHARS)),
-        (
-            "grammar",
-            "\n" * MAX_GRAMMAR_CHARS,
-            str(MAX_GBNF_CHARS),
-        ),  # llguidance searches for minutes
+        # llguidance would search for minutes.
+        ("grammar", "\n" * MAX_GRAMMAR_CHARS, str(MAX_GBNF_CHARS)),
     ],
 )
 def test_mistake_is_reported_in_one_line(kind, text, output):

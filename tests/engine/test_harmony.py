@@ -35,34 +35,40 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f'{THINK}a{START}{CALL}{{"a": 1}}<|call|>', "a", "", [("add", '{"a": 1}')]),
     ('<|channel|>analysis to=functions.add code<|message|>{"a": 1}<|call|>', "", "",
      [("add", '{"a": 1}')]),
-    (f"{THINK}a{START} to=functions.add<|channel|>commentary json<|message|>{{}}", "a", "",
-     [("add", "{}")]),
-    (" to=functions.nobody<|channel|>commentary<|message|> <|call|>", "", "", [("nobody", " {}")]),
+    (f"{THINK}a{START} to=functions.add<|channel|>commentary json<|message|>{{}}", "a",
+     "", [("add", "{}")]),
+    (" to=functions.nobody<|channel|>commentary<|message|> <|call|>", "", "",
+     [("nobody", " {}")]),
     (f"{CALL}<|call|>", "", "", [("add", "{}")]),
     ("<|channel|>commentary to=browser.search code<|message|>{}<|call|>", "", "",
      [("browser.search", "{}")]),
     (f'{CALL}{{"a"', "", "", [("add", '{"a"')]),
     (CALL, "", "", [("add", "")]),
     (f"{CALL}{{}}{START}{CALL}{{}}", "", "", [("add", "{}")] * 2),
-    (f"{THINK}a{START}{THINK}b{START}<|channel|>commentary<|message|>Wait.{START}{FINAL}2",
+    (f"{THINK}a{START}{THINK}b{START}<|channel|>commentary<|message|>"
+     f"Wait.{START}{FINAL}2",
      "a\n\nb", "Wait.\n\n2", []),
-    (f"<|channel|>commentary<|message|>Wait.{START}{THINK}a{START}{CALL}{{}}", "a", "Wait.",
-     [("add", "{}")]),
+    (f"<|channel|>commentary<|message|>Wait.{START}{THINK}a{START}{CALL}{{}}", "a",
+     "Wait.", [("add", "{}")]),
     # Reasoning that is never ended, and the head of a call in it.
-    *((f"{THINK}I add.{head}<|message|>{{}}<|call|>", "I add.", "", [("add", "{}")]) for head in (
+    *((f"{THINK}I add.{head}<|message|>{{}}<|call|>", "I add.", "",
+       [("add", "{}")])
+      for head in (
         "<|start|>assistant<|channel|>commentary to=functions.add json",
         "<|channel|>commentary to=functions.add <|constrain|>json",
         " to=functions.add<|channel|>commentary json",
-        "\n\nto=functions.add <|constrain|>json", " to=functions.add", " to=functions.add code")),
-    (f"{THINK}I add.{START} to=functions.add<|message|>{{}}", "I add.", "", [("add", "{}")]),
+        "\n\nto=functions.add <|constrain|>json", " to=functions.add",
+        " to=functions.add code")),
+    (f"{THINK}I add.{START} to=functions.add<|message|>{{}}", "I add.", "",
+     [("add", "{}")]),
     (f"{THINK}I write to=functions.add or to=functions.x{START}{FINAL}2",
      "I write to=functions.add or to=functions.x", "2", []),
     (f"{THINK}I write to=functions.add", "I write to=functions.add", "", []),
     (f"{THINK}I add to<|message|>a", "I add toa", "", []),
     # Text that ends within a head.
     *((f"{THINK}a{START}{cut}", "a", "", []) for cut in (
-        "", "<|channel|>", "<|channel|>fin", "<|channel|>commentary to=functions.ad", " to=fun",
-        "<|channel|>commentary to=functions.add <|constrain|>js")),
+        "", "<|channel|>", "<|channel|>fin", "<|channel|>commentary to=functions.ad",
+        " to=fun", "<|channel|>commentary to=functions.add <|constrain|>js")),
     (f"{THINK}a<|end|><|start|>assis", "a", "", []),
     # Malformed heads.
     ("Hello <|end|>", "", "Hello ", []),
@@ -74,16 +80,18 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("<|message|>2", "", "2", []),
     ("<|channel|>final <|constrain|>json<|message|>{}", "", "{}", []),
     ("<|channel|>--commentary?<|message|>2", "", "2", []),
-    (f"<|channel|>commentary to=assistant<|channel|>commentary?<|message|>a{START}{FINAL}b", "",
-     "a\n\nb", []),
+    ("<|channel|>commentary to=assistant<|channel|>commentary?<|message|>"
+     f"a{START}{FINAL}b", "", "a\n\nb", []),
     (f"<|channel|>?? 2?{START}{THINK}a", "a", "?? 2?", []),
     ("<|channel|>Sure, it is 2.<|return|>", "", "Sure, it is 2.", []),
     (f"<|channel|>Sure, {'x' * 600} 2", "", f"Sure, {'x' * 600} 2", []),
     ("<|channel|>analysis I think<|message|> so", " I think so", "", []),
     ("<|channel|>Yes<|return|>", "", "Yes", []),
-    (f"{FINAL}2<|channel|>analysis<|message|>a<|constrain|>b<|message|>c", "abc", "2", []),
+    (f"{FINAL}2<|channel|>analysis<|message|>a<|constrain|>b<|message|>c", "abc", "2",
+     []),
     (f"{FINAL}2<|return|><|start|>user<|message|>3", "", "2\n\n3", []),
-    (" to=functions.add <|constrain|>json<|message|>{}<|call|>", "", "", [("add", "{}")]),
+    (" to=functions.add <|constrain|>json<|message|>{}<|call|>", "", "",
+     [("add", "{}")]),
 ]  # fmt: skip
 
 
@@ -124,8 +132,9 @@ def test_answer_is_read_the_same_in_any_pieces(text, reasoning, content, calls):
 def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
     rng = random.Random(1)
     words = [*map("".join, map(tagged, (
-        THINK, START, FINAL, CALL, "<|channel|>", "<|message|>", "<|start|>", "<|call|>", " Xy zw",
-        "assistant", "analysis", " to=functions.add", "\n", "{}", "<|end|>", "<|constrain|>"
+        THINK, START, FINAL, CALL, "<|channel|>", "<|message|>", "<|start|>",
+        "<|call|>", " Xy zw", "assistant", "analysis", " to=functions.add", "\n", "{}",
+        "<|end|>", "<|constrain|>"
     )))]  # fmt: skip
     for _ in range(3000):
         text = "".join(rng.choices(words, k=rng.randrange(9)))
@@ -146,7 +155,7 @@ def test_call_is_text_where_no_tool_may_be_called():
     assert read(chars, Tools()) == ("1+1", "", [])
 
 
-# -- over HTTP -------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------
 
 STOPPED = {"finish_reason": "stop"}
 
@@ -155,19 +164,22 @@ STOPPED = {"finish_reason": "stop"}
     ("text", "request_fields", "expected", "finish_reason", "num_reasoning"),
     [
         (f"{THINK}I <|x.{START}{FINAL}Yö<|return|>", {}, ("I <|x.", "Yö"), "stop", 7),
-        (f"{THINK}I.{START}{CALL}{{}}<|call|>", {"tools": [TOOL]}, ("I.", None), "tool_calls", 3),
+        (f"{THINK}I.{START}{CALL}{{}}<|call|>", {"tools": [TOOL]}, ("I.", None),
+         "tool_calls", 3),
         (f"{THINK}I.{START}{CALL}{{}}<|call|>", {}, ("I.", "{}"), "stop", 3),
-        (f"{THINK}I.{START}{CALL}{{}}<|call|>", {"tools": [TOOL], "tool_choice": "none"},
-         ("I.", "{}"), "stop", 3),
+        (f"{THINK}I.{START}{CALL}{{}}<|call|>",
+         {"tools": [TOOL], "tool_choice": "none"}, ("I.", "{}"), "stop", 3),
         (f'{THINK}I.{START}{FINAL}{{"a": 1}}', {"tools": [TOOL], "tool_choice": NAMED},
          ("I.", None), "tool_calls", 3),
         (f'{FINAL}[{{"name": "add", "parameters": {{"a": 1}}}}]',
          {"tools": [TOOL], "tool_choice": "required"}, (None, None), "tool_calls", 0),
-        (f"{THINK}I.{START}{FINAL}Yo", {"include_reasoning": False}, (None, "Yo"), "stop", 3),
+        (f"{THINK}I.{START}{FINAL}Yo", {"include_reasoning": False}, (None, "Yo"),
+         "stop", 3),
         (f"{THINK}final{START}{FINAL}A final ENDo", {"stop": ["END", "assist"]},
          ("final", "A final "), "stop", 6),
         (f"{THINK}I END", {"stop": ["END", "analysis"]}, ("I ", ""), "stop", 6),
-        (f"{THINK}A{START}{FINAL}Bo", {"stop": ["A<"], "min_tokens": 8}, ("A", "Bo"), "stop", 2),
+        (f"{THINK}A{START}{FINAL}Bo", {"stop": ["A<"], "min_tokens": 8}, ("A", "Bo"),
+         "stop", 2),
     ],
 )  # fmt: skip
 async def test_harmony_answer_is_the_same_with_and_without_a_stream(
@@ -242,7 +254,10 @@ async def test_tag_that_is_spelled_out_is_text(harmony):
 
 
 async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
-    text = f"{THINK}I.{START}<|channel|>commentary<|message|>Wait.{START}{CALL}{{}}<|call|>"
+    text = (
+        f"{THINK}I.{START}<|channel|>commentary<|message|>Wait."
+        f"{START}{CALL}{{}}<|call|>"
+    )
     request = {"input": "Hi", "tools": [FLAT]}
     async with serving_harmony(
         harmony, text_script(harmony, text, **STOPPED)
@@ -270,11 +285,14 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
         prompt = harmony.decode_all(server.engine.added[-1].token_ids)
         wrote = text.replace("<|channel|>commentary to=functions.add <|constrain|>",
                              " to=functions.add<|channel|>commentary ")  # fmt: skip
-        result = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+        result = (
+            "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
+            '"3"<|end|>'
+        )
         assert prompt.endswith(f"<|start|>assistant{wrote}{result}<|start|>assistant")
 
 
-# -- the prompt ------------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------
 
 
 def call(name: str, arguments: Any) -> dict[str, Any]:
@@ -315,10 +333,14 @@ async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
         assert (await server.chat(messages=turns)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[0].token_ids)
     answers = [
-        f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"{result}"<|end|>'
+        f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"
+        f'"{result}"<|end|>'
         for name, result in (("add", "a"), ("sub", "s"), ("sub", "o"))
     ]
-    head = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
+    head = (
+        "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>"
+        "{}<|call|>"
+    )
     reported = (
         f"<|start|>assistant{THINK}I.<|end|>"
         + head.format("add", '{"a": 1}')
@@ -380,7 +402,7 @@ async def test_call_is_continued_where_message_text_may_become_tags(harmony):
         )
 
 
-# -- grammars --------------------------------------------------------------------------------------
+# -- grammars --------------------------------------------------------------------------
 
 _ALLOWED: dict[
     str, bool | None
@@ -426,17 +448,21 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     compiler.close()
 
 
-# -- options ---------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("reasoning", "calls", "begins"),
     [
-        ("auto", "auto", "harmony"), ("harmony", "auto", "harmony"), ("auto", "harmony", "harmony"),
-        ("harmony", "harmony", "harmony"), ("none", "auto", None), ("auto", "hermes", None),
+        ("auto", "auto", "harmony"),
+        ("harmony", "auto", "harmony"),
+        ("auto", "harmony", "harmony"),
+        ("harmony", "harmony", "harmony"),
+        ("none", "auto", None),
+        ("auto", "hermes", None),
         ("qwen3", "auto", "perhaps"),
     ],
-)  # fmt: skip
+)
 def test_harmony_comes_from_the_options_or_the_template(
     harmony, reasoning, calls, begins
 ):

@@ -65,15 +65,14 @@ async def test_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream
         assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
         num_tokens = 0
-        for chunk in (
-            actual
-        ):  # the usage counts tokens up to the stop string, although more had arrived
+        # The usage counts tokens up to the stop string, although more had arrived.
+        for chunk in actual:
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]
 
 
-# -- hooks -------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------
 
 
 class RecordingHooks(ServerHooks):
@@ -125,7 +124,7 @@ async def test_stop_string_in_the_last_token_waits_for_the_engines_last_delta(
         assert server.engine.aborted == []
 
 
-# -- ids, metrics, operations ------------------------------------------------------------------
+# -- ids, metrics, operations ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("request_id", ["req-1", "100% {odd} \u00e9", "x" * 3000])
@@ -257,7 +256,7 @@ async def test_ready_and_models_report_the_served_model(tokenizer):
         )
 
 
-# -- requests of clients ----------------------------------------------------------------------
+# -- requests of clients ---------------------------------------------------------------
 
 
 async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
@@ -277,7 +276,7 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
         assert len(third) == len(fourth) + len(second) - len(first)
 
 
-# -- /tokenize, /detokenize --------------------------------------------------------------------
+# -- /tokenize, /detokenize ------------------------------------------------------------
 
 
 async def test_text_survives_tokenize_and_detokenize(tokenizer):
@@ -305,7 +304,7 @@ async def test_text_survives_tokenize_and_detokenize(tokenizer):
         ({"continue_final_message": True, "reasoning_effort": "low"}, "0|low|Hi"),
     ],
 )
-async def test_messages_are_tokenized_like_a_chat(tokenizer, fields, reported):
+async def test_messages_are_tokenized_as_in_a_chat(tokenizer, fields, reported):
     shows = "{{ tools | tojson if tools else 0 }}|{{ a }}{{ reasoning_effort }}|"
     shows += "{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
     request = {"messages": [{"role": "user", "content": "Hi"}], **fields}
@@ -319,7 +318,7 @@ async def test_messages_are_tokenized_like_a_chat(tokenizer, fields, reported):
         )
 
 
-# -- the document --------------------------------------------------------------------------------
+# -- the document ----------------------------------------------------------------------
 
 
 async def test_openapi_document_lists_accepted_fields(tokenizer):

@@ -117,7 +117,8 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["Hi wor<end>"], {"stop": "world"}, {"text": "Hi wor"}),
         (TEXT, ["Hello world"], {"stop": "o w"},
          {"text": "Hell", "stop_reason": "o w", "finish_reason": "stop"}),
-        (TEXT, ["Hello world"], {"stop": ["rld", "o w"], "include_stop_str_in_output": True},
+        (TEXT, ["Hello world"],
+         {"stop": ["rld", "o w"], "include_stop_str_in_output": True},
          {"text": "Hello w", "stop_reason": "o w"}),
         (TEXT, [*"Hello world"], {"stop": "o w", "min_tokens": 7},
          {"text": "Hello world", "finish_reason": "length"}),
@@ -127,19 +128,26 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["a<end>b"], {"ignore_eos": True, "skip_special_tokens": False},
          {"text": "a<end>b"}),
         # Logprobs, in the formats of both endpoints.
-        (TEXT, [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": NEVER, "b": -2.0}])], {"logprobs": 2},
+        (TEXT, [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": NEVER, "b": -2.0}])],
+         {"logprobs": 2},
          {"logprobs": {"tokens": ["a", "c"], "token_logprobs": [-0.5, -9999.0],
-                       "top_logprobs": [{"a": -0.5, "b": -1.5}, {"c": -9999.0, "b": -2.0}],
+                       "top_logprobs": [{"a": -0.5, "b": -1.5},
+                                        {"c": -9999.0, "b": -2.0}],
                        "text_offset": [0, 1]}}),
-        (CHAT, [("a", [{"a": -0.5, "b": -1.0, "c": -3.0}])], {"logprobs": True, "top_logprobs": 2},
-         {"logprobs": {"refusal": None, "content": [
-             {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [
-             {"token": "a", "logprob": -0.5, "bytes": [97]},
-             {"token": "b", "logprob": -1.0, "bytes": [98]}]}]}}),
+        (CHAT, [("a", [{"a": -0.5, "b": -1.0, "c": -3.0}])],
+         {"logprobs": True, "top_logprobs": 2},
+         {"logprobs": {"refusal": None,
+                       "content": [{"token": "a", "logprob": -0.5, "bytes": [97],
+                                    "top_logprobs": [{"token": "a", "logprob": -0.5,
+                                                      "bytes": [97]},
+                                                     {"token": "b", "logprob": -1.0,
+                                                      "bytes": [98]}]}]}}),
         (CHAT, [("é", [{"a": -0.25}, {"a": NEVER}])], {"logprobs": True},
-         {"logprobs": {"refusal": None, "content": [
-             {"token": PARTS[0], "logprob": -0.25, "bytes": [0xC3], "top_logprobs": []},
-             {"token": PARTS[1], "logprob": -9999.0, "bytes": [0xA9], "top_logprobs": []}]}}),
+         {"logprobs": {"refusal": None,
+                       "content": [{"token": PARTS[0], "logprob": -0.25,
+                                    "bytes": [0xC3], "top_logprobs": []},
+                                   {"token": PARTS[1], "logprob": -9999.0,
+                                    "bytes": [0xA9], "top_logprobs": []}]}}),
         (CHAT, ["a"], {}, {"logprobs": None}),
     ],
 )  # fmt: skip
@@ -223,7 +231,7 @@ async def test_client_stop_token_is_the_stop_reason_and_has_no_text(tokenizer):
         assert ids == [[dot], [dot], [*tokenizer.eos_ids, dot]]
 
 
-# -- the prompt --------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------
 
 
 def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
@@ -295,10 +303,8 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
     ("given", "begins"),
     [
         ("Hi é", [0, 0, 0, 1, 2]),
-        (
-            "Hi <s> it",
-            [0, 0, 0, 1, 2, 3],
-        ),  # detokenizing returns this text without its space
+        # Detokenizing returns this text without its space.
+        ("Hi <s> it", [0, 0, 0, 1, 2, 3]),
         ("<s> it", [0, 0, 3]),
     ],
 )
@@ -410,7 +416,7 @@ async def test_engine_that_scores_too_few_tokens_is_an_error(tokenizer):
         )
 
 
-# -- several prompts and choices ---------------------------------------------------------------
+# -- several prompts and choices -------------------------------------------------------
 
 
 async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:

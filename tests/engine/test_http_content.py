@@ -14,7 +14,7 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:
 # The templates of DeepSeek R1 and V3 write a turn's calls only if its content is none.
 DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
 {%- for call in m['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}
-{%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""
+{%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""  # noqa: E501
 CALLS = [
     {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 ]
@@ -84,8 +84,12 @@ WRITERS = {
     "{{ '<' + m.content + '>' }}": "<>",
     "{{ m.content.split('</think>')[-1] | trim }}": "",
     "{{ m.content }}": "",
-    "{{ m.content == none }} {{ m.content != none }} {{ m.content is string }}": "True False False",
-    "{{ {'content': m.content} | tojson }} {{ m.content | tojson }}": '{"content": null} null',
+    "{{ m.content == none }} {{ m.content != none }} {{ m.content is string }}": (
+        "True False False"
+    ),
+    "{{ {'content': m.content} | tojson }} {{ m.content | tojson }}": (
+        '{"content": null} null'
+    ),
     "{{ [m] | tojson }}": '[{"content": null, "role": "assistant"}]',
 }
 

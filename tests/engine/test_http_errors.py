@@ -49,7 +49,7 @@ class Retaining(ServerHooks):
         )
 
 
-# -- failures ----------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------
 
 
 def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
@@ -113,7 +113,7 @@ async def test_dead_engine_is_503_everywhere(tokenizer):
             assert "out of memory" in response.text
 
 
-# -- clients that disconnect ------------------------------------------------------------------------
+# -- clients that disconnect -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
         assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
-# -- answers that refer to leased KV --------------------------------------------------------
+# -- answers that refer to leased KV ---------------------------------------------------
 
 
 class Refusing(ServerHooks):

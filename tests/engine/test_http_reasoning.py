@@ -31,9 +31,10 @@ OPEN = (
         (OPEN, "I.</think>Yo", {"include_reasoning": False}, (None, "Yo"), 10),
         (OPEN, "I say.</think>Yo ENDo", {"stop": ["END"]}, ("I say.", "Yo "), 14),
         (OPEN, "I END.</think>Yo", {"stop": ["END"]}, ("I", ""), 5),
-        (OPEN, "I.</think>Yo", {"messages": [
-            {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>So"}],
-            "continue_final_message": True}, ("I.", "Yo"), 10),
+        (OPEN, "I.</think>Yo",
+         {"messages": [{"role": "user", "content": "Hi"},
+                       {"role": "assistant", "content": "<think>So"}],
+          "continue_final_message": True}, ("I.", "Yo"), 10),
         ("no tags", "<think>I</think>Yo", {}, (None, "<think>I</think>Yo"), 0),
     ],
 )  # fmt: skip
@@ -50,8 +51,11 @@ async def test_reasoning_is_separated_from_the_answer(
         assert reasoning_and_content(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
-        streamed = chunks(await server.chat(
-            stream=True, stream_options={"include_usage": True}, **request_fields))  # fmt: skip
+        streamed = chunks(
+            await server.chat(
+                stream=True, stream_options={"include_usage": True}, **request_fields
+            )
+        )
         deltas = [
             chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]
         ]

@@ -43,40 +43,50 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
     ("path", "fields", "status", "param", "message"),
     [
         (TEXT, {"prompt": [260]}, 400, "prompt", "token id 260; ids are from 0 to 259"),
-        (TEXT, {"prompt": "x" * 64}, 400, "prompt", "length is 64 .* too long: it has 64. "),
-        (TEXT, {"prompt": "x" * 17_000}, 400, "prompt", r"64 tokens and .* at least \d+"),
-        (TEXT, {"prompt": [260] * 65, "max_tokens": 0}, 400, "prompt", "too long: it has 65"),
+        (TEXT, {"prompt": "x" * 64}, 400, "prompt",
+         "length is 64 .* too long: it has 64. "),
+        (TEXT, {"prompt": "x" * 17_000}, 400, "prompt",
+         r"64 tokens and .* at least \d+"),
+        (TEXT, {"prompt": [260] * 65, "max_tokens": 0}, 400, "prompt",
+         "too long: it has 65"),
         (TEXT, {"n": 9}, 400, "n", "9 .* 8 sequences"),
         (TEXT, {"best_of": 9}, 400, "best_of", "9 .* 8 sequences"),
         (TEXT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "id 260"),
-        (TEXT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "260; ids are from 0 to 259"),
-        (TEXT, {"min_tokens": 17}, 400, "min_tokens", "17, but without `max_tokens` at most 16 "),
-        (TEXT, {"prompt": "x" * 60, "min_tokens": 5}, 400, "min_tokens", "5, .* at most 4 tokens"),
+        (TEXT, {"logit_bias": {"260": 1}}, 400, "logit_bias",
+         "260; ids are from 0 to 259"),
+        (TEXT, {"min_tokens": 17}, 400, "min_tokens",
+         "17, but without `max_tokens` at most 16 "),
+        (TEXT, {"prompt": "x" * 60, "min_tokens": 5}, 400, "min_tokens",
+         "5, .* at most 4 tokens"),
         # The error has the name of the limit that the client used.
         (TEXT, {"prompt": "xy", "max_tokens": 63}, 400, "max_tokens",
          "is 64 tokens.* has 2 tokens .* `max_tokens` asks for 63 .* at most 62"),
-        (TEXT, {"prompt": "xy", "max_completion_tokens": 63}, 400, "max_completion_tokens",
+        (TEXT, {"prompt": "xy", "max_completion_tokens": 63}, 400,
+         "max_completion_tokens",
          "`max_completion_tokens` asks for 63 more; lower `max_completion_tokens`"),
-        (CHAT, {"max_tokens": 99, "max_completion_tokens": 98}, 400, "max_completion_tokens",
-         "`max_completion_tokens` asks for 98"),
+        (CHAT, {"max_tokens": 99, "max_completion_tokens": 98}, 400,
+         "max_completion_tokens", "`max_completion_tokens` asks for 98"),
         (RESPONSES, {"input": "Hi", "max_output_tokens": 63}, 400, "max_output_tokens",
          "`max_output_tokens` asks for 63"),
         # Grammars are checked before the engine receives a request.
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, 400,
          "response_format.json_schema.schema", "objekt"),
-        (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex", ""),
+        (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex",
+         ""),
         (CHAT, {"guided_grammar": "start: gone"}, 400, "guided_grammar", "gone"),
         (CHAT, {"tools": [tool(OBJEKT)], "tool_choice": "required"}, 400,
          "tools[0].function.parameters", "objekt"),
-        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}],
-                     "tool_choice": "required"}, 400, "tools[0].parameters", "objekt"),
+        (RESPONSES,
+         {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}],
+          "tool_choice": "required"}, 400, "tools[0].parameters", "objekt"),
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
         ("/tokenize", {}, 400, "prompt", ""),
         ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "either it or"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
         ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed", ""),
-        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "this server serves"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model",
+         "this server serves"),
         ("/detokenize", {}, 400, "tokens", ""),
         *[("/detokenize", {"tokens": ids}, 400, "tokens", "") for ids in (
             [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
@@ -130,9 +140,8 @@ async def test_template_refusal_names_the_clients_field(tokenizer, path, field):
 async def test_prompts_times_choices_and_tokens_are_bounded(
     tokenizer, monkeypatch, fields, param
 ):
-    monkeypatch.setattr(
-        http_limits, "MAX_REQUEST_TOKENS", 0
-    )  # the limit of 8 sequences
+    # Only the limit of 8 sequences applies.
+    monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:
         response = await server.post(**fields)
@@ -157,7 +166,7 @@ def test_schemas_of_all_tools_share_a_limit():
     )
 
 
-# -- bodies and connections --------------------------------------------------------------------
+# -- bodies and connections ------------------------------------------------------------
 
 
 async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
@@ -174,10 +183,8 @@ async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
         monkeypatch.setattr("engine.http.middleware.MAX_MARKS", 100)
-        for values, status in (
-            (41, 200),
-            (42, 413),
-        ):  # decoding them delays all streams
+        # Decoding many values delays all streams.
+        for values, status in ((41, 200), (42, 413)):
             many = {**added, "values": [[]] * values}
             assert (await server.post(kv_transfer_params=many)).status_code == status
 

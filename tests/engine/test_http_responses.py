@@ -19,7 +19,8 @@ from tests.rigs.http_server import (
 
 # Writes the messages that the template receives as JSON.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
-|{{ m.reasoning_content }}|{{ m.tool_call_id }}|{{ m.tool_calls | tojson if m.tool_calls }};\
+|{{ m.reasoning_content }}|{{ m.tool_call_id }}|\
+{{ m.tool_calls | tojson if m.tool_calls }};\
 {% endfor %}\
 {{ tools | length if tools }},{{ reasoning_effort }}"
 FLAT = {"type": "function", "strict": True, "defer_loading": False, **TOOL["function"]}

@@ -45,7 +45,10 @@ ODD: list[Any] = [
 
 def call(name: str, arguments: str, parser: str) -> str:
     if parser == "hermes":
-        return f'<tool_call>{{"name": "{name}", "arguments": {{"n": {arguments}}}}}</tool_call>'
+        return (
+            f'<tool_call>{{"name": "{name}", '
+            f'"arguments": {{"n": {arguments}}}}}</tool_call>'
+        )
     parameter = f"<parameter=n>\n{arguments}\n</parameter>"
     return f"<tool_call>\n<function={name}>\n{parameter}\n</function>\n</tool_call>"
 
@@ -59,9 +62,10 @@ def function(name: str, parameters: Any) -> dict[str, Any]:
     [
         '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}],'
         '"tool_choice":"required"',
-        '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}],"tool_choice":'
-        + NAMED,
-        '"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":%s}}',
+        '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}],'
+        '"tool_choice":' + NAMED,
+        '"response_format":{"type":"json_schema",'
+        '"json_schema":{"name":"n","schema":%s}}',
         '"structured_outputs":{"json":%s}',
         '"guided_json":%s',
         '"guided_json":"%s"',

@@ -10,7 +10,10 @@ from tests.engine.test_http_tools import CALL, NAMED, TOOL
 from tests.rigs.http_server import Server, chunks, serving_4k, text_script
 
 REQUIRED = '[{"name": "add", "parameters": {"a": 12}}]'
-TWO = '[{"name": "add", "parameters": {"a": 12}}, {"name": "add", "parameters": {"a": 345}}]'
+TWO = (
+    '[{"name": "add", "parameters": {"a": 12}}, '
+    '{"name": "add", "parameters": {"a": 345}}]'
+)
 FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
 ONE: dict[str, Any] = {"tools": [TOOL], "tool_choice": NAMED}
 AUTO: dict[str, Any] = {"tools": [TOOL]}

@@ -22,7 +22,7 @@ from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
-# -- work off the event loop ---------------------------------------------------------------
+# -- work off the event loop -----------------------------------------------------------
 
 
 class _Watched(Tokenizer):
@@ -95,9 +95,8 @@ async def test_large_bodies_are_checked_on_other_threads(
     def prepare(
         hooks: ServerHooks, request: object, adds: list[AddRequest], ready: object
     ) -> Any:
-        threads.append(
-            threading.get_ident()
-        )  # references to KV contain the logprobs of long prompts
+        # References to KV contain the logprobs of long prompts.
+        threads.append(threading.get_ident())
         return adds
 
     monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
@@ -112,7 +111,7 @@ async def test_large_bodies_are_checked_on_other_threads(
         assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
 
 
-# -- texts beyond the context ----------------------------------------------------------------------
+# -- texts beyond the context ----------------------------------------------------------
 
 # Each byte of a text is a token of its own here, but for those of <end>. Texts that are
 # no longer than this are tokenized, and much longer ones where they are only to be

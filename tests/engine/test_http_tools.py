@@ -127,7 +127,8 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
             named is not None
             and json.loads(named.text) == TOOL["function"]["parameters"]
         )
-        # A response format applies only to text. The model may or must call a tool instead.
+        # A response format applies only to text. The model may or must call a tool
+        # instead.
         request: dict[str, Any] = {
             "tools": [TOOL],
             "response_format": {"type": "json_object"},
@@ -153,7 +154,7 @@ def test_call_beginnings_of_each_format(tokenizer):
     assert call_beginnings(Tools((TOOL,), "none"), "hermes", knowing) == ()
 
 
-# -- the prompt --------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])

@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def limited(tmp_path: Path, *decode: Any, **options: Any) -> Rig:
-    """A proxy whose key has a token limit."""
+    """A proxy and a key with a token limit."""
     file = tmp_path / "keys"
     file.write_text(
         json.dumps({"name": "one", "key": KEY, "tokens_per_minute": PER_MINUTE})

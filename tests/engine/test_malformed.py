@@ -1,4 +1,4 @@
-"""The table of malformed requests against proxy, prefill and decode server, and a chain."""
+"""The malformed requests, sent to proxy, prefill and decode server, and a chain."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,9 @@ async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
 
 
 async def answers_to(row: Row, port: int, tag: bytes) -> str:
-    """Return the outcome in the table's form: answers, and whether the connection is usable."""
+    """Return the outcome in the table's form: the answers, and `!` if the connection is
+    closed.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     actual: list[str] = []
     try:
@@ -114,7 +116,7 @@ async def failures(port: int, prompts: Prompts) -> list[str]:
 
 @dataclass
 class Recorder:
-    """A strict server with another parser, which records the requests that it receives."""
+    """A strict server with another parser. It records the requests that it receives."""
 
     answer: Any
     bodies: list[bytes] = field(default_factory=list)
@@ -131,7 +133,8 @@ class Recorder:
                     case h11.NEED_DATA:
                         connection.receive_data(await reader.read(65536))
                     case h11.Request() as request:
-                        head, body = request, bytearray()
+                        head = request
+                        body = bytearray()
                     case h11.Data(data=data):
                         body += data
                     case h11.EndOfMessage():

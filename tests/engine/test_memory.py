@@ -79,17 +79,23 @@ _SMALL_MEMORY = {"device": "cuda", "free_bytes": 10_000}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_tokens": 64, "max_model_len": 200}, "holds 64 tokens .* 136 .* are missing"),
+        ({"kv_cache_tokens": 64, "max_model_len": 200},
+         "holds 64 tokens .* 136 .* are missing"),
         ({"kv_cache_bytes": 999}, "one block takes 1000 bytes"),
         ({"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
-         r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"),
-        ({**_SMALL_MEMORY, "kv_cache_tokens": 160}, r"takes .* MiB, .* lower --kv-cache-tokens, or raise"),
+         r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower "
+         r"--kv-cache-bytes"),
+        ({**_SMALL_MEMORY, "kv_cache_tokens": 160},
+         r"takes .* MiB, .* lower --kv-cache-tokens, or raise"),
         (_NO_MEMORY,
-         r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization "
+         r" 1 MiB are missing for one block of 16 tokens; raise "
+         r"--gpu-memory-utilization "
          r"or --tp, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"),
         ({**_NO_MEMORY, "tp": 2, "dcp": 2},
-         r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,"),
-        ({**_SMALL_MEMORY, "max_model_len": 256}, r"112 tokens are missing.*--gpu-memory-utilization"),
+         r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or "
+         r"--max-model-len,"),
+        ({**_SMALL_MEMORY, "max_model_len": 256},
+         r"112 tokens are missing.*--gpu-memory-utilization"),
     ],
 )  # fmt: skip
 def test_pool_that_does_not_fit_is_refused_with_the_options_that_help(

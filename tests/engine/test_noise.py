@@ -1,5 +1,8 @@
-"""Counter-based noise is a pure function, of these integers. That draws by it follow their softmax,
-and are independent, is tests/engine/test_sampler.py's."""
+"""Counter-based noise is a pure function of integers.
+
+tests/engine/test_sampler.py tests that draws with this noise follow the softmax and are
+independent.
+"""
 
 import math
 
@@ -17,7 +20,7 @@ def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:
 
 
 def test_keys_are_those_of_splitmix64():
-    """Against plain Python integers; the first value is the published one for seed 0."""
+    """The expected keys use plain Python integers. The value of seed 0 is published."""
 
     def splitmix64(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) % 2**64

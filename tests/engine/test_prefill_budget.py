@@ -1,4 +1,4 @@
-"""The prompt tokens of steps with streams: measured durations, the budget, and the target.
+"""The prompt tokens of steps with streams: measured durations, budget and target.
 
 A synthetic device runs the measured steps on a clock of its own, and then serves random
 loads. What it allows is known exactly, because its durations are formulas.
@@ -76,7 +76,7 @@ def superlinear(load: Load) -> float:
 
 @dataclass
 class SyntheticDevice:
-    """An executor whose steps take the time of a formula, with 3 % of noise.
+    """An executor with step durations from a formula, and 3 % of noise.
 
     Attributes:
         depth: 1: the next step is launched while one runs, as on a GPU.
@@ -184,8 +184,9 @@ def true_budget(
 def test_prompts_get_what_the_target_allows_and_steps_keep_it(
     seconds, depth, max_tokens, captured, target_s
 ):
-    """Streams come and go, contexts and prompts differ, one step in 50 is disturbed, and
-    service is 10 % slower than the measurement."""
+    """Streams come and go, contexts and prompts differ, one step in 50 is disturbed,
+    and service is 10 % slower than the measurement.
+    """
     device = SyntheticDevice(seconds, depth)
     limit_s = MAX_MEASUREMENT_S["cuda" if depth else "cpu"]
     times = measured(device, target_s, max_tokens, limit_s, captured_tokens=captured)
@@ -293,8 +294,8 @@ def test_prompts_progress_with_streams_that_exceed_the_target():
     assert 16 <= budget.prompt_tokens(64, 64_000) <= 40
 
 
-def test_a_step_longer_than_the_target_is_used_as_far_as_tokens_cost_nothing():
-    """Every step with prompts takes 12 ms, so that 16 tokens gain nothing for streams."""
+def test_budget_above_the_target_includes_all_tokens_that_cost_no_time():
+    """Every step with prompts takes 12 ms, so smaller steps would not help streams."""
     device = SyntheticDevice(launch_bound)
     times = measured(device, 0.005, 8192, 3.0)
     budget = PrefillBudget(times, 0.005, 8192)
@@ -316,7 +317,7 @@ def test_durations_between_points_are_linear():
     assert Polyline(points[:1])(1000) == 3.0
 
 
-def test_a_jump_in_the_durations_is_not_crossed():
+def test_budget_stays_below_a_jump_in_the_durations():
     """Beyond 768 tokens a step is not a CUDA graph and takes 19 ms at least."""
     points = [
         Point(17, 0.006),

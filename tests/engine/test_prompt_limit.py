@@ -1,4 +1,4 @@
-"""When steps with streams are limited, and by how much waiting prompts may exceed it."""
+"""The token limit of steps with streams, and when waiting prompts may exceed it."""
 
 import pytest
 

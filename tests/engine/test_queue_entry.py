@@ -1,6 +1,7 @@
-"""What counts in a server's queue: true lengths of requests that are tokenized and
-still wanted. The HTTP application under a real uvicorn, in front of a scripted
-engine."""
+"""A server's queue counts the true lengths of tokenized requests of connected clients.
+
+The HTTP application runs under a real uvicorn, in front of a scripted engine.
+"""
 
 import asyncio
 import json
@@ -46,11 +47,13 @@ CONTEXT = 4096
 serving_4k = partial(
     serving, ready=replace(READY, max_model_len=CONTEXT, num_blocks=4096)
 )
-SHARED, OWN = [300 % 256] * 1500, 60
+SHARED_IDS = [300 % 256] * 1500
+NUM_UNIQUE_IDS = 60
 
 
 def prompt_ids(number: int) -> list[int]:
-    return [*SHARED, *random.Random(number).choices(range(256), k=OWN)]
+    unique_ids = random.Random(number).choices(range(256), k=NUM_UNIQUE_IDS)
+    return [*SHARED_IDS, *unique_ids]
 
 
 async def queue_tokens(server: Server) -> float:
@@ -63,7 +66,7 @@ async def until_in_progress(server: Server, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-# -- prompts that begin alike ------------------------------------------------------------------
+# -- prompts that begin alike ----------------------------------------------------------
 
 
 async def test_common_prefixes_count_once(tokenizer):
@@ -74,9 +77,8 @@ async def test_common_prefixes_count_once(tokenizer):
             ids = prompt_ids(number)
             requested.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
             await until_added(server, number + 1)  # none is refused
-        assert (
-            await queue_tokens(server) == 1560 + 11 * 88
-        )  # 1,472 tokens are whole spans
+        # 1,472 of the shared tokens are complete spans.
+        assert await queue_tokens(server) == 1560 + 11 * 88
         gate.open.set()
         assert {(await one).status_code for one in requested} == {200}
         assert await queue_tokens(server) == 0
@@ -138,7 +140,7 @@ def test_urgent_prompt_does_not_rely_on_the_prefix_of_a_less_urgent_one():
 
 
 def test_rate_counts_only_computed_tokens():
-    """The cache lacked an expected prefix, and the queue's rate must not drop for that."""
+    """A prefix missing in the cache must not lower the queue's rate."""
     now_s = 0.0
     queue = Admission(
         QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6), lambda: now_s
@@ -219,7 +221,7 @@ async def test_prompt_logprobs_do_not_end_the_wait(tokenizer):
         assert await queue_tokens(server) == 0
 
 
-# -- requests that are not tokenized yet, or whose client disconnected -------------------------------
+# -- requests that are not tokenized yet, or have a disconnected client ----------------
 
 
 class Blocked(Tokenizer):
@@ -227,7 +229,8 @@ class Blocked(Tokenizer):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
         self.num_begun = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -260,10 +263,10 @@ async def send_and_leave(
 ) -> socket.socket:
     """Send a request and read nothing; closing the socket disconnects the client."""
     data = json.dumps({"model": "m", **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     client = socket.create_connection((server.host, server.port))
     client.setblocking(False)
-    await asyncio.get_running_loop().sock_sendall(client, head + data)
+    await asyncio.get_running_loop().sock_sendall(client, head.encode() + data)
     return client
 
 
@@ -391,11 +394,11 @@ async def test_prompt_beyond_the_context_is_refused_before_rendering(
         assert not server.engine.added
 
 
-# -- grammars that wait for their trial --------------------------------------------------------
+# -- grammars that wait for their trial ------------------------------------------------
 
 
 def endless(number: int) -> dict[str, Any]:
-    """A schema whose trial takes all of the allowed time."""
+    """A schema with a trial that takes all of the allowed time."""
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
 
 
@@ -446,9 +449,8 @@ async def test_waiting_trials_do_not_delay_requests_without_a_schema(
         ]
         await until_in_progress(server, 4)
         release_messages = await server.post(structured_outputs=endless(9))
-        while (
-            release_messages.status_code != 429
-        ):  # until the four are in the trial queue
+        # Wait until the four are in the trial queue.
+        while release_messages.status_code != 429:
             release_messages = await server.post(structured_outputs=endless(9))
         error = release_messages.json()["error"]
         assert (error["code"], error["phase"]) == ("rate_limit_exceeded", "grammar")

@@ -62,8 +62,9 @@ def _close(links: RankLinks) -> None:
 
 @pytest.fixture
 def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
-    """Makes the links of rank 0, and runs a function for each other rank in a thread. The
-    links of the other ranks are closed when their functions return."""
+    """Makes the links of rank 0, and runs a function for each other rank in a thread.
+    The links of the other ranks are closed when their functions return.
+    """
 
     def run(links: RankLinks, function: Callable[[RankLinks], Any]) -> Any:
         try:

@@ -3,8 +3,8 @@ that runs each request alone.
 
 Each of the two ranks has half of the heads or, with dcp, half of the tokens. Rank 1
 receives each step as bytes. Chunks, preemptions, prefix hits, choices and aborts occur
-at random. Between two steps, all memory that no step may read is NaN on every rank, so a
-wrong read changes the tokens.
+at random. Between two steps, all memory that no step may read is NaN on every rank, so
+a wrong read changes the tokens.
 
 If one rank lacks data (a block, a prompt to score, the counts of a penalty), the tokens
 of rank 0 change, because both ranks contribute to every sum, or a collective hangs.
@@ -68,15 +68,24 @@ def _make_requests(rng: random.Random) -> list[AddRequest]:
             *(rng.randrange(VOCAB) for _ in range(5)),
         ]
         sampling = SamplingParams(
-            temperature=rng.choice([0.0, 1.0]), seed=number, num_logprobs=3,
-            frequency_penalty=rng.choice([0.0, 0.5]), repetition_penalty=rng.choice([1.0, 1.2]),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=number,
+            num_logprobs=3,
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
             logit_bias=rng.choice([{}, {7: 3.0}]),
             **rng.choice([{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}]),
-        )  # fmt: skip
+        )
         requests.append(
-            add(f"r{number}", prompt, rng.choice([1, 5, 25]), sampling,
-            num_choices=rng.choice([1, 1, 2]), num_prompt_logprobs=rng.choice([None, None, 1]))
-        )  # fmt: skip
+            add(
+                f"r{number}",
+                prompt,
+                rng.choice([1, 5, 25]),
+                sampling,
+                num_choices=rng.choice([1, 1, 2]),
+                num_prompt_logprobs=rng.choice([None, None, 1]),
+            )
+        )
     return requests
 
 

@@ -1,6 +1,9 @@
-"""Every architecture through a prefill and a decode engine of unlike geometry, over real transfers:
-the tokens of transformers. Prompts are longer than a step, so they are computed in chunks over
-paged KV. Of layers with a window the end of a prompt moves alone."""
+"""Every architecture in a prefill and a decode engine of different geometry.
+
+Transfers are real, and the tokens equal those of transformers. Prompts are longer than
+a step, so they are computed in chunks over paged KV. Layers with a window transfer only
+the end of a prompt.
+"""
 
 import pytest
 
@@ -14,11 +17,8 @@ from tests.rigs.shadow import MemoryTransport, add
 
 WINDOW, NUM_TOKENS = 40, 10
 PROMPT = [(37 * at * at + 11) % 131 for at in range(250)]
-NEXT = [
-    *PROMPT[:93],
-    5,
-    9,
-]  # what both sides know of it ends within windows of 40 tokens
+# The prefix that both sides have cached ends within windows of 40 tokens.
+NEXT = [*PROMPT[:93], 5, 9]
 MODELS = ["gemma3", "gemma2", "mistral-window", "qwen3-window"]
 GEOMETRIES = [
     {"p_block_size": 8, "block_size": 4, "p_order": "LBCNHD"},
@@ -33,21 +33,23 @@ def answered(pair: RealPair, prompt: list[int], **members: object) -> MemoryTran
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
+def test_pair_of_engines_continues_prompts_as_transformers_does(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].test_case]
     reference = make(architecture, tmp_path, **options)
     with RealPair(tmp_path, p_block_size=8, block_size=4, p_order="LBCNHD") as pair:
         for prompt in (PROMPT[:170], NEXT):
-            found = answered(pair, prompt).tokens("r")
-            assert found == continued(reference, prompt, NUM_TOKENS)
+            tokens = answered(pair, prompt).tokens("r")
+            assert tokens == continued(reference, prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(
+def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
     name, geometry, tmp_path
 ):
-    """A prompt of several windows, one that goes on from its end, one from the window's edge."""
+    """The first prompt has several windows. The second continues it after the answer.
+    The others branch off near the edge of a window.
+    """
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)
     with RealPair(tmp_path, verify="all", **geometry) as pair:
@@ -58,9 +60,11 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(
         follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
         edges = [[*PROMPT[:at], 3, 1] for at in (48, 96, 104)]
         for prompt in (PROMPT, follow_up, *edges):
-            # Choices but the first compute the prompt's last block anew: its window begins earlier.
-            choices = 1 + (size == 16)
-            out, stop = answered(pair, prompt, num_choices=choices), len(prompt)
+            # All choices except the first compute the prompt's last block again, so
+            # its window begins earlier.
+            choices = 2 if size == 16 else 1
+            out = answered(pair, prompt, num_choices=choices)
+            stop = len(prompt)
             for choice in range(choices):
                 assert out.tokens("r", choice) == continued(
                     reference, prompt, NUM_TOKENS
@@ -73,18 +77,16 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(
                 stop - max(usage.skipped, reach - WINDOW)
             )
             moved += (whole + windows) * token_bytes
-            told = pair.d.core.connector.stats()
-            assert (
-                told["baton_kv_transfer_bytes"] == moved
-                and told["baton_kv_verified_tokens"] > 0
-            )
-        assert moved_on(pair, PROMPT[::-1]) == continued(
+            stats = pair.d.core.connector.stats()
+            assert stats["baton_kv_transfer_bytes"] == moved
+            assert stats["baton_kv_verified_tokens"] > 0
+        assert migrated(pair, PROMPT[::-1]) == continued(
             reference, PROMPT[::-1], NUM_TOKENS
         )
 
 
-def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
-    """The tokens of a sequence that D has begun and P goes on with."""
+def migrated(pair: RealPair, prompt: list[int]) -> list[int]:
+    """Returns the tokens of a sequence that begins on D and migrates to P."""
     p, d = pair.engines
     out = d.out = d.core.transport = MemoryTransport()
     name = pair.begin(d, prompt, NUM_TOKENS)
@@ -93,10 +95,9 @@ def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
     remote = kv_params.to_remote_prefill(
         kv_params.parse(pair.end_of(d, name).kv_transfer_params)
     )
-    known = out.tokens(name)
-    theirs = pair.begin(
-        p, prompt, NUM_TOKENS, remote=remote, resumed_choices=[ResumedChoice(known)]
-    )
-    tokens = pair.tokens_of(p, theirs)
-    assert len(known) >= 3 and p.kv(theirs)[1] == 0
-    return known + tokens
+    sent_tokens = out.tokens(name)
+    resumed = [ResumedChoice(sent_tokens)]
+    p_name = pair.begin(p, prompt, NUM_TOKENS, remote=remote, resumed_choices=resumed)
+    tokens = pair.tokens_of(p, p_name)
+    assert len(sent_tokens) >= 3 and p.kv(p_name)[1] == 0
+    return sent_tokens + tokens

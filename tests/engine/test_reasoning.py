@@ -54,13 +54,16 @@ def test_reasoning_is_streamed_and_blanks_are_scanned_once():
     assert parser.feed("x") == (" " * 400_000 + "x", "")
 
 
-# -- calls in reasoning that is never closed -----------------------------------------------------
+# -- calls in reasoning that is never closed -------------------------------------------
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name}} for name in ("add", "look_up")
 )
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-QWEN = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+QWEN = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"

@@ -49,7 +49,7 @@ SHARED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-async def test_field_works_like_in_a_chat(name, tokenizer):
+async def test_field_has_the_same_effect_as_in_a_chat(name, tokenizer):
     knowing = with_template(
         tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking")
     )
@@ -136,11 +136,11 @@ async def test_json_objects_may_have_a_schema(tokenizer):
         assert grammar == Grammar("json_schema", '{"type": "null"}')
 
 
-# -- log-probabilities ---------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------
 
 
 def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
-    """A script that writes `text`. Token n has the logprob -n / 8; "A" is the most likely."""
+    """A script that writes `text`. Token n has logprob -n / 8, less than "A" has."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         assert request.sampling.num_logprobs is not None

@@ -213,9 +213,8 @@ async def test_stream_resumes_after_any_of_its_frames(name, tokenizer, harmony):
         assert _anonymous(plain.content) == _anonymous(_joined(whole))
         for cut in range(1, len(whole), 1 + len(whole) // 50):
             texts = [text for text, _ in whole[:cut]]
-            server = (
-                other if cut > 1 else first
-            )  # the number of cached tokens is unknown before the first token
+            # The number of cached tokens is unknown before the first token.
+            server = other if cut > 1 else first
             rest = await _frames(server, path, body, texts)
             assert _joined(whole[:cut] + rest) == _joined(whole), cut
             if len(rest) > 1 and cut % 4 == 1:  # resume a second time
@@ -373,9 +372,14 @@ async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name,
         assert sum(map(len, sent)) >= num - 1 and resume.HEADER not in actual.headers
 
 
-@pytest.mark.parametrize(("is_movable", "size", "num_retained"), [
-    (False, 1, 0), (True, resume.MAX_HISTORY_BYTES, 2), (True, resume.MAX_HISTORY_BYTES * 99 // 200, 3)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("is_movable", "size", "num_retained"),
+    [
+        (False, 1, 0),
+        (True, resume.MAX_HISTORY_BYTES, 2),
+        (True, resume.MAX_HISTORY_BYTES * 99 // 200, 3),
+    ],
+)
 def test_answer_keeps_its_frames_only_while_it_can_migrate(
     is_movable, size, num_retained
 ):

@@ -1,5 +1,6 @@
-"""The sampler draws from the right distribution over the allowed tokens. A row's token does
-not depend on other rows."""
+"""The sampler draws from the right distribution over the allowed tokens. A row's token
+does not depend on other rows.
+"""
 
 import math
 
@@ -108,11 +109,14 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor) -> No
 
 
 sampling = st.builds(
-    SamplingParams, temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 3, 40, 200, 1000]), top_p=st.sampled_from([1.0, 0.99, 0.5, 1e-6]),
-    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 2**63 - 1),
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 200, 1000]),
+    top_p=st.sampled_from([1.0, 0.99, 0.5, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
     choice_index=st.integers(0, 4),
-)  # fmt: skip
+)
 
 
 @examples(60)
@@ -206,7 +210,8 @@ def test_number_of_logprobs_is_the_requested_one(num, shape):
     "limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
 )
 def test_nan_counts_as_minus_infinity_and_infinity_takes_all_the_probability(limits):
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     logits = torch.tensor(
         [
             [nan, 1.0, nan, -inf],

@@ -20,9 +20,12 @@ DEFS = {"cat": CAT, "dog": DOG}
 
 # Names of the grammar library and its code, which clients do not know.
 LIBRARY = re.compile(
-    r"coerce_one_of|llguidance|lenient|x-guidance|whitespace_|separator|json_allow|f64|u64|i64|"
-    r"usize|Some\(|None|Unimplemented|Unsatisfiable|Expected|panic|assert|lexer|NoExtension|"
-    r"RegexAst|SearchRegex|verbose|retriev|registry|json-schema:|rx_|backtrace|lookarounds"
+    r"coerce_one_of|llguidance|lenient|x-guidance|whitespace_|separator|json_allow|f64|"
+    r"u64|i64|"
+    r"usize|Some\(|None|Unimplemented|Unsatisfiable|Expected|panic|assert|lexer|"
+    r"NoExtension|"
+    r"RegexAst|SearchRegex|verbose|retriev|registry|json-schema:|rx_|backtrace|"
+    r"lookarounds"
 )
 
 
@@ -53,8 +56,10 @@ def test_one_of_is_the_same_in_any_spelling(schema):
         ([{"const": 1}, {"const": 2}], True),
         ([{"enum": ["a", "b"]}, {"enum": ["c"]}], True),
         ([{"type": "integer"}, {"type": "string"}, {"type": "null"}], True),
-        ([{"type": "integer", "maximum": 3}, {"type": "number", "exclusiveMinimum": 3}], True),
-        ([{"type": "integer", "maximum": 2**60}, {"type": "integer", "minimum": 2**60 + 1}], True),
+        ([{"type": "integer", "maximum": 3}, {"type": "number", "exclusiveMinimum": 3}],
+         True),
+        ([{"type": "integer", "maximum": 2**60},
+          {"type": "integer", "minimum": 2**60 + 1}], True),
         ([{"type": "array"}, CAT], True),
         ([{**CAT, "additionalProperties": False},
           {"type": "object", "required": ["other"]}], True),
@@ -62,11 +67,12 @@ def test_one_of_is_the_same_in_any_spelling(schema):
         ([CAT], True),
         ([{"const": 1}, {"const": 1.0}], False),
         ([{"type": "integer"}, {"type": "number"}], False),
-        ([{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}], False),
+        ([{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}],
+         False),
         ([{"required": ["a"]}, {"required": ["b"]}], False),
         ([CAT, {"type": "object"}], False),
-        ([{"properties": {"kind": {"const": "cat"}}}, {"properties": {"kind": {"const": "x"}}}],
-         False),
+        ([{"properties": {"kind": {"const": "cat"}}},
+          {"properties": {"kind": {"const": "x"}}}], False),
         ([True, {"type": "string"}], False),
     ],
 )  # fmt: skip
@@ -116,9 +122,11 @@ def test_supported_formats_are_enforced():
         ({"type": "number", "multipleOf": 0.07}, "0.14", "0.15"),
         ({"type": "integer", "not": False, "then": {"minimum": 3}}, "2", '"a"'),
         ({"$schema": "https://example.com/dialect", "type": "integer"}, "1", '"a"'),
-        ({"$ref": "#int", "$defs": {"x": {"$anchor": "int", "type": "integer"}}}, "1", '"a"'),
-        ({"$id": "http://x/a", "$ref": "http://x/b", "$defs": {"x": {
-            "$id": "b", "$ref": "#/$defs/y", "$defs": {"y": {"type": "integer"}}}}}, "1", '"a"'),
+        ({"$ref": "#int", "$defs": {"x": {"$anchor": "int", "type": "integer"}}}, "1",
+         '"a"'),
+        ({"$id": "http://x/a", "$ref": "http://x/b",
+          "$defs": {"x": {"$id": "b", "$ref": "#/$defs/y",
+                          "$defs": {"y": {"type": "integer"}}}}}, "1", '"a"'),
         ({"x-guidance": {"lenient": True, "foo": 1}, "type": "integer"}, "1", '"a"'),
         ('{"type": "integer", "default": 1e400, "examples": [1e-400]}', "1", '"a"'),
     ],
@@ -131,27 +139,34 @@ def test_keywords_without_effect_are_not_refused(schema, right, wrong):
 @pytest.mark.parametrize(
     ("schema", "path", "text"),
     [
-        ({"properties": {"a": {"type": "objekt"}}}, "properties.a.type", '"objekt" (did you mean'),
-        ({"properties": {"a": 3}}, "properties.a", "3; it must be an object or a boolean"),
+        ({"properties": {"a": {"type": "objekt"}}}, "properties.a.type",
+         '"objekt" (did you mean'),
+        ({"properties": {"a": 3}}, "properties.a",
+         "3; it must be an object or a boolean"),
         ({"items": [{"minimum": "3"}]}, "items[0].minimum", '"3"; it must be a number'),
-        ({"anyOf": [{"minLength": -1}]}, "anyOf[0].minLength", "an integer of at least 0"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"enum": []}}}, "$defs.a.enum", "at least one"),
+        ({"anyOf": [{"minLength": -1}]}, "anyOf[0].minLength",
+         "an integer of at least 0"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"enum": []}}}, "$defs.a.enum",
+         "at least one"),
         ({"allOf": [{"not": {"type": "null"}}]}, "allOf[0].not", "cannot be enforced"),
         ({"if": {"type": "null"}, "then": True}, "if", "cannot be enforced"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems", "cannot be enforced"),
-        ({"x-guidance": {"lenient": True}, "not": {"type": "null"}}, "not", "cannot be enforced"),
+        ({"x-guidance": {"lenient": True}, "not": {"type": "null"}}, "not",
+         "cannot be enforced"),
         ({"$ref": "other.json"}, "$ref", "not present"),
         ({"$ref": 3}, "$ref", "must be a string"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref", "back to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref",
+         "back to itself"),
         ({"multipleOf": 0}, "multipleOf", "greater than 0"),
         ({"minLength": 10**30}, "minLength", "must be below"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "properties.a",
          "look-ahead"),
         ({"properties": {"a": {"type": "string", "pattern": "a("}}}, "properties.a",
          "unclosed group"),
-        ({"items": {"type": "object", "patternProperties": {"^a": {}, "b$": {}}}}, "items",
-         "exclude each other"),
-        ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}},
+        ({"items": {"type": "object", "patternProperties": {"^a": {}, "b$": {}}}},
+         "items", "exclude each other"),
+        ({"type": "object",
+          "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}},
           "required": ["a"]}, "properties.a", "no value matches"),
         ({"properties": {"a": {"type": "integer", "minimum": 2**60, "maximum": 2},
                          "b": {"type": "string", "pattern": "(?=a)"}}}, "properties.b",
@@ -165,15 +180,17 @@ def test_mistake_is_named_by_its_path(schema, path, text):
 
 
 _VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 1.5, 10**30, "a", "(", "#/x", [], {}, ["a"], [1], [{}], {"a": 1},
-    {"a": {}}, [{"type": "integer"}, {"type": "string"}], [3, "x"], "integer", ["integer", "null"],
+    None, True, False, 0, 1, -1, 1.5, 10**30, "a", "(", "#/x", [], {}, ["a"], [1], [{}],
+    {"a": 1}, {"a": {}}, [{"type": "integer"}, {"type": "string"}], [3, "x"], "integer",
+    ["integer", "null"],
 ]  # fmt: skip
 _KEYWORDS = (
-    "type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref", "$id", "$schema", "$anchor",
-    "$defs", "properties", "required", "additionalProperties", "patternProperties", "items",
-    "prefixItems", "additionalItems", "minItems", "maxItems", "minLength", "maxLength", "pattern",
-    "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "minProperties", "maxProperties", "uniqueItems", "contains", "if", "then", "dependencies",
+    "type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref", "$id", "$schema",
+    "$anchor", "$defs", "properties", "required", "additionalProperties",
+    "patternProperties", "items", "prefixItems", "additionalItems", "minItems",
+    "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties",
+    "maxProperties", "uniqueItems", "contains", "if", "then", "dependencies",
     "propertyNames", "x-guidance", "unevaluatedProperties", "title", "default",
 )  # fmt: skip
 

@@ -75,7 +75,8 @@ def test_range_matches_exactly_the_numbers_within_it(seed):
             spelled.add(text.rstrip("0").rstrip(".") if "." in text else text)
             for one in spelled - {"-0"}:
                 if number == 0 and one.startswith("-"):
-                    continue  # -0 may match or not, because it is a second spelling of 0
+                    # -0 may match or not, because it is a second spelling of 0.
+                    continue
                 assert (
                     decimals is not None and bool(re.fullmatch(decimals, one))
                 ) == expected

@@ -44,14 +44,16 @@ from protocol.settings.settings import PrefillSettings
 
 def resolve(*args, progress, **options):
     progress("half of it is there")
-    http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False, timeout=60)
+    url = f"http://127.0.0.1:{sys.argv[1]}"
+    http = httpx.Client(base_url=url, trust_env=False, timeout=60)
     while "half" not in (ready := http.get("/ready")).text:
         pass
     completion = http.post("/v1/completions", json={"prompt": "a"})
     for response in (http.get("/health"), ready, http.get("/v1/models"), completion):
         print(response.status_code, response.text, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    ThreadPoolExecutor().submit(time.sleep, 600).result()  # like a download of many files
+    # This thread blocks, as in a download of many files.
+    ThreadPoolExecutor().submit(time.sleep, 600).result()
 
 engine.serve.resolve_model = resolve
 options = {"port": sys.argv[1], "cluster_secret": "a secret of these tests"}
@@ -65,9 +67,13 @@ raise SystemExit(
 def test_server_reports_its_progress_and_stops_without_waiting_for_its_model() -> None:
     with reserved_ports(1) as (port,):
         done = subprocess.run(
-            [sys.executable, "-c", _RESOLVING_FOREVER, str(port)], capture_output=True, text=True,
-            timeout=120, cwd=Path(__file__).parents[2], check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", _RESOLVING_FOREVER, str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[2],
+            check=False,
+        )
     health, ready, models, completion = done.stdout.splitlines()[-4:]
     assert health == '200 {"status":"ok"}'
     assert ready.startswith(
@@ -96,7 +102,7 @@ class _EndingEngine(ScriptedEngine):
 async def _made(
     engine: _EndingEngine, **options: Any
 ) -> AsyncIterator[tuple[_Server, Any]]:
-    """A server on the running event loop, without processes, and a socket to serve on."""
+    """A server without processes on the running loop, and a socket to serve on."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
     server = engine.server = _Server(settings, "-", lambda secret: ServerHooks())
@@ -127,7 +133,7 @@ async def test_engine_that_ends_during_the_shutdown_is_no_failure(tokenizer):
 
 
 async def test_server_unregisters_before_it_refuses_requests(tokenizer):
-    """The fake proxy records each registration, and whether the server responds then."""
+    """The fake proxy records each registration and the server's status then."""
     registrations: list[tuple[bool, int]] = []
 
     async def record_registration(call: Call) -> None:

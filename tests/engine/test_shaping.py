@@ -1,7 +1,7 @@
-"""Bias, penalties, bans and masks do to each row what their definitions say and nothing to others.
+"""Bias, penalties, bans and masks follow their definitions, and change no other row.
 
-The book and the shaper are driven as the engine drives them: draws are counted on the device, and
-whatever the book did not see (a preemption, another engine's first token) starts the row anew.
+The tests call the book and the shaper as the engine does: draws are counted on the
+device. A preemption, or a first token from another engine, initializes the row again.
 """
 
 import math
@@ -37,7 +37,8 @@ def _sequence(
 
 def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
     """The definitions, token by token."""
-    sampling, shaped = sequence.request.sampling, []
+    sampling = sequence.request.sampling
+    shaped = []
     outputs = sequence.token_ids[sequence.num_prompt_tokens :]
     for token, given_logit in enumerate(logits):
         logit = given_logit + sampling.logit_bias.get(token, 0.0)
@@ -115,9 +116,8 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
     sequences = [_sequence(prompt, [3, 4], **params) for prompt, params in specs]
     for members, event in rounds:
         chosen = [sequences[at] for at in sorted(members) if at < len(sequences)]
-        if event < len(
-            sequences
-        ):  # one is preempted; what it drew, its new row must know
+        if event < len(sequences):
+            # The sequence is preempted. Its new row must include the drawn tokens.
             sequences[event].phase = Phase.WAITING
             bench.shaping([s for s in sequences if s.phase is Phase.RUNNING])
             sequences[event].phase = Phase.RUNNING
@@ -125,16 +125,17 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
             bench.check_step(chosen)
 
 
-def test_rows_that_need_nothing_are_left_alone_and_cost_nothing():
+def test_rows_without_options_stay_unchanged_and_cost_nothing():
     bench = Bench()
-    plain, ends = _sequence([1, 2]), _sequence([3], stop=[5], min_tokens=2)
+    plain = _sequence([1, 2])
+    ends = _sequence([3], stop=[5], min_tokens=2)
     assert bench.shaping([plain]) is None
     for _ in range(2):
         bench.check_step([plain, ends])
     assert bench.shaping([plain, ends]) is None, "min_tokens has been reached"
 
 
-def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere():
+def test_prompt_is_sent_once_with_the_tokens_that_another_engine_drew():
     book = ShapeBook()
     sequence = _sequence([7, 8], presence_penalty=1.0, logit_bias={1: 2.0})
     sequence.token_ids.append(9)
@@ -146,7 +147,7 @@ def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere():
     assert again is not None and again.setups == [] and again.rows == first.rows
 
 
-def test_state_rows_are_taken_back_from_what_no_longer_runs():
+def test_state_rows_of_sequences_that_no_longer_run_are_reused():
     book = ShapeBook()
     sequences = [_sequence([at], presence_penalty=1.0) for at in range(3)]
     plan = book.plan(sequences, [1, 1, 1])
@@ -181,7 +182,7 @@ def test_only_allowed_tokens_are_drawn(temperature, limits):
         assert all(token in row for token, row in zip(drawn, allowed, strict=True))
 
 
-def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else():
+def test_grammar_that_allows_only_banned_tokens_overrides_the_ban():
     sequence = _sequence([1], stop=[2], min_tokens=5)
     plan = ShapeBook().plan([sequence], [1])
     batch = SamplingBatch.from_params([SamplingParams(seed=3)], [1])

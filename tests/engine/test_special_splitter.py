@@ -46,9 +46,18 @@ CHATML = """\
         {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-CONTROLS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|pad|>", "<tool_call>", "</tool_call>",
-            "<tool_response>", "</tool_response>"]  # fmt: skip
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+CONTROLS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    "</s>",
+    "<|pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 TAGS = ["<think>", "</think>"]
 CORPUS = [
     "the cat sat on the mat, he said <hello> | world</b> im_end im_start tool_call > x"
@@ -129,7 +138,8 @@ def of_words(folder: Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "byte-level": lambda folder: byte_level(folder, normalized=False),
-    # As in DeepSeek's: tokens are matched in normalized text, but there is no normalizer.
+    # As in DeepSeek's: tokens are matched in normalized text, but there is no
+    # normalizer.
     "normalized": lambda folder: byte_level(folder, normalized=True),
     "gaps": with_gaps,
     "sentencepiece-like": sentencepiece_style,
@@ -183,8 +193,8 @@ def controls_in(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
 PIECES = st.sampled_from(
-    ["<", "|", ">", "im_end", "<|im_", "/s>", " ", "\n", "\n\n", "the cat", "é", "e\u0301", "<b>",
-     "</b>", "[", "x < y"]
+    ["<", "|", ">", "im_end", "<|im_", "/s>", " ", "\n", "\n\n", "the cat", "é",
+     "e\u0301", "<b>", "</b>", "[", "x < y"]
 )  # fmt: skip
 
 
@@ -308,11 +318,14 @@ def test_control_tokens_in_tool_definitions_are_text(chatty, splitter):
     assert "Obey." in chatty.decode_all(ids)
 
 
-# -- templates -----------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------
 
 
 def template_of(body: str) -> str:
-    frame = "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n{%% endfor %%}"
+    frame = (
+        "{%% for m in messages %%}<|im_start|>{{ m.role }}\n"
+        "{{ %s }}<|im_end|>\n{%% endfor %%}"
+    )
     return frame % body
 
 
@@ -377,7 +390,7 @@ def test_log_reports_a_template_without_control_tokens(tmp_path, caplog):
     assert "separates turns by ordinary text" in caplog.text
 
 
-# -- requests ------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------
 
 serving_512 = partial(serving, ready=replace(READY, max_model_len=4096, vocab_size=512))
 CHAT = {"messages": [{"role": "user", "content": TURN}]}

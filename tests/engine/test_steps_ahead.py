@@ -1,7 +1,8 @@
-"""The engine core launches steps ahead, and serves messages and pulls while a step runs.
+"""The engine core launches steps ahead, and serves messages and pulls while a step
+runs.
 
-The executor is a shadow of the KV cache (tests/rigs/shadow.py), which computes each step
-as late as allowed.
+The executor is a shadow of the KV cache (tests/rigs/shadow.py), which computes each
+step as late as allowed.
 """
 
 from collections.abc import Iterator

@@ -28,7 +28,8 @@ CLIENT, ROOT, SERVER = (
 
 def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
     """A self-signed certificate for the loopback address, and its key."""
-    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    cert = str(folder / f"{name}.pem")
+    key = str(folder / f"{name}.key")
     names = "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2".split()
@@ -168,10 +169,8 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
 ):
     cert, key = made(tmp_path, "old")
     ca = str(shutil.copy(cert, tmp_path / "ca"))
-    certificate, verified = (
-        Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca)),
-        client_context(ca),
-    )
+    certificate = Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca))
+    verified = client_context(ca)
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
     server = await asyncio.start_server(
         lambda _, w: w.close(), "127.0.0.1", 0, ssl=context
@@ -205,7 +204,8 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
 
 
 def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
-    (cert, key), (other, _) = made(tmp_path, "one"), made(tmp_path, "two")
+    cert, key = made(tmp_path, "one")
+    other, _ = made(tmp_path, "two")
     locked = made(tmp_path, "locked", "-passout", "pass:secret")
     (tmp_path / "text").write_text("no certificate")
     text = str(tmp_path / "text")

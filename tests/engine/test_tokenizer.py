@@ -32,10 +32,11 @@ CHAT_TEMPLATE = """\
     {% generation %}{% if loop.index == 2 %}{{ bos_token }}{% endif %}{% endgeneration %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|begin|>assistant\\n' }}{% endif %}
-"""
+"""  # noqa: E501
 
 TEXTS = [
-    "Hello world", "  two  spaces\n\n\ttab 12345 x=3.14", "Ünïcödé 你好 🙂👩‍👩‍👧 e\u0301",
+    "Hello world", "  two  spaces\n\n\ttab 12345 x=3.14",
+    "Ünïcödé 你好 🙂👩‍👩‍👧 e\u0301",
     "<|begin|>user\nhi<|end|> <extra>x", "</s> x <s>", "a" * 300, "",
 ]  # fmt: skip
 CHATS: list[list[dict[str, Any]]] = [
@@ -227,7 +228,7 @@ def test_part_of_a_character_is_shown_by_its_bytes(folders, kind):
     assert parts[-2:] == [r"bytes:\x82", r"bytes:\xac"]
 
 
-# -- end of sequence ---------------------------------------------------------------------------
+# -- end of sequence -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,12 +256,8 @@ def test_eos_comes_from_the_file_with_the_highest_precedence(
     [
         ({"vocab_size": 300}, [5, 300], (5,), (300,)),
         ({"vocab_size": 300}, 100_000, (), (100_000,)),
-        (
-            {"vocab_size": 100_000},
-            [5, 5, 99_999],
-            (5, 99_999),
-            (),
-        ),  # an id of the model's padding
+        # The id is in the model's padding.
+        ({"vocab_size": 100_000}, [5, 5, 99_999], (5, 99_999), ()),
         ({"text_config": {"vocab_size": 300}}, [-1, 5], (5,), (-1,)),
         ({}, [5, 1 << 40], (5,), (1 << 40,)),  # the tokenizer's, if no file has an id
     ],
@@ -308,7 +305,7 @@ def test_given_chat_template_replaces_the_models(tmp_path):
         Tokenizer(tmp_path, tmp_path / "gone")
 
 
-# -- what is missing or broken -----------------------------------------------------------------
+# -- what is missing or broken ---------------------------------------------------------
 
 _CONFIG = "tokenizer_config.json"
 
@@ -317,7 +314,8 @@ _CONFIG = "tokenizer_config.json"
     ("name", "content", "error", "reported"),
     [
         ("tokenizer.json", None, TokenizerNotFound,
-         r"found: tekken\.json, tokenizer\.model\); .*same vocabulary.*save_pretrained"),
+         r"found: tekken\.json, tokenizer\.model\); .*same vocabulary.*"
+         r"save_pretrained"),
         ("tokenizer.json", "{", TokenizerNotFound, r"tokenizer\.json"),
         (_CONFIG, "{", TokenizerNotFound, r"tokenizer_config\.json"),
         ("config.json", {"eos_token_id": "</s>"}, TokenizerNotFound,
@@ -326,11 +324,14 @@ _CONFIG = "tokenizer_config.json"
          r"config\.json is \[1, null\], expected a token id"),
         (_CONFIG, {"chat_template": "a\n{% for"}, BrokenTemplate,
          r"tokenizer_config\.json cannot be read: .*unexpected .*, line 2; correct"),
-        (_CONFIG, {"chat_template": "{{ x | nope }}"}, BrokenTemplate, "No filter named 'nope'"),
-        (_CONFIG, {"chat_template": [{"name": "default"}]}, BrokenTemplate, "KeyError: 'template'"),
+        (_CONFIG, {"chat_template": "{{ x | nope }}"}, BrokenTemplate,
+         "No filter named 'nope'"),
+        (_CONFIG, {"chat_template": [{"name": "default"}]}, BrokenTemplate,
+         "KeyError: 'template'"),
         ("additional_chat_templates/tool_use.jinja", "{% for", BrokenTemplate,
          r"tool_use\.jinja cannot be read: .*unexpected .*, line 1; correct"),
-        ("chat_template.json", "{}", BrokenTemplate, r"template\.json cannot be read: .*'chat_template'"),
+        ("chat_template.json", "{}", BrokenTemplate,
+         r"template\.json cannot be read: .*'chat_template'"),
         *[(_CONFIG, {"added_tokens_decoder": tokens}, TokenizerNotFound,
            r"tokenizer_config\.json has a token with a value of the wrong type")
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
@@ -346,9 +347,8 @@ def test_missing_or_broken_files_are_named(tmp_path, name, content, error, repor
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    if (
-        name == "chat_template.json"
-    ):  # read if the tokenizer's own files have no template
+    # This file is read if the tokenizer's other files have no template.
+    if name == "chat_template.json":
         (tmp_path / _CONFIG).unlink()
     with pytest.raises(error, match=reported):
         Tokenizer(tmp_path)
@@ -364,7 +364,7 @@ def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path):
     assert len(Tokenizer(tmp_path).encode("q")) == 1
 
 
-# -- templates ---------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------
 
 
 def render(source: str, *messages: dict[str, Any]) -> str:
@@ -374,10 +374,8 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("template", "reported"),
     [
-        (
-            "{{ messages[0].role }}",
-            "continue_final_message",
-        ),  # drops the message's text
+        # This template drops the message's text.
+        ("{{ messages[0].role }}", "continue_final_message"),
         (None, "no chat template"),
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
     ],

@@ -46,138 +46,173 @@ UNCLOSED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}'
 CASES = [
     ("hermes", "Just text < with <tags>.\n", "Just text < with <tags>.\n", []),
     ("hermes",
-     'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}\n'
-     "</tool_call>", "I will add.", [("add", '{"a": 1, "b": [2, {"c": "}"}]}')]),
-    ("hermes", '<tool_call>{"name":"add","arguments":{}}</tool_call>\n'
-     '<tool_call>\n{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n', "",
+     'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": '
+     '"}"}]}}\n</tool_call>', "I will add.",
+     [("add", '{"a": 1, "b": [2, {"c": "}"}]}')]),
+    ("hermes",
+     '<tool_call>{"name":"add","arguments":{}}</tool_call>\n<tool_call>\n'
+     '{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n', "",
      [("add", "{}"), ("look_up", '{"s": "a\\"b \\\\"}')]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
-    ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>'
-     '<tool_call>{"name": "add", "arguments": ""}</tool_call>', "", [("add", "{}")] * 2),
-    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
+    ("hermes",
+     '<tool_call>{"name": "add", "arguments": null}</tool_call><tool_call>{"name": '
+     '"add", "arguments": ""}</tool_call>', "", [("add", "{}")] * 2),
+    ("hermes",
+     '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
      " and more", [("add", '{"a": 1}')]),
     ("hermes", f'{UNCLOSED}</tool_call>\n{UNCLOSED}}}\n</tool_call> so', " so",
      [("add", '{"a": 1}')] * 2),
-    ("hermes", f"{UNCLOSED}}}}}\n</tool_call>{UNCLOSED}, ", "", [("add", '{"a": 1}')] * 2),
-    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    ("hermes", f"{UNCLOSED}}}}}\n</tool_call>{UNCLOSED}, ", "",
+     [("add", '{"a": 1}')] * 2),
+    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>",
+     []),
     ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
     ("hermes", "<tool_ca", "<tool_ca", []),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a": ')]),
-    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
-    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '
-     '"parameters": {"s": "x;y"}}', "", [("add", '{"a": 1}'), ("look_up", '{"s": "x;y"}')]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "",
+     [("add", '{"a": ')]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "",
+     [("add", '{"a": 1}')]),
+    ("llama3_json",
+     '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '
+     '"parameters": {"s": "x;y"}}', "",
+     [("add", '{"a": 1}'), ("look_up", '{"s": "x;y"}')]),
     ("llama3_json", "No call at all.", "No call at all.", []),
     ("llama3_json", '{"name": "Anna", "age": 3}', '{"name": "Anna", "age": 3}', []),
-    ("llama3_json", '{"city": {"name": "add"}} yes', '{"city": {"name": "add"}} yes', []),
+    ("llama3_json", '{"city": {"name": "add"}} yes', '{"city": {"name": "add"}} yes',
+     []),
     ("llama3_json", " [1] is a source", " [1] is a source", []),
     ("llama3_json", ' [{"a": 1}] is one', ' [{"a": 1}] is one', []),
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("hermes", "See \n<tool_call> this", "See \n<tool_call> this", []),
     ("named", "", "", [("add", "")]),
-    ("required", '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
+    ("required",
+     '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
      "", [("add", '{"a":1}'), ("other", "{}")]),
     ("required", '{"x": ], "name": "add"} yes', '{"x": ], "name": "add"} yes', []),
     ("named", '{"a": 1} ', "", [("add", '{"a": 1} ')]),
     ("mistral", "Just [text] with [TOOL_", "Just [text] with [TOOL_", []),
     ("mistral",
-     'Both: [TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}, {"name": "look_up", '
-     '"arguments": {"s": "]"}, "id": "123456789"}] ', "Both:",
+     'Both: [TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}, {"name": '
+     '"look_up", "arguments": {"s": "]"}, "id": "123456789"}] ', "Both:",
      [("add", '{"a": [1]}'), ("look_up", '{"s": "]"}')]),
     ("mistral",
-     '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{"s": "{"} so',
-     " so", [("add", '{"a": 1}'), ("look_up", '{"s": "{"}')]),
+     '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{"s": '
+     '"{"} so', " so", [("add", '{"a": 1}'), ("look_up", '{"s": "{"}')]),
     ("mistral", '[TOOL_CALLS]add{"a": ', "", [("add", '{"a": ')]),
     ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}', "", [("add", "{}")]),
     ("mistral", "[TOOL_CALLS] [not JSON", "[TOOL_CALLS] [not JSON", []),
     ("mistral", "[TOOL_CALLS] what? {", "[TOOL_CALLS] what? {", []),
     ("mistral", f"[TOOL_CALLS]{'x' * 600}{{}}", f"[TOOL_CALLS]{'x' * 600}{{}}", []),
     ("deepseek_v3",
-     "I look. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-     '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n'
-     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n", "I look.",
+     "I look. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+     "```json\n"
+     '{"a": "```"}\n```<｜tool▁call▁end｜>\n'
+     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n"
+     "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n", "I look.",
      [("add", '{"a": "```"}'), ("look_up", "{}")]),
     ("deepseek_v3",
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
      '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}', "",
      [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')]),
     ("deepseek_v3",
-     "So "
-     "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>look_up"
-     "<｜tool▁sep｜>{}<｜tool▁call▁end｜> so", "So so", [("add", "{}"), ("look_up", "{}")]),
+     "So <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n"
+     "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜> so",
+     "So so", [("add", "{}"), ("look_up", "{}")]),
     ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", "a <｜tool▁calls▁begin｜> b", []),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}",
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}", []),
     ("qwen3_coder",
-     "So: "
-     "<tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
-     '</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n</parameter>\n<parameter=ok>True'
-     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function></tool_call>",
-     "So:", [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
-     ("add", "{}")]),
+     "So: <tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n"
+     '<parameter=a>\n3\n</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n'
+     "</parameter>\n<parameter=ok>True</parameter>\n</function>\n</tool_call>\n"
+     "<tool_call>\n<function=add>\n</function></tool_call>", "So:",
+     [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
+      ("add", "{}")]),
     ("qwen3_coder",
-     '<function=add><parameter=s>\n a "b"\n\n</parameter><parameter=new>[1e3]</parameter>'
+     '<function=add><parameter=s>\n a "b"\n\n'
+     "</parameter><parameter=new>[1e3]</parameter>"
      "<parameter=a>many</parameter></function> done", " done",
      [("add", '{"s": " a \\"b\\"\\n", "new": [1e3], "a": "many"}')]),
-    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>lo",
-     "", [("add", '{"a": 1')]),
+    ("qwen3_coder",
+     "<tool_call><function=add><parameter=a>1</parameter><parameter=s>lo", "",
+     [("add", '{"a": 1')]),
     ("qwen3_coder", "<tool_call> <function>", "<tool_call> <function>", []),
     ("qwen3_coder", "<function=a b> x", "<function=a b> x", []),
     ("glm45",
-     "So: <tool_call>look_up\n<arg_key>s</arg_key>\n<arg_value> "
-     "3\n</arg_value>\n<arg_key>a"
-     '</arg_key>\n<arg_value>3</arg_value>\n<arg_key>deep</arg_key>\n<arg_value>'
-     '{"x": ["</tool_call>"]}</arg_value>\n</tool_call>\n<tool_call>add</tool_call> done',
-     "So: done",
-     [("look_up", '{"s": " 3\\n", "a": 3, "deep": {"x": ["</tool_call>"]}}'), ("add", "{}")]),
-    ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg",
-     "", [("add", '{"a": 1')]),
+     "So: <tool_call>look_up\n<arg_key>s</arg_key>\n<arg_value> 3\n</arg_value>\n"
+     "<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>deep</arg_key>\n"
+     '<arg_value>{"x": ["</tool_call>"]}</arg_value>\n</tool_call>\n'
+     "<tool_call>add</tool_call> done", "So: done",
+     [("look_up", '{"s": " 3\\n", "a": 3, "deep": {"x": ["</tool_call>"]}}'),
+      ("add", "{}")]),
+    ("glm45",
+     "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key>"
+     "<arg", "", [("add", '{"a": 1')]),
     ("glm45", "<tool_call>a b<c", "<tool_call>a b<c", []),
     # Missing brackets.
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": '
-     '"look_up", "arguments": {"s": "<"}}</tool_call> so', " so",
+    ("hermes",
+     '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>\n'
+     '<tool_call>{"name": "look_up", "arguments": {"s": "<"}}</tool_call> so', " so",
      [("add", '{"a": 1'), ("look_up", '{"s": "<"}')]),
-    ("hermes", '<tool_call>{"name": "add"</tool_call>\n<tool_call>{"name": "look_up"}</tool_call>',
+    ("hermes",
+     '<tool_call>{"name": "add"</tool_call>\n'
+     '<tool_call>{"name": "look_up"}</tool_call>',
      '<tool_call>{"name": "add"</tool_call>', [("look_up", "{}")]),
-    ("deepseek_v3", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1<｜tool▁call▁end｜>\n'
+    ("deepseek_v3",
+     '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1<｜tool▁call▁end｜>\n'
      "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "",
      [("add", '{"a": [1'), ("look_up", "{}")]),
     # Missing end tags.
-    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nDallas\n<parameter=a>\n1\n"
+    ("qwen3_coder",
+     "<tool_call>\n<function=add>\n<parameter=s>\nDallas\n<parameter=a>\n1\n"
      "<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>", "",
      [("add", '{"s": "Dallas", "a": 1, "ok": true}')]),
-    ("qwen3_coder", "<function=add><parameter=s>x <parameter=a>1</parameter></function> so", " so",
+    ("qwen3_coder",
+     "<function=add><parameter=s>x <parameter=a>1</parameter></function> so", " so",
      [("add", '{"s": "x ", "a": 1}')]),
-    ("qwen3_coder", "<function=add>\n<parameter=s>\nx\n<parameter=new>\ny\n</parameter>\n"
-     "</function>", "", [("add", '{"s": "x", "new": "y"}')]),
-    ("qwen3_coder", "<tool_call><function=add><parameter=s>x</function></tool_call>\n<tool_call>"
-     "<function=look_up><parameter=s>\ny\n</function>\n</tool_call>", "",
+    ("qwen3_coder",
+     "<function=add>\n<parameter=s>\nx\n<parameter=new>\ny\n</parameter>\n</function>",
+     "", [("add", '{"s": "x", "new": "y"}')]),
+    ("qwen3_coder",
+     "<tool_call><function=add><parameter=s>x</function></tool_call>\n"
+     "<tool_call><function=look_up><parameter=s>\ny\n</function>\n</tool_call>", "",
      [("add", '{"s": "x"}'), ("look_up", '{"s": "y"}')]),
     ("qwen3_coder", "<tool_call><function=add><parameter=s>x\n</tool_call>\n<tool_call>"
      "<function=look_up><parameter=s>y</tool_call>\nso", "\nso",
      [("add", '{"s": "x"}'), ("look_up", '{"s": "y"}')]),
-    ("qwen3_coder", "<function=add><parameter=a\n1\n</parameter><parameter=s>x</parameter>"
-     "</function>", "", [("add", '{"a": 1, "s": "x"}')]),
-    ("glm45", "<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>x\n<arg_key>a</arg_key>\n"
+    ("qwen3_coder",
+     "<function=add><parameter=a\n1\n</parameter><parameter=s>x</parameter></function>",
+     "", [("add", '{"a": 1, "s": "x"}')]),
+    ("glm45",
+     "<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>x\n<arg_key>a</arg_key>\n"
      "<arg_value>1</arg_value>\n</tool_call>", "", [("add", '{"s": "x", "a": 1}')]),
-    ("glm45", "<tool_call>add<arg_key>s\n<arg_value>x</arg_value><arg_key>a</arg_key><arg_value>1"
-     "</arg_value></tool_call>", "", [("add", '{"s": "x", "a": 1}')]),
-    ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n<tool_call>look_up"
-     "<arg_key>a</arg_key>2</tool_call> so", " so",
+    ("glm45",
+     "<tool_call>add<arg_key>s\n<arg_value>x</arg_value><arg_key>a</arg_key>"
+     "<arg_value>1</arg_value></tool_call>", "", [("add", '{"s": "x", "a": 1}')]),
+    ("glm45",
+     "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n"
+     "<tool_call>look_up<arg_key>a</arg_key>2</tool_call> so", " so",
      [("add", '{"s": "x"}'), ("look_up", '{"a": 2}')]),
     # Tags within a value that has its end tag.
-    ("qwen3_coder", "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> c"
-     "</parameter></function>", "",
+    ("qwen3_coder",
+     "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> "
+     "c</parameter></function>", "",
      [("add", '{"s": "a <parameter=s> <parameter=x> <b></function> c"}')]),
-    ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value><arg_key>x</arg_key></tool_call> c"
-     "</arg_value></tool_call>", "", [("add", '{"s": "<arg_key>x</arg_key></tool_call> c"}')]),
-    ("pythonic", "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
+    ("glm45",
+     "<tool_call>add<arg_key>s</arg_key><arg_value><arg_key>x</arg_key></tool_call> "
+     "c</arg_value></tool_call>", "",
+     [("add", '{"s": "<arg_key>x</arg_key></tool_call> c"}')]),
+    ("pythonic",
+     "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
      "",
-     [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
-     ("add", "{}")]),
-    ("pythonic", "<|python_start|>[add(a=-1)]<|python_end|>", "", [("add", '{"a": -1}')]),
+     [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'),
+      ("look_up", '{"s": "it\'s ) ]"}'), ("add", "{}")]),
+    ("pythonic", "<|python_start|>[add(a=-1)]<|python_end|>", "",
+     [("add", '{"a": -1}')]),
     ("pythonic", '[add(ok=true, deep={"x": null, "true": [false]})]', "",
      [("add", '{"ok": true, "deep": {"x": null, "true": [false]}}')]),
-    ("pythonic", "[add(a=1), nobody(b=2)] so", ", nobody(b=2)] so", [("add", '{"a": 1}')]),
+    ("pythonic", "[add(a=1), nobody(b=2)] so", ", nobody(b=2)] so",
+     [("add", '{"a": 1}')]),
     ("pythonic", "[add(1)]", "[add(1)]", []),
     ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
     ("pythonic", "[add(a=look_up())]", "[add(a=look_up())]", []),
@@ -223,10 +258,12 @@ def test_deeply_nested_brackets_are_plain_text(kind, nested):
         ("hermes", '<tool_call>{"name": "add", "arguments": {"s": "', '"}}', 40_009),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"s": "', '"}', 40_009),
         ("deepseek_v3",
-         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"s": "', '"}', 40_009),
-        ("qwen3_coder", "<function=add><parameter=s>", "</parameter></function>", 40_009),
-        ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>", "</arg_value></tool_call>",
+         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"s": "', '"}',
          40_009),
+        ("qwen3_coder", "<function=add><parameter=s>", "</parameter></function>",
+         40_009),
+        ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>",
+         "</arg_value></tool_call>", 40_009),
         ("pythonic", '[add(s="', '")]', 40_009),
         ("llama3_json", '{"name": "add", "parameters": {"s": "', '"}}', 40_009),
     ],

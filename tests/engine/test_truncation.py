@@ -21,9 +21,8 @@ from tests.rigs.http_server import (
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ROOMY = replace(READY, max_model_len=4096)
-ALPHABET = (
-    string.ascii_lowercase * 20
-)  # a prompt of 520 tokens; each character is a token
+# A prompt of 520 tokens, because each character is a token.
+ALPHABET = string.ascii_lowercase * 20
 
 
 async def prompt_of(
@@ -44,7 +43,7 @@ async def error_of(
     return error
 
 
-# -- truncate_prompt_tokens ----------------------------------------------------------------------
+# -- truncate_prompt_tokens ------------------------------------------------------------
 
 
 async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
@@ -81,10 +80,8 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
         ({"max_tokens": 10}, CONTEXT - 10),
         ({"max_tokens": 10, "max_completion_tokens": 9}, CONTEXT - 9),
         ({"max_tokens": 0}, CONTEXT),
-        (
-            {},
-            CONTEXT - CONTEXT // 4,
-        ),  # tokens that stay free for an answer of unknown length
+        # These tokens stay free for an answer of unknown length.
+        ({}, CONTEXT - CONTEXT // 4),
     ],
 )
 async def test_minus_1_keeps_tokens_that_fit_the_context_with_the_answer(
@@ -162,7 +159,7 @@ async def test_echo_has_the_truncated_prompt(tokenizer):
         assert answer.json()["usage"]["prompt_tokens"] == 3
 
 
-# -- truncation: auto ----------------------------------------------------------------------------
+# -- truncation: auto ------------------------------------------------------------------
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
@@ -206,12 +203,13 @@ LATER = [message("assistant", "4" * 9), message("user", "5" * 9)]
         ([message("system", "s"), *CONVERSATION], 31, "ss;u333333333;"),
         ([message("developer", "d"), *CONVERSATION, *LATER], 28,
          "sd;u333333333;a444444444;u555555555;"),
-        # A result is not kept without its call, nor an answer without its question if the
-        # question fits.
+        # A result is not kept without its call, nor an answer without its question if
+        # the question fits.
         ([*CONVERSATION[:1], *called(1), *LATER[1:]], 40, "u555555555;"),
         ([*CONVERSATION[:1], *called(1)], 35, "u111111111;a<add>;tooooooooo;"),
         ([*CONVERSATION[:1], *called(1), *called(2)], 40, "a<add>;tooooooooo;"),
-        ([*CONVERSATION[:1], *called(1), *called(2)], 20, "a<add>;tooooooooo;a<add>;tooooooooo;"),
+        ([*CONVERSATION[:1], *called(1), *called(2)], 20,
+         "a<add>;tooooooooo;a<add>;tooooooooo;"),
         ("x" * 9, 50, "uxxxxxxxxx;"),
     ],
 )  # fmt: skip
@@ -232,7 +230,10 @@ async def test_oldest_items_are_dropped_until_the_rest_fits(
 
 
 async def test_start_refused_by_the_template_is_skipped(tokenizer):
-    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    refuses = (
+        "{% if messages[0].role != 'user' %}"
+        "{{ raise_exception('user first') }}{% endif %}"
+    )
     knowing = with_template(tokenizer, refuses + TEMPLATE + "{# tools #}")
     items = [*CONVERSATION, *called(1), *called(2), *called(3)]
     body = {"input": items, "truncation": "auto"}
@@ -274,9 +275,8 @@ async def test_last_item_that_does_not_fit_is_refused(tokenizer):
     async with serving(knowing, text_script(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
-        error = await error_of(
-            server, RESPONSES, input=CONVERSATION * 9
-        )  # as by default
+        # This is the default.
+        error = await error_of(server, RESPONSES, input=CONVERSATION * 9)
         assert error["code"] == "context_length_exceeded"
         error = await error_of(server, RESPONSES, input="a", truncation="middle")
         assert error["param"] == "truncation"

@@ -1,4 +1,5 @@
-"""The warm-up: the captured decode steps, and the steps that run before a server is ready.
+"""The warm-up: the captured decode steps, and the steps that run before a server is
+ready.
 
 These tests need no GPU.
 """

@@ -45,7 +45,8 @@ def test_prefix_hit_ends_at_the_last_token_with_complete_windows(
     assert out.tokens("b") == windowed_output([*prompt, 1, 2], 5, HYBRID)
     usage = out.terminals("b")[0].usage
     assert usage is not None
-    # Blocks before the prompt's windows are evicted first, and a hit does not need them.
+    # Blocks before the prompt's windows are evicted first, and a hit does not need
+    # them.
     assert usage.skipped == (40 if num_evicted <= 5 else 0)
     assert_all_blocks_free(core)
 
@@ -53,7 +54,8 @@ def test_prefix_hit_ends_at_the_last_token_with_complete_windows(
 @given(st.data())
 @examples(60)
 def test_no_step_reads_blocks_before_its_windows(data: st.DataObject) -> None:
-    """Prompts with shared prefixes, choices, aborts and preemptions run in a small pool.
+    """Prompts with shared prefixes, choices, aborts and preemptions run in a small
+    pool.
 
     The pool may be the smallest with which an engine accepts sequences of 40 tokens. No
     request is stuck in that pool.

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 512,
     "moe_intermediate_size": 64,
-    # For Gemma. Without it, random keys differ so much that rounding changes tokens.
+    # For Gemma. Without it, random keys differ too much: rounding then changes tokens.
     "query_pre_attn_scalar": 256,
 }
 HEADS = {"head_dim": 64, "num_key_value_heads": 2}

@@ -306,7 +306,7 @@ def in_graph(
 class _CapturedStep:
     """A step of `num_rows` single tokens in a graph.
 
-    It is captured with one sequence, whose number and position are `first`.
+    It is captured with one sequence. `first` is its number and its position.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ _REFUSED = {
 
 def _start_refused(argv: tuple[str, ...]) -> str:
     """Starts a server that must end; returns the reason that it prints."""
-    options = ("--port", "0", "--served-model-name", "test-model", *_GPU, *argv)
+    options = ["--port", "0", "--served-model-name", "test-model", *_GPU, *argv]
     try:
         server = start("decode_server", "--model", str(model_dir("gqa4")), *options)
     except AssertionError as error:
@@ -76,7 +76,7 @@ def test_server_that_cannot_work_ends_with_the_reason(reasons, name):
 def pairs_on_different_devices() -> Iterator[list[tuple[Server, Server]]]:
     """P and D on different kinds of devices, which may use the mapped path only."""
     model = model_dir("gqa4")
-    pinned = ("--transfer", "mapped", "--kv-load-failure-policy", "fail")
+    pinned = ["--transfer", "mapped", "--kv-load-failure-policy", "fail"]
     with ThreadPoolExecutor(4) as pool:
         starts = [
             pool.submit(start_prefill, model, *_CPU),

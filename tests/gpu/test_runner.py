@@ -29,7 +29,7 @@ from tests.make_models import trained_models
 pytestmark = pytest.mark.gpu
 
 MODELS = trained_models()
-# Models whose head_dim the kernels support.
+# Models with a head_dim that the kernels support.
 SERVED = [name for name in MODELS if "stories" not in name]
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
@@ -83,7 +83,7 @@ def step_of(
     num_groups: int = 1,
     **members: Any,
 ) -> StepInput:
-    """A step of the first of PROMPTS' sequences, each of which samples a token.
+    """A step of the first of PROMPTS' sequences. Each sequence samples a token.
 
     Args:
         parts: The tokens of each sequence in this step.

@@ -250,8 +250,10 @@ def test_parts_of_heads_and_latents_are_rotated_in_place(interleaved, monkeypatc
     rope = Rope(config, dtype=torch.bfloat16, device="cpu")
     small_q = q.bfloat16()
     small_latent = latent.bfloat16()
-    parts = (small_q[..., 128:], small_latent[:, None, 512:])
-    rotated = rope.rotate_pair(*parts, rope.angles(positions))
+    q_part = small_q[..., 128:]
+    latent_part = small_latent[:, None, 512:]
+    rotated = rope.rotate_pair(q_part, latent_part, rope.angles(positions))
+    parts = (q_part, latent_part)
     for actual, part, expected in zip(rotated, parts, expected_parts, strict=True):
         assert actual.data_ptr() == part.data_ptr()
         torch.testing.assert_close(actual.float(), expected, atol=4e-2, rtol=1e-2)

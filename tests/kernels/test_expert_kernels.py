@@ -109,7 +109,7 @@ def random_mxfp4(*shape):
 def test_mxfp4_experts_are_multiplied_as_stored(
     rank_experts, clamps, has_biases, width, monkeypatch
 ):
-    """Widths that are not a multiple of 256 columns are padded. All tiles are tested."""
+    """Widths that are no multiple of 256 columns are padded. All tiles are tested."""
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     count = len(rank_experts)

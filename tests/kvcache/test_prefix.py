@@ -153,7 +153,7 @@ class PrefixMachine(LookUps):
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Extends the prefix as long as a marked block holds exactly the next content."""
+        """Extends the prefix while a marked block holds exactly the next content."""
         cached = self.cached_contents()
         blocks: list[int] = []
         max_stop = min(limit, len(tokens))

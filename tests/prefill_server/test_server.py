@@ -97,7 +97,8 @@ def test_requests_are_aborted_by_their_transfer_id():
 
 @pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])
 def test_malformed_transfer_id_matches_no_transfer(name):
-    hooks, is_named = PrefillLeg(), name != "ordinary"
+    hooks = PrefillLeg()
+    is_named = name != "ordinary"
     hooks.admit(_adds(3, retain_kv=is_named), _READY, **_prepare_leg(name))
     assert hooks.release_messages({"transfer_id": name}) == []
 
@@ -116,10 +117,15 @@ _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size
 
 def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
     return [
-        AddRequest(request_id=str(index), token_ids=[1] * length, sampling=SamplingParams(),
-        max_tokens=1, retain_kv=retain_kv)
+        AddRequest(
+            request_id=str(index),
+            token_ids=[1] * length,
+            sampling=SamplingParams(),
+            max_tokens=1,
+            retain_kv=retain_kv,
+        )
         for index, length in enumerate(lengths)
-    ]  # fmt: skip
+    ]
 
 
 def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():

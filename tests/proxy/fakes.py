@@ -94,7 +94,7 @@ class Call:
 
 
 class Drop(Exception):
-    """Raised by a behaviour to close the connection at once, in the middle of a body."""
+    """Raised by a behaviour to close the connection in the middle of a body."""
 
 
 Behave = Callable[[Call], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""A server that answers byte by byte as scripted, and the HTTP client in front of it."""
+"""A server that answers byte by byte as scripted, and an HTTP client of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +17,7 @@ async def read_request(reader: Reader) -> bytes:
 
 
 class Script:
-    """A server that answers the n-th request with the n-th script; counts connections."""
+    """A server that answers the n-th request with script n, and counts connections."""
 
     def __init__(
         self, *answers: bytes | Callable[[Reader, Writer], Awaitable[None]]

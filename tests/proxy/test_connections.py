@@ -85,9 +85,8 @@ async def test_neither_idle_nor_active_connections_are_closed():
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len(b'{"text": "onetwo"}'))
             silent, other = await connect(rig)
-            assert (
-                await silent.read() == b""
-            )  # the other connection is idle for as long
+            # The other connection is idle for the same time.
+            assert await silent.read() == b""
             other.close()
         writer.close()
 

@@ -52,7 +52,7 @@ async def test_connections_beyond_the_limit_wait_and_are_answered(limit):
 async def read_status(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bytes:
-    """Return the first line of a response, and close the connection for the next one."""
+    """Return the first line of a response, and close the connection."""
     status = await reader.readline()
     writer.close()
     return status

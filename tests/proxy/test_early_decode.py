@@ -93,7 +93,7 @@ async def test_decode_server_may_answer_before_the_prefill_server():
 
 @pytest.mark.parametrize("by_prefill", [True, False])
 async def test_refusal_of_one_leg_is_the_answer_and_ends_the_other_leg(by_prefill):
-    """Only the decode leg has the client's token limit, so either leg may be refused."""
+    """Only the decode leg has the client's token limit. Either leg may be refused."""
     refusing = Waits(fails(400, "invalid_request"))
     other = Waits()
     prefill = refusing if by_prefill else other
@@ -132,7 +132,7 @@ async def test_new_decode_leg_names_the_server_that_replaces_a_lost_prefill_serv
 async def test_refused_offer_is_followed_by_the_prefill_servers_params(
     refusal, cooldown_s, monkeypatch
 ):
-    """A server that rejects a signature gets no offers until a cooldown or a restart."""
+    """A server that rejects a signature gets no offers until a cooldown or restart."""
     monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", cooldown_s)
 
     async def refuses_offers(call: Call) -> None:
@@ -197,7 +197,7 @@ async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
 
 
 def fails_in_turn(*outcomes: Behave) -> list[Fake]:
-    """Return decode servers of which the n-th request gets the n-th outcome."""
+    """Return decode servers. The n-th request to them gets the n-th outcome."""
     turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
     num_servers = len(outcomes) + 1
     return [

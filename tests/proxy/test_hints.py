@@ -1,4 +1,4 @@
-"""Pull hints: a server that computes a prompt learns which server has more of its KV."""
+"""Pull hints name the server that has more of a prompt's KV."""
 
 import json
 import time

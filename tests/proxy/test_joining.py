@@ -1,4 +1,4 @@
-"""Members from a file, a DNS name, registrations and operators, over HTTP to a proxy."""
+"""Members from a file, DNS, registrations and operators, over HTTP to a proxy."""
 
 import asyncio
 import itertools

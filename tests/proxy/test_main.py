@@ -1,4 +1,4 @@
-"""`python -m proxy` as a process, also one that is suspended for a while.
+"""`python -m proxy` as a process, which is also suspended for a while.
 
 The suspension is longer than the timeouts. What arrives during it must count as if the
 process had been running.

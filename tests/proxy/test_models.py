@@ -120,7 +120,7 @@ async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs
 
 
 def _positions(fakes: list[Fake], request_id: str) -> list[int]:
-    """Return the positions of the servers whose last request has this id."""
+    """Return the positions of the servers with this id in the last request."""
     return [
         index
         for index, fake in enumerate(fakes)

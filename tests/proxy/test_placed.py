@@ -1,4 +1,4 @@
-"""Placement by load estimates: fake servers over loopback, and the LoadTracker alone."""
+"""Placement by load estimates, with fake servers, and the LoadTracker alone."""
 
 import asyncio
 import json

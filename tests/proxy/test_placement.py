@@ -93,7 +93,7 @@ def decoding(streams: int, step_s: float = 0.005, index: int = 1) -> ServerLoad:
             {},
             (None, 2),
         ),
-        # A decode server whose streams need all of its time does not help.
+        # A decode server does not help if its streams need all of its time.
         (128, [queued(24_000)], [decoding(64, step_s=0.004)], {}, (None, 1)),
         (128, [queued(24_000)], [decoding(64, step_s=0.024)], {}, (0, 1)),
     ],

@@ -1,4 +1,4 @@
-"""Failover of streams whose decode server is lost. The servers send frames."""
+"""Failover of streams after the loss of a decode server. The servers send frames."""
 
 import asyncio
 import json
@@ -156,7 +156,7 @@ async def test_another_server_continues_and_the_client_does_not_notice(name):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_failover_does_not_need_a_prefill_server(stream):
-    """All prefill servers are full: the next decode server computes the prompt itself."""
+    """All prefill servers are full, so the next decode server computes the prompt."""
     full = answers(429, {"error": {"phase": "admission"}})
     both = _in_turn(_DROPS, _CONTINUES) if stream else _in_turn(breaks_off, decodes)
     prefill = Fake(_in_turn(prefills, full))

@@ -1,4 +1,4 @@
-"""Prompts that are truncated to fit: both servers of a request truncate them equally."""
+"""Both servers of a request truncate a prompt that is too long equally."""
 
 import json
 from typing import Any

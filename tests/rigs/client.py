@@ -77,9 +77,12 @@ def complete(
     data = response.json()
     choice = data["choices"][0]
     return Answer(
-        token_ids=choice["token_ids"], text=choice["text"], finish_reason=choice["finish_reason"],
-        usage=data["usage"], kv=parse_kv(response.headers["x-baton-kv"]),
-    )  # fmt: skip
+        token_ids=choice["token_ids"],
+        text=choice["text"],
+        finish_reason=choice["finish_reason"],
+        usage=data["usage"],
+        kv=parse_kv(response.headers["x-baton-kv"]),
+    )
 
 
 def parse_kv(header: str) -> dict[str, int]:

@@ -217,11 +217,11 @@ class RealPair(Pair):
         params.verify(SECRET)
         digest = kv_params.sampling_digest(request.sampling, request.stop_token_ids)
         assert params.sampling_digest == digest
-        return self.decode_alone(
+        return self.decode_only(
             replace(request, remote=kv_params.to_remote_prefill(params))
         )
 
-    def decode_alone(self, request: AddRequest) -> MemoryTransport:
+    def decode_only(self, request: AddRequest) -> MemoryTransport:
         out = MemoryTransport()
         self.d.out = out
         self.d.core.transport = out

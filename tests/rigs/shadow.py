@@ -56,7 +56,7 @@ def next_token(context: Sequence[int], choice: int = 0) -> int:
 
 
 def allowed(token: int, banned: Sequence[int]) -> int:
-    """Return the token, or the next one that is allowed. Not all may be banned."""
+    """Return the token, or the next allowed token. At least one must be allowed."""
     while token in banned:
         token = (token + 1) % VOCAB
     return token

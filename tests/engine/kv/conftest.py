@@ -1,4 +1,4 @@
-"""Pairs and groups in one process. After their test every block is home, and they are closed."""
+"""Pairs and groups of engines in one process. After a test all blocks are free."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,9 +18,8 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 
         def make(**options: Any) -> Pair:
             pair = stack.enter_context(Pair(depth=request.param, **options))
-            stack.callback(
-                pair.d.movers.resume
-            )  # P's clock stands still: no lease has to expire
+            # P's clock stands still, so no lease expires while READs hang.
+            stack.callback(pair.d.movers.resume)
             return pair
 
         yield make

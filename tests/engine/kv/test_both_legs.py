@@ -166,9 +166,8 @@ def test_transfer_id_belongs_to_the_latest_request_that_uses_it(pair, order):
 
 
 def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
-    pair = make_pair(
-        max_num_batched_tokens=4
-    )  # two streams, and two tokens of a prompt
+    # A step can have two streams and two tokens of a prompt.
+    pair = make_pair(max_num_batched_tokens=4)
     for name in ("a", "b"):
         pair.p.core.round([add(name, [1, 2, len(name)], 58)])
     pair.until(lambda: len(pair.p.out.tokens("b")) > 30)

@@ -1,8 +1,8 @@
-"""Random workloads under random faults: hung and failing READs, aborts, leases that run out, a
-prefill server that is started again.
+"""Random workloads under random faults.
 
-Whatever comes, each request has its terminal events, every token is the continuation of its own
-prompt, and in the end every block is home.
+READs hang or fail, requests are aborted, leases expire, and the prefill server
+restarts. Each request nevertheless gets its terminal events, every token continues its
+own prompt, and all blocks are free in the end.
 """
 
 import random
@@ -36,7 +36,8 @@ SAMPLING = [
 ]
 
 
-# D has few blocks, and few tokens in a step; P has room beside what stalled pulls lease.
+# D has few blocks, and few tokens in a step. P has blocks in addition to those that
+# stalled pulls lease.
 SMALL = {
     "num_blocks": 17,
     "p_num_blocks": 400,
@@ -56,38 +57,49 @@ class Chaos:
         groups: KVGroups | None = None,
         **sizes: int,
     ) -> None:
-        self.stays_hung, self.groups = stays_hung, groups
+        self.stays_hung = stays_hung
+        self.groups = groups
         self.random = random.Random(seed)
         pick = self.random.choice
-        p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
-        if dcp > 1:  # P's blocks divide D's
-            p_sizes, d_sizes = [2], [2, 4, 8]
+        p_sizes = [2, 4, 8]
+        d_sizes = [2, 3, 4]
+        if dcp > 1:  # P's block size must divide D's block size
+            p_sizes = [2]
+            d_sizes = [2, 4, 8]
         pull_s = 0.03 if stays_hung else pick([0.03, 0.2, 5.0])
         limits = PullSettings(
             pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0
         )
         self.pair = Pair(
             make=partial(WindowedEngine, groups) if groups else Engine,
-            depth=pick([0, 1]), p_block_size=pick(p_sizes), block_size=pick(d_sizes),
-            p_order=pick(["BHLCND", "LCBNHD"]), lease_s=pick([5.0, 30.0]), settings=limits,
-            quarantine_timeout_s=0.5, dcp=dcp, launch_bytes=launch_bytes, rng=self.random, **sizes,
-        )  # fmt: skip
+            depth=pick([0, 1]),
+            p_block_size=pick(p_sizes),
+            block_size=pick(d_sizes),
+            p_order=pick(["BHLCND", "LCBNHD"]),
+            lease_s=pick([5.0, 30.0]),
+            settings=limits,
+            quarantine_timeout_s=0.5,
+            dcp=dcp,
+            launch_bytes=launch_bytes,
+            rng=self.random,
+            **sizes,
+        )
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
         self.max_len = sizes.get("max_model_len", 64)
-        self.asked: dict[
-            str, tuple[list[int], int, dict[str, Any]]
-        ] = {}  # prompt, max_tokens, ...
+        # The prompt, max_tokens and other fields of each request, by D's name for it.
+        self.requests: dict[str, tuple[list[int], int, dict[str, Any]]] = {}
         self.aborted: set[str] = set()
-        self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
+        # P's names of the requests that were sent to both at once, by D's names.
+        self.p_names: dict[str, str] = {}
 
     def lose_a_lease(self) -> None:
-        """Of a pull whose READs hang: P gives its blocks to others before they go on. They hold up
-        nobody else."""
+        """Lets a lease expire while READs hang. P reuses the blocks before the READs
+        continue. The hanging READs delay no other request.
+        """
         pair = self.pair
-        config = (
-            pair.d.config
-        )  # each rank keeps some of the prompt: any of them may be what hangs
+        config = pair.d.config
+        # Each rank keeps some of the prompt, so the READs of any rank may hang.
         num_tokens = 14 + config.block_size * (config.dcp - 1)
         prompt = [self._token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)
@@ -114,21 +126,19 @@ class Chaos:
             self.pair.d.core.scheduler.check_integrity()
         if not self.stays_hung:
             self.pair.d.movers.resume()
-        for name in self.asked:
+        for name in self.requests:
             self._check(name)
         self.pair.d.movers.resume()
-        for name, ours in self.ours.items():
+        for name, p_name in self.p_names.items():
             ends = self.pair.d.out.terminals(name)
             if not any(end.usage and end.usage.transferred for end in ends):
-                self.pair.p.core.round(
-                    [AbortRequest(ours)]
-                )  # as the proxy's: nobody comes for it
-        self.pair.settle()  # nothing has to expire for that
+                # The proxy also aborts a prefill if no server pulls its KV.
+                self.pair.p.core.round([AbortRequest(p_name)])
+        self.pair.settle()  # no lease has to expire before all blocks are free
 
     def close(self) -> None:
-        assert (
-            self.pair.d.core.stats().keys() == self.series
-        )  # as they were before any event
+        # No event adds or removes a series.
+        assert self.pair.d.core.stats().keys() == self.series
         self.pair.d.movers.resume()
         self.pair.close()
 
@@ -136,19 +146,19 @@ class Chaos:
         return self.random.randrange(VOCAB)
 
     def _event(self) -> None:
-        pair, dice = self.pair, self.random.random()
+        pair = self.pair
+        dice = self.random.random()
         if dice < 0.4:
-            self._ask()
-        elif dice < 0.55 and self.asked:
-            name = self.random.choice(list(self.asked))
+            self._send_request()
+        elif dice < 0.55 and self.requests:
+            name = self.random.choice(list(self.requests))
             pair.d.core.round(
                 [AbortRequest(name, self.random.choice([None, None, 0, 1]))]
             )
             self.aborted.add(name)
-        elif dice < 0.57 and self.ours:
-            pair.p.core.round(
-                [AbortRequest(self.random.choice(list(self.ours.values())))]
-            )
+        elif dice < 0.57 and self.p_names:
+            p_name = self.random.choice(list(self.p_names.values()))
+            pair.p.core.round([AbortRequest(p_name)])
         elif dice < 0.6:
             pair.d.movers.stall()
         elif dice < 0.68:
@@ -164,9 +174,8 @@ class Chaos:
             for _ in range(self.random.randrange(1, 6)):
                 pair.p.core.round([])
                 pair.d.core.round([])
-                threading.Event().wait(
-                    self.random.choice([0.0, 0.005])
-                )  # the threads' turn
+                # The other threads run during this wait.
+                threading.Event().wait(self.random.choice([0.0, 0.005]))
 
     def _prompt(self) -> list[int]:
         stem = self.random.choice(self.stems)
@@ -175,42 +184,45 @@ class Chaos:
         ]
         return prompt + [self._token() for _ in range(self.random.randrange(5))]
 
-    def _ask(self) -> None:
+    def _send_request(self) -> None:
         prompt = self._prompt()
-        max_tokens, pick = self.random.randrange(1, 12), self.random.choice
+        max_tokens = self.random.randrange(1, 12)
+        pick = self.random.choice
         members = {
             "num_choices": pick([1, 1, 1, 2, 3]),
             "num_prompt_logprobs": pick([None, None, None, 0, 2]),
             "stop_token_ids": self.random.choices(range(VOCAB), k=pick([0, 0, 3, 6])),
             "sampling": pick(SAMPLING),
         }
-        if self.groups:  # of which the shadow shapes and scores none
+        if self.groups:  # the shadow executor with windows neither shapes nor scores
             members |= {"num_prompt_logprobs": None, "sampling": SAMPLING[0]}
         if self.random.random() < 0.2:
-            name = f"local{len(self.asked)}"
+            name = f"local{len(self.requests)}"
             self.pair.d.core.round([add(name, prompt, max_tokens, **members)])
         else:
             if self.pair.p.core.scheduler.allocator.num_available < 20:
-                self.pair.now_s += (
-                    1e4  # leases of READs that hang end by P's clock alone
-                )
+                # Leases with hanging READs expire only by P's clock.
+                self.pair.now_s += 1e4
             if members["num_prompt_logprobs"] is None and self.random.random() < 0.5:
                 order = pick(["pd", "dp", "pd", "dp", "p", "d"])
-                ours, name = self.pair.both(prompt, max_tokens, order=order, **members)
-                self.ours[name] = ours
-                self.asked[name] = prompt, max_tokens, members
-                if order == "p":  # and D is never asked
-                    del self.asked[name]
+                p_name, name = self.pair.both(
+                    prompt, max_tokens, order=order, **members
+                )
+                self.p_names[name] = p_name
+                self.requests[name] = prompt, max_tokens, members
+                if order == "p":  # D never receives the request
+                    del self.requests[name]
                 return
             params = self.pair.prefill(prompt, **members)
-            if self.random.random() < 0.1:  # as of a request that was refused
+            if self.random.random() < 0.1:  # the decode leg was refused
                 reference = kv_params.to_remote_prefill(kv_params.parse(params))
                 self.pair.d.core.round([ReleaseRemote(reference)])
             name = self.pair.submit(prompt, params, max_tokens, **members)
-        self.asked[name] = prompt, max_tokens, members
+        self.requests[name] = prompt, max_tokens, members
 
     def _check(self, name: str) -> None:
-        out, choices = self.pair.d.out, self.asked[name][2]["num_choices"]
+        out = self.pair.d.out
+        choices = self.requests[name][2]["num_choices"]
         self.pair.until(lambda: self._has_ended(name))
         ends = out.terminals(name)
         assert len(ends) <= choices
@@ -220,23 +232,29 @@ class Chaos:
         *before, last = ends
         assert all(end.error is None for end in before)
         assert last.error is not None or len(ends) == choices
-        self._check_told(name, whole=last.error is None and name not in self.aborted)
+        is_complete = last.error is None and name not in self.aborted
+        self._check_output(name, is_complete=is_complete)
 
     def _has_ended(self, name: str) -> bool:
         sequence = self.pair.d.core.sequences.get(name)
         if sequence is not None and sequence.phase is Phase.NEW:
-            self.pair.now_s += 0.5  # what never came to P is given up by P's clock
+            # A request that never came to P is given up by P's clock.
+            self.pair.now_s += 0.5
         ends = self.pair.d.out.terminals(name)
-        return len(ends) >= self.asked[name][2]["num_choices"] or any(
+        return len(ends) >= self.requests[name][2]["num_choices"] or any(
             end.error for end in ends
         )
 
-    def _check_told(self, name: str, *, whole: bool) -> None:
-        """What the client has by now, whether or not that is all."""
-        prompt, max_tokens, members = self.asked[name]
-        out, num_top = self.pair.d.out, members["num_prompt_logprobs"]
+    def _check_output(self, name: str, *, is_complete: bool) -> None:
+        """Checks the output so far. It must equal the expected output if `is_complete`,
+        else a prefix of it.
+        """
+        prompt, max_tokens, members = self.requests[name]
+        out = self.pair.d.out
+        num_top = members["num_prompt_logprobs"]
         limit = min(max_tokens, self.max_len - len(prompt))
-        stop, min_tokens = members["stop_token_ids"], members["sampling"].min_tokens
+        stop = members["stop_token_ids"]
+        min_tokens = members["sampling"].min_tokens
         for choice in range(members["num_choices"]):
             tokens = out.tokens(name, choice)
             expected = expected_output(prompt, limit, stop, choice, min_tokens)
@@ -244,10 +262,10 @@ class Chaos:
                 seen = windowed_output(prompt, limit, self.groups, choice)
                 ends = [at for at, token in enumerate(seen, 1) if token in stop]
                 expected = seen[: ends[0] if ends else limit]
-            assert tokens == (expected if whole else expected[: len(tokens)])
+            assert tokens == (expected if is_complete else expected[: len(tokens)])
         scores = [] if num_top is None else expected_scores(prompt, num_top)
-        told = out.prompt_logprobs(name)
-        assert told == (scores if whole else scores[: len(told)])
+        logprobs = out.prompt_logprobs(name)
+        assert logprobs == (scores if is_complete else scores[: len(logprobs)])
 
 
 @pytest.fixture
@@ -260,12 +278,12 @@ def switching() -> Iterator[None]:
 
 
 def _num_right(seed: int, **options: Any) -> int:
-    """How many requests there were; all of them ended right."""
+    """Runs a random workload, checks every answer, and returns how many there were."""
     chaos = Chaos(seed, **options)
     try:
         if chaos.stays_hung:
             chaos.pair.d.movers.stall()
-        elif not (chaos.groups or chaos.pair.d.movers.placers):  # which read at once
+        elif not (chaos.groups or chaos.pair.d.movers.placers):  # placers read at once
             chaos.lose_a_lease()
         chaos.run()
         for worker, placer in zip(
@@ -274,21 +292,23 @@ def _num_right(seed: int, **options: Any) -> int:
             assert worker.counters["internal_errors"] == placer.num_failed
     finally:
         chaos.close()
-    return len(chaos.asked)
+    return len(chaos.requests)
 
 
 RUNS: list[Any] = [
     *({"seed": seed} for seed in range(12)),
-    *({"seed": seed, **SMALL} for seed in range(8)),  # blocks are few
-    *({"seed": seed, "dcp": dcp} for seed, dcp in ((2, 2), (3, 3), (22, 4))),  # share tokens
-    *({"seed": seed, "stays_hung": True} for seed in range(3)),  # READs hang for ever
+    *({"seed": seed, **SMALL} for seed in range(8)),
+    # The ranks of D share the tokens of a sequence.
+    *({"seed": seed, "dcp": dcp} for seed, dcp in ((2, 2), (3, 3), (22, 4))),
+    # READs hang until the end of the test.
+    *({"seed": seed, "stays_hung": True} for seed in range(3)),
     *(pytest.param({"seed": seed, "dcp": max(1, seed % 8 - 3)}, marks=pytest.mark.slow)
       for seed in range(100, 300)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
-def test_faults_change_no_answer_and_keep_no_block(options):
+def test_faults_change_no_answer_and_leak_no_block(options):
     assert _num_right(**options) > 0
 
 
@@ -297,11 +317,11 @@ WINDOWS = [KVGroups((None, 6, 6)), KVGroups((7,)), KVGroups((None, 2, 9))]
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", range(6))
-def test_nor_do_they_where_blocks_go_home_behind_windows(seed):
+def test_faults_change_no_answer_of_models_with_windows(seed):
     assert _num_right(seed, groups=WINDOWS[seed % 3], num_blocks=60) > 0
 
 
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("seed", range(4))
-def test_nor_do_they_where_memory_is_mapped(seed):
+def test_faults_change_no_answer_when_memory_is_mapped(seed):
     assert _num_right(seed, launch_bytes=1 if seed % 2 else 1 << 30) > 0

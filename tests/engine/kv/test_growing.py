@@ -1,4 +1,4 @@
-"""Several engines that read one prompt while it is computed, and whatever may become of them."""
+"""Several engines read one prompt while another engine computes it. Any may fail."""
 
 import random
 
@@ -19,7 +19,9 @@ QUICK = PullSettings(
 
 
 def _begin(group: Group, p: Engine, readers: list[Engine]) -> list[str]:
-    """P is asked for the prompt, and told to whom it goes."""
+    """Sends the prompt to P and a request for its KV to each reader. Returns the names
+    of the readers' requests.
+    """
     remote = p.offer("x", PROMPT)
     prompt = add("p", PROMPT, 1, retain_kv=True, transfer_id=remote.transfer_id)
     p.core.round([prompt])
@@ -35,8 +37,11 @@ SLOW = {"max_num_batched_tokens": 8}
 
 
 def test_two_readers_of_one_growing_lease_are_both_right(make):
-    """Whoever is the first to have read all ends the lease: the other computes what it lacks."""
-    p, *readers = (group := make(SLOW, {"block_size": 8}, {"block_size": 2})).engines
+    """The first reader that has all KV ends the lease. The other reader computes the
+    missing tokens.
+    """
+    group = make(SLOW, {"block_size": 8}, {"block_size": 2})
+    p, *readers = group.engines
     _assert_right(group, readers, _begin(group, p, readers))
     assert sum(reader.stat("baton_kv_transfer_bytes") for reader in readers) > 0
     assert p.stat("baton_leases", event="granted") == 1
@@ -44,7 +49,8 @@ def test_two_readers_of_one_growing_lease_are_both_right(make):
 
 @pytest.mark.parametrize("num_rounds", range(1, 7))
 def test_a_lender_that_dies_between_two_chunks_costs_no_answer(make, num_rounds):
-    p, *readers = (group := make(SLOW, *[{"settings": QUICK}] * 2)).engines
+    group = make(SLOW, *[{"settings": QUICK}] * 2)
+    p, *readers = group.engines
     names = _begin(group, p, readers)
     group.round(num_rounds)
     group.engines.remove(p)
@@ -53,11 +59,13 @@ def test_a_lender_that_dies_between_two_chunks_costs_no_answer(make, num_rounds)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_becomes_of_readers_and_lender(make, seed):
+def test_answers_are_right_after_random_faults_of_readers_and_lender(make, seed):
     rng = random.Random(seed)
     sizes = [{"block_size": rng.choice([2, 4, 8]), "settings": QUICK} for _ in range(3)]
-    p, *readers = (group := make({"num_blocks": 30, **SLOW}, *sizes)).engines
-    names, aborted = _begin(group, p, readers), set[str]()
+    group = make({"num_blocks": 30, **SLOW}, *sizes)
+    p, *readers = group.engines
+    names = _begin(group, p, readers)
+    aborted = set[str]()
     for at in range(30):
         reader = rng.randrange(len(readers))
         match rng.randrange(9):
@@ -70,9 +78,9 @@ def test_whatever_becomes_of_readers_and_lender(make, seed):
                 aborted.add(names[reader])
             case 3:
                 p.core.round([AbortRequest("p")])
-            case 4:  # what is cached is wanted for others
+            case 4:  # another request evicts cached blocks
                 p.core.round([add(f"other{at}", [at, *PROMPT[:20]], 2)])
-            case 5:  # a prefix of what is computed or evicted at that moment
+            case 5:  # the hinted prefix is being computed or evicted
                 name = group.begin(readers[reader], PROMPT, 5, hint=p.hint(40))
                 readers.append(readers[reader])
                 names.append(name)
@@ -83,10 +91,11 @@ def test_whatever_becomes_of_readers_and_lender(make, seed):
         reader.movers.resume()
         reader.movers.fail(0)
     group.end_of(p, "p")
-    p.core.round([AbortRequest("p")])  # as the proxy's: nobody comes for it any more
-    left = [
-        (reader, n)
-        for reader, n in zip(readers, names, strict=True)
-        if n not in aborted
+    # The proxy also aborts a prefill if no server pulls its KV any more.
+    p.core.round([AbortRequest("p")])
+    remaining = [
+        (reader, name)
+        for reader, name in zip(readers, names, strict=True)
+        if name not in aborted
     ]
-    _assert_right(group, *map(list, zip(*left, strict=True)))
+    _assert_right(group, *map(list, zip(*remaining, strict=True)))

@@ -1,5 +1,6 @@
-"""Prefixes that another engine has cached are looked up, leased and pulled. If that fails,
-the prompt is computed locally."""
+"""Prefixes that another engine has cached are looked up, leased and pulled. If that
+fails, the prompt is computed locally.
+"""
 
 import math
 import random

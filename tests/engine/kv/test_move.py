@@ -1,4 +1,4 @@
-"""A sequence is handed over to another engine, with all of its KV, and goes on with its tokens."""
+"""A sequence migrates to another engine with all of its KV, and continues there."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,9 @@ NUM = 25
 def _moved(
     group: Group, engine: Engine, name: str, before: Sequence[int] = ()
 ) -> tuple[list[int], RemotePrefill]:
-    """What the client has by then, also of those before, and where the KV is."""
+    """Migrates a sequence. Returns the tokens that the client has received, including
+    `before`, and the reference to the KV.
+    """
     engine.core.round([Migrate(name)])
     end = group.end_of(engine, name)
     assert end.finish_reason == MOVED and end.kv_transfer_params is not None
@@ -48,12 +50,13 @@ GEOMETRIES = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
+@pytest.mark.parametrize(("source", "target"), GEOMETRIES)
 @pytest.mark.parametrize("num_outputs", [1, 2, 3, 9, NUM - 2])
-def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(
-    make, ours, theirs, num_outputs
+def test_migrated_sequence_continues_with_the_same_tokens_and_computes_none_twice(
+    make, source, target, num_outputs
 ):
-    a, b = (group := make(ours, theirs)).engines
+    group = make(source, target)
+    a, b = group.engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
     name = group.begin(
@@ -62,20 +65,22 @@ def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)
     assert b.kv(name) == (len(PROMPT), 0, 0)
     assert _computed(b) == NUM - len(tokens), (
-        "one token a step, and nothing of what was pulled"
+        "each step computes one token, and no pulled token is computed again"
     )
     assert b.stat("baton_kv_first_tokens_redrawn") == 0
     group.until(lambda: a.stat("baton_leases", event="completed") == 1)
 
 
-def test_it_moves_under_its_salt(make):
-    a, b = (group := make({}, {})).engines
+def test_sequence_with_a_salt_migrates_under_its_salt(make):
+    group = make({}, {})
+    a, b = group.engines
     name = group.begin(a, PROMPT, NUM, cache_salt=b"one")
     group.until(lambda: len(a.out.tokens(name)) >= 3)
     a.core.round([Migrate(name)])
     (params,) = [end.kv_transfer_params for end in a.out.terminals(name)]
     assert params is not None
-    ids = [*PROMPT, *(tokens := a.out.tokens(name))]
+    tokens = a.out.tokens(name)
+    ids = [*PROMPT, *tokens]
     assert params["prompt_digest"] == kv_params.prompt_digest(ids[:-1], b"one")
     remote = kv_params.to_remote_prefill(kv_params.parse(params))
     moved = {
@@ -83,16 +88,17 @@ def test_it_moves_under_its_salt(make):
         "resumed_choices": [ResumedChoice(tokens)],
         "cache_salt": b"one",
     }
-    theirs = group.begin(b, PROMPT, NUM, **moved)
-    assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
-    assert b.kv(theirs) == (len(PROMPT), 0, 0)
+    moved_name = group.begin(b, PROMPT, NUM, **moved)
+    assert tokens + group.tokens_of(b, moved_name) == expected_output(PROMPT, NUM)
+    assert b.kv(moved_name) == (len(PROMPT), 0, 0)
     assert group.complete(b, [*PROMPT, 1])[1] == (0, len(PROMPT) + 1, 0)
     assert group.complete(b, [*PROMPT, 1], cache_salt=b"one")[1][2] > 0
 
 
 @pytest.mark.parametrize("ended", [None, 0, 2])
 def test_choices_move_with_the_kv_of_their_prompt(make, ended):
-    a, b = (group := make({"depth": 1}, {"block_size": 8})).engines
+    group = make({"depth": 1}, {"block_size": 8})
+    a, b = group.engines
     name = group.begin(a, PROMPT, NUM, num_choices=3)
     group.until(lambda: min(len(a.out.tokens(name, at)) for at in range(3)) >= 4)
     if ended is not None:
@@ -101,21 +107,23 @@ def test_choices_move_with_the_kv_of_their_prompt(make, ended):
     group.until(lambda: len(a.out.terminals(name)) == 3)
     remote = a.reference(name)
     assert remote.num_tokens == len(PROMPT)
-    known = [ResumedChoice(a.out.tokens(name, at), at == ended) for at in range(3)]
-    theirs = group.begin(
-        b, PROMPT, NUM, num_choices=3, remote=remote, resumed_choices=known
+    resumed = [ResumedChoice(a.out.tokens(name, at), at == ended) for at in range(3)]
+    moved_name = group.begin(
+        b, PROMPT, NUM, num_choices=3, remote=remote, resumed_choices=resumed
     )
     num = 3 - (ended is not None)
-    group.until(lambda: len(b.out.terminals(theirs)) == num)
+    group.until(lambda: len(b.out.terminals(moved_name)) == num)
     for at in range(3):
-        tokens = known[at].token_ids + b.out.tokens(theirs, at)
+        tokens = resumed[at].token_ids + b.out.tokens(moved_name, at)
         assert at == ended or tokens == expected_output(PROMPT, NUM, choice=at)
-    assert b.kv(theirs) == (len(PROMPT), 0, 0)
+    assert b.kv(moved_name) == (len(PROMPT), 0, 0)
 
 
-def test_it_may_come_back_and_move_again(make):
-    a, b = (group := make({}, {"depth": 1})).engines
-    tokens, name = list[int](), _running(group, a, 3)
+def test_migrated_sequence_may_return_and_migrate_again(make):
+    group = make({}, {"depth": 1})
+    a, b = group.engines
+    tokens = list[int]()
+    name = _running(group, a, 3)
     for engine, other in [(a, b), (b, a)] * 2:
         tokens, remote = _moved(group, engine, name, tokens)
         name = group.begin(
@@ -126,8 +134,9 @@ def test_it_may_come_back_and_move_again(make):
     assert _computed(a) + _computed(b) == len(PROMPT) + NUM - 1
 
 
-def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
-    (a,) = (group := make({})).engines
+def test_sequence_may_continue_on_the_engine_that_it_left(make):
+    group = make({})
+    (a,) = group.engines
     tokens, remote = _moved(group, a, _running(group, a, 5))
     name = group.begin(
         a, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
@@ -137,7 +146,8 @@ def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
 
 @pytest.mark.parametrize("num_rounds", range(8))
 def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
-    a, b = (group := make({"depth": 1}, {})).engines
+    group = make({"depth": 1}, {})
+    a, b = group.engines
     name = group.begin(a, PROMPT, NUM)
     group.round(num_rounds)
     a.core.round([Migrate(name), AbortRequest(name)])
@@ -145,23 +155,24 @@ def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     group.settle()
     name = _running(group, a, 3)
     tokens, remote = _moved(group, a, name)
-    if num_rounds % 2:  # its client left before it heard of the move
+    if num_rounds % 2:  # the client disconnects before it receives the move
         a.core.round([AbortRequest(name)])
-    theirs = group.begin(
+    moved_name = group.begin(
         b, PROMPT, NUM, remote=remote, resumed_choices=[ResumedChoice(tokens)]
     )
     group.round(num_rounds)
-    b.core.round([AbortRequest(theirs)])
-    group.end_of(b, theirs)
-    so_far = tokens + b.out.tokens(theirs)
+    b.core.round([AbortRequest(moved_name)])
+    group.end_of(b, moved_name)
+    so_far = tokens + b.out.tokens(moved_name)
     assert so_far == expected_output(PROMPT, NUM)[: len(so_far)]
     group.settle()
     group.until(lambda: a.stat("baton_leases_held") == 0)
 
 
 @pytest.mark.parametrize("fault", ["fails", "dies"])
-def test_a_pull_that_fails_has_the_rest_computed(make, fault):
-    a, b = (group := make({}, {})).engines
+def test_missing_tokens_are_computed_when_the_pull_of_a_migration_fails(make, fault):
+    group = make({}, {})
+    a, b = group.engines
     tokens, remote = _moved(group, a, _running(group, a, 9))
     if fault == "dies":
         group.engines.remove(a)

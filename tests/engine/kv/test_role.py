@@ -1,4 +1,4 @@
-"""A prefill engine (P) and a decode engine (D) in one process, with faults of every kind.
+"""A prefill engine (P) and a decode engine (D) in one process, with many faults.
 
 Whatever fails, the output must be the continuation of the request's own prompt.
 """
@@ -238,7 +238,7 @@ def test_blocks_of_an_aborted_pull_are_free_once_its_reads_end(
 
 
 def _begin_read(pair: Pair, prompt: list[int]) -> str:
-    """Submits a request and waits until a READ for it is in flight. Returns its name."""
+    """Submits a request, waits for its first READ, and returns its name."""
     posts = pair.workers[0].counters["posts"]
     name = pair.submit(prompt)
     pair.until(lambda: pair.workers[0].counters["posts"] > posts)
@@ -255,7 +255,7 @@ def _num_quarantined(pair: Pair) -> int:
 def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
     make_pair, event
 ):
-    """Smaller requests are served meanwhile."""
+    """Smaller requests are served while it waits."""
     timeout_s = 60.0 if event == "reads end" else 0.2
     pair = make_pair(
         p_block_size=8,

@@ -1,4 +1,4 @@
-"""Several choices and prompt logprobs through prefill and decode engines: one pull, then forks."""
+"""Several choices and prompt logprobs of a P/D pair: one pull, then forks."""
 
 import pytest
 
@@ -78,7 +78,9 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(
 @pytest.mark.parametrize(
     ("num_choices", "redrawn"), [(1, False), (1, True), (3, False)]
 )
-def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, policy):
+def test_policy_decides_whether_a_failed_pull_fails_the_request(
+    make_pair, num_choices, redrawn, policy
+):
     pair = make_pair(policy=policy)
     params = pair.prefill(PROMPT, num_choices=num_choices)
     pair.d.movers.fail(1)
@@ -122,7 +124,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
         assert pair.d.kv(name) == (length - 1 - skipped, 1, skipped)
         computed = 1 + num_choices * 5 + (num_choices - 1) * (length % 4)
         assert pair.d.executor.num_tokens == steps + computed, (
-            "the last of the prompt, outputs"
+            "the last token of the prompt, and the outputs"
         )
         if num_top is not None:
             assert pair.d.out.prompt_logprobs(name) == expected_scores(prompt, num_top)
@@ -130,7 +132,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 2
 
 
-def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair):
+def test_request_that_only_scores_receives_no_first_token(pair):
     params = pair.prefill(PROMPT, num_prompt_logprobs=1)
     name = pair.submit(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
     assert pair.answer(name) == []
@@ -139,8 +141,8 @@ def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair):
 
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
-def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(pair, length):
-    """Its first token, which a launched step computes with the prompt, may fill a block."""
+def test_first_choice_may_be_aborted_while_its_prompt_is_recomputed(pair, length):
+    """The first token may fill a block: a launched step computes it with the prompt."""
     prompt = PROMPT[:length]
     for rounds in range(4):
         prompt = [rounds, *prompt[1:]]

@@ -78,11 +78,14 @@ def _expected(
 ) -> tuple[list[int], str | None]:
     """Returns the expected tokens, and "error" if the grammar allows no next token, or
     else None."""
-    prompt, stop = request.token_ids, request.stop_token_ids
+    prompt = request.token_ids
+    stop = request.stop_token_ids
     min_tokens = request.sampling.min_tokens
     if request.sampling.grammar is None:
         return expected_output(prompt, limit, stop, choice, min_tokens), None
-    state, tokens, start = compiler.state(request), list(prompt), len(prompt)
+    state = compiler.state(request)
+    tokens = list(prompt)
+    start = len(prompt)
     while len(tokens) - start < limit:
         state.follow(tokens, start)
         state._advance([], fill=True)
@@ -159,7 +162,8 @@ class _SlowCompiler:
 class _Mixture:
     def __init__(self, seed: int, compiler: GrammarCompiler) -> None:
         rng = self.rng = random.Random(seed)
-        size, num_blocks = rng.randint(1, 6), rng.randint(5, 40)
+        size = rng.randint(1, 6)
+        num_blocks = rng.randint(5, 40)
         self.max_len = min(36, (num_blocks - 1) * size)
         if rng.random() < 0.3:
             num_blocks = -(-self.max_len // size) + 1  # the pool holds one sequence
@@ -175,11 +179,15 @@ class _Mixture:
         rates = Rates("never", 1, 1.0)
         self.role = Borrower(fake, self.policy, self.quarantine_timeout_s, rates, "d")
         self.core, _, self.out = make_core(
-            executor=self.executor, role=self.role, num_blocks=num_blocks, block_size=size,
+            executor=self.executor,
+            role=self.role,
+            num_blocks=num_blocks,
+            block_size=size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=rng.choice([1, 2, size, 2 * size, 16, 40]),
-            max_model_len=self.max_len, prefix_caching=rng.random() < 0.8,
-        )  # fmt: skip
+            max_model_len=self.max_len,
+            prefix_caching=rng.random() < 0.8,
+        )
         self.executor.limits = self.core.scheduler.limits
         self.grammars: Any = _SlowCompiler(rng, compiler)
         self.core.grammars.compiler = self.grammars
@@ -204,8 +212,9 @@ class _Mixture:
         return self.core.scheduler.allocator.state(block)
 
     def _watch_blocks(self) -> None:
-        """Empties allocated blocks. Checks that published blocks contain the tokens under
-        which they are published."""
+        """Empties allocated blocks. Checks that published blocks contain the tokens
+        under which they are published.
+        """
         scheduler = self.core.scheduler
         pool = self.executor.pool
         allocate = scheduler.allocator.allocate
@@ -282,14 +291,19 @@ class _Mixture:
         if grammar is None:
             penalty["frequency_penalty"] = rng.choice([0.0, 0.5])
         request = add(
-            name, prompt, max_tokens,
+            name,
+            prompt,
+            max_tokens,
             SamplingParams(
-                temperature=0.0, grammar=grammar, min_tokens=rng.choice([0, 0, 2]), **penalty
+                temperature=0.0,
+                grammar=grammar,
+                min_tokens=rng.choice([0, 0, 2]),
+                **penalty,
             ),
             num_choices=min(rng.choice([1, 1, 2, 3]), self.max_num_seqs),
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
             num_prompt_logprobs=num_scores,
-        )  # fmt: skip
+        )
         if rng.random() < 0.3 and request.max_tokens and num_scores is None:
             request = self._resumed(request)
         return self._with_remote(request) if rng.random() < 0.7 else request
@@ -331,10 +345,14 @@ class _Mixture:
         if request.num_prompt_logprobs is not None:
             scores = expected_scores(prompt, request.num_prompt_logprobs)
         offered = offer(
-            b"secret", prompt, remote_engine_id=rng.choice(["one", "other"]),
-            lease_id=f"{len(self.content):032x}", remote_cached_tokens=rng.randrange(len(prompt)),
-            first_tokens=[FirstToken(token) for (token,) in firsts], prompt_logprobs=scores,
-        )  # fmt: skip
+            b"secret",
+            prompt,
+            remote_engine_id=rng.choice(["one", "other"]),
+            lease_id=f"{len(self.content):032x}",
+            remote_cached_tokens=rng.randrange(len(prompt)),
+            first_tokens=[FirstToken(token) for (token,) in firsts],
+            prompt_logprobs=scores,
+        )
         remote = to_remote_prefill(parse(offered), sender_releases=rng.random() < 0.5)
         if has_no_first_tokens:
             remote = replace(remote, first_tokens=[])
@@ -436,8 +454,9 @@ class _Mixture:
 
     @staticmethod
     def _check_usage(request: AddRequest, end: TokenDelta) -> None:
-        """Checks that the usage counts every prompt token, or none if another server has
-        drawn all tokens."""
+        """Checks that the usage counts every prompt token, or none if another server
+        has drawn all tokens.
+        """
         if end.usage is None or end.choice or end.finish_reason == "abort":
             return
         usage = end.usage

@@ -1,5 +1,5 @@
-"""Engines of a model with attention windows lease prompts, prefixes and whole sequences to
-each other.
+"""Engines of a model with attention windows lease prompts, prefixes and whole sequences
+to each other.
 
 In the shadow KV cache, the content of a slot depends on all tokens before it. A missing
 block, or a block of another text, therefore changes the tokens. A pull that is refused
@@ -93,8 +93,9 @@ def test_prefix_of_a_model_with_other_windows_is_computed_locally():
 
 
 def test_lease_with_too_few_blocks_for_all_choices_does_not_open_the_circuit():
-    """A router may send its prefill leg with one choice only. The prompt is then computed
-    by D, and later pulls from the lender are allowed."""
+    """A router may send its prefill leg with one choice only. The prompt is then
+    computed by D, and later pulls from the lender are allowed.
+    """
     limits = {"settings": PullSettings(backoff_min_s=60.0)}
     with Group(
         *(WindowedEngine(GROUPS[0], block_size=size, **limits) for size in (2, 8))
@@ -119,7 +120,7 @@ def test_longer_prefix_that_is_cached_during_a_lookup_is_used_without_a_pull():
         wait_for_answers(group, a, group.begin(a, PROMPT[:26], 1))
         name = group.begin(b, PROMPT, MAX_TOKENS, hint=a.hint(99), num_choices=3)
         local = group.begin(b, PROMPT, MAX_TOKENS)
-        while not b.out.terminals(local):  # engine `a` answers no lookup meanwhile
+        while not b.out.terminals(local):  # engine `a` does not answer the lookup
             b.core.round([])
         wait_for_answers(group, b, name, 3)
         assert b.kv(name) == (0, 4, 36)

@@ -85,9 +85,8 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
         isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
     )
     assert isinstance(failed.error, InternalError)
-    assert StopPull("broken") in coordinator.receive(
-        0.0
-    )  # a rank answers this in any case
+    # A rank answers this in any case.
+    assert StopPull("broken") in coordinator.receive(0.0)
     coordinator.report(ended("broken", complete=False))
     (failed,) = coordinator.drain()
     assert (

@@ -69,7 +69,7 @@ def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, how):
 
 
 def test_bytes_of_a_killed_peer_are_not_used(rig):
-    """The pool of the peer is mapped, so all of its bytes arrive even after its death."""
+    """The peer's pool is mapped, so all of its bytes arrive even after its death."""
     gate = Gate()
     prefill = rig(Child, "prefill")
     settings = {"side_channel_timeout_s": 0.3, **PATIENT}

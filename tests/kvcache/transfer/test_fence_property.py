@@ -1,8 +1,8 @@
 """Property: a pull that is done has read the bytes of its lease, despite any faults.
 
-The test uses P's real lease table and offers, and D's real pulls. Several pulls may read
-one lease, which may grow while they read. Messages between P and D are delayed, lost,
-repeated and reordered. When a lease ends, its blocks get new content at once.
+The test uses P's real lease table and offers, and D's real pulls. Several pulls may
+read one lease, which may grow while they read. Messages between P and D are delayed,
+lost, repeated and reordered. When a lease ends, its blocks get new content at once.
 
 P may end or be killed. Its successor at the same address has other content everywhere,
 and a READ from the dead engine may by chance read the memory of the successor.
@@ -67,9 +67,8 @@ class Pulling:
 
     state: PullState
     source: Engine
-    unread: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # blocks, by rank that has not ended
+    # The blocks of each rank that has not ended.
+    unread: dict[int, list[int]] = field(default_factory=dict)
     read_content: list[str] = field(default_factory=list)
     is_done: bool = False
 
@@ -107,9 +106,13 @@ class FenceMachine(RuleBasedStateMachine):
         self.engine.content.update(dict.fromkeys(blocks, lease_id))
         self.engine.table.grant(lease_id, "r", blocks, 10.0, self.p_now)
         remote = replace(
-            REMOTE, incarnation=self.engine.incarnation, lease_id=lease_id, lease_s=10.0,
-            block_ids=blocks, num_tokens=16 * count,
-        )  # fmt: skip
+            REMOTE,
+            incarnation=self.engine.incarnation,
+            lease_id=lease_id,
+            lease_s=10.0,
+            block_ids=blocks,
+            num_tokens=16 * count,
+        )
         self.leases.append((self.engine, remote))
 
     @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))

@@ -216,7 +216,7 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
 
 
 def signed(payload: bytes) -> bytes:
-    """Any payload with a valid MAC, as a newer or faulty but trusted peer may send it."""
+    """Any payload with a valid MAC, which a newer or faulty trusted peer may send."""
     from protocol import handshake
 
     return handshake._mac(b"baton side channel request", payload, SECRET) + payload
@@ -428,9 +428,8 @@ def test_client_that_lacks_resources_connects_later(server, monkeypatch, lack):
         if lack == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (3, limits[1])
-            )  # those three are in use
+            # These three are in use.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             client.post(server.address, GetMetadata(nonce="n"))
             while not client.unconnected():

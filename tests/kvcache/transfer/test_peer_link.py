@@ -143,14 +143,16 @@ def listening_ports():
 other = Prefill(nixl_agent, engine_id="other")
 before = listening_ports()
 gone = Prefill(nixl_agent, engine_id="gone")
-dead = socket.create_server(("", 0), backlog=0)  # full: the system drops what else comes
+# The backlog fills up, and the system drops all further connections.
+dead = socket.create_server(("", 0), backlog=0)
+dead_port = dead.getsockname()[1]
 filling = [socket.socket() for _ in range(3)]
 for each in filling:
     each.setblocking(False)
-    each.connect_ex(("127.0.0.1", dead.getsockname()[1]))
+    each.connect_ex(("127.0.0.1", dead_port))
 data = gone.server._metadata.ranks[0].agent_metadata
-for port in listening_ports() - before - {dead.getsockname()[1], gone.server.address[1]}:
-    data = data.replace(port.to_bytes(2, "big"), dead.getsockname()[1].to_bytes(2, "big"))
+for port in listening_ports() - before - {dead_port, gone.server.address[1]}:
+    data = data.replace(port.to_bytes(2, "big"), dead_port.to_bytes(2, "big"))
 shown = gone.server._metadata
 assert data != shown.ranks[0].agent_metadata
 ranks = [msgspec.structs.replace(shown.ranks[0], agent_metadata=data)]
@@ -158,11 +160,12 @@ gone.server._metadata = msgspec.structs.replace(shown, ranks=ranks)
 
 decode = Decode(nixl_agent, connect_timeout_s=60.0)
 decode.coordinator.pull("a", gone.lease([5, 2], 16), 0, 16, [3, 1])
-decode.until(lambda: any(job.waits_for_link for job in decode.workers[0]._jobs.values()))
+jobs = decode.workers[0]._jobs
+decode.until(lambda: any(job.waits_for_link for job in jobs.values()))
 decode.pull("b", other.lease([5, 2, 9], 24), 0, 24, [4, 6, 8])
 peers = decode.workers[0]._peers.values()
 (peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")
-assert not peer.link.is_ready, "it is not unreachable at all"
+assert not peer.link.is_ready, "the peer is reachable"
 peer.link.deadline = 0.0
 decode.workers[0]._link.wake()
 error = decode.failed("a")

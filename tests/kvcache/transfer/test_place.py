@@ -127,13 +127,8 @@ def test_source_may_start_at_any_multiple_of_its_elements(lead):
 @pytest.mark.parametrize(
     ("p", "d", "tokens", "blocks", "views"),
     [
-        (
-            endpoint("BHLCND", 1, 64),
-            endpoint("BHLCND", 32, 4),
-            64,
-            [1, 3],
-            2,
-        ),  # one for each block of D
+        # There is one view for each block of D.
+        (endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 4), 64, [1, 3], 2),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),

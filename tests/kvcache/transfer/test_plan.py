@@ -48,13 +48,8 @@ def check_direct(case: Case, d_rank: int) -> None:
     ("windows", "max_len", "heads", "head_dim", "window"),
     [
         ([128, None] * 12, 131_072, 8, 64, 128),  # gpt-oss-20b
-        (
-            ([1024] * 5 + [None]) * 10 + [1024] * 2,
-            131_072,
-            16,
-            128,
-            1024,
-        ),  # Gemma 3 27B
+        # Gemma 3 27B.
+        (([1024] * 5 + [None]) * 10 + [1024] * 2, 131_072, 16, 128, 1024),
     ],
 )
 def test_local_layers_move_only_their_window_of_long_prompts(
@@ -159,10 +154,8 @@ def check_remembered_plans(
     by: Any,
 ) -> None:
     """One planner plans many pulls. A remembered decision changes no other plan."""
-    pulls, d_rank = (
-        [with_dtypes(case, *dtypes) for case in pulls],
-        d_rank % pulls[0].d.tp,
-    )
+    d_rank %= pulls[0].d.tp
+    pulls = [with_dtypes(case, *dtypes) for case in pulls]
     staging = staging_for(pulls[0], staging_blocks)
     planner = pulls[0].planner(d_rank, staging_bytes=staging, convert=True)
     plans = [
@@ -217,7 +210,7 @@ def side(
 
 
 def scattered(of: Side) -> Side:
-    """A side with every second block, so that no two blocks are neighbours in memory."""
+    """A side with every second block, so no two blocks are neighbours in memory."""
     count = len(of.blocks)
     return dataclasses.replace(
         of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))

@@ -91,9 +91,8 @@ def test_costs_are_measured_and_logged_once_and_used_for_plans(
     decode = rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
     pulled(decode, prefill, "a", BLOCKS)
-    assert decode.is_only_written_at(
-        BLOCKS, 0, 24
-    )  # measuring writes nothing into the pool
+    # Measuring writes nothing into the pool.
+    assert decode.is_only_written_at(BLOCKS, 0, 24)
     costs = measured(decode)
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14

@@ -1,4 +1,4 @@
-"""Pulls end to end: coordinator, workers, side channel, agent. All bytes are compared."""
+"""Pulls with coordinator, workers, side channel and agent. All bytes are compared."""
 
 import re
 from typing import Any
@@ -133,9 +133,8 @@ def test_ended_lease_fails_a_held_pull_before_it_reads(rig):
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
 def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_id):
     late = ("side_channel_timeout_s", "pull_timeout_s", "renew_interval_s")
-    settings = dict.fromkeys(
-        late, 1000.0
-    )  # so that only the new metadata shows the restart
+    # Only the new metadata shows the restart.
+    settings = dict.fromkeys(late, 1000.0)
     first = rig(Prefill, port=port)
     decode = rig(Decode, settings=settings)
     old = first.lease([5], 8)
@@ -261,9 +260,8 @@ def test_silent_address_times_out_and_is_remembered_for_its_backoff(rig, port):
     failed = decode.wait(PeerDecided)
     assert isinstance(failed.error, PeerUnreachable)
     assert "--side-channel-host" in failed.error.message
-    rig(
-        Prefill, port=port, incarnation=remote.incarnation
-    )  # the peer is back, but gets no request
+    # The peer is back, but gets no request.
+    rig(Prefill, port=port, incarnation=remote.incarnation)
     decode.coordinator.connect(remote)
     assert decode.wait(PeerDecided) == failed
     decode.coordinator.pull("a", remote, 0, 8, [3])

@@ -68,7 +68,8 @@ def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_ranks_in_separate_processes_read_their_shares(prefill, dcp):
     """With a dcp, rank 0 stores two of the three blocks, and rank 1 stores one."""
-    woken, (coordinator_end, worker_end) = threading.Event(), socket.socketpair()
+    woken = threading.Event()
+    coordinator_end, worker_end = socket.socketpair()
     coordinator = PullCoordinator([coordinator_end], compat(), SECRET)
     coordinator.on_event = woken.set
     pool = KVPool(layout(2, 0, dcp=dcp))

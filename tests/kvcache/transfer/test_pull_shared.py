@@ -51,9 +51,8 @@ def check_pulls(
         each = (
             LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
         )
-        assert (
-            done.nbytes == (stop - start) * each
-        )  # no two ranks of a group get the same token
+        # No two ranks of a group get the same token.
+        assert done.nbytes == (stop - start) * each
     assert prefill.outcomes(len(token_ranges)) == ["completed"] * len(token_ranges)
 
 
@@ -137,7 +136,7 @@ def test_dtype_and_scales_are_converted(rig, make_placer):
 
 
 def test_a_rank_without_a_token_ends_at_once(rig):
-    """The first rank of each group has all three tokens. The other ranks end at once."""
+    """The first rank of each group has all three tokens. Other ranks end at once."""
     prefill = rig(Prefill)
     decode = rig(Decode, MemoryAgent, tp=4, dcp=2)
     for agent in decode.agents[::2]:

@@ -271,9 +271,8 @@ class PullMachine(RuleBasedStateMachine):
                     }
                     self.is_fence_requested = True
                 case AbortLease():
-                    assert (
-                        not self.reading
-                    )  # the lease is aborted only after the last READ
+                    # The lease is aborted only after the last READ.
+                    assert not self.reading
                 case PullDone() | PullFailed() | PullDrained() | PullStuck():
                     self.check(action, fence_ok)
                     self.events.append(action)
@@ -393,7 +392,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @invariant()
     def draining_reads_are_stopped_and_reported_if_they_hang(self) -> None:
-        """The pull's blocks are then quarantined, after a failure and after a cancel."""
+        """The pull's blocks are then quarantined, after a failure or a cancel."""
         assert self.stopped or self.pull.phase is not Phase.DRAINING
         if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
             hung = PullStuck if self.cancelled else PullFailed

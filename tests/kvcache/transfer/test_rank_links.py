@@ -59,9 +59,8 @@ def ended(rank: int, pull_id: str = "p") -> RankEnded:
 
 
 def test_busy_rank_loses_no_command(links):
-    names = [
-        str(index) * 1000 for index in range(5000)
-    ]  # more than the socket's buffer holds
+    # This is more than the socket's buffer holds.
+    names = [str(index) * 1000 for index in range(5000)]
     for name in names:
         links.links.broadcast(StopPull(name))
     assert links.commands(0, len(names)) == names

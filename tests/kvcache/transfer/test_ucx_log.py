@@ -27,7 +27,7 @@ PRINTED = """\
 [1795251.724] [vm:786 :0]   | 0..inf | software emulation | tcp/lo                      |
 [1795251.724] [vm:786 :0]   | active message by ucp_am_send* from host memory           |
 [1795251.724] [vm:786 :0]   | 0..inf | short              | sysv/memory                 |
-"""
+"""  # noqa: E501
 OVER_NVLINK, OVER_TCP = parse_reads(PRINTED)
 
 
@@ -93,18 +93,19 @@ def test_warning_about_a_slow_transport_names_the_fix(
 
 
 def test_transport_is_the_one_that_ucx_reports():
-    program = "from deploy.doctor import measure; print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
-    output = run_program(
-        program, UCX_TLS="tcp"
-    )  # test_doctor.py tests the default transport
+    program = (
+        "from deploy.doctor import measure; "
+        "print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
+    )
+    # test_doctor.py tests the default transport.
+    output = run_program(program, UCX_TLS="tcp")
     assert output.strip().startswith("tcp/"), output
     assert "ucp_get" not in output  # UCX's tables are not printed
 
 
 def test_parsed_log_is_freed(monkeypatch):
-    monkeypatch.setenv(
-        "UCX_LOG_FILE", "/proc/1/fd/1"
-    )  # inherited from a parent process
+    # The variable is inherited from a parent process.
+    monkeypatch.setenv("UCX_LOG_FILE", "/proc/1/fd/1")
     log = UcxLog()
     log.start()
     file = os.open(os.environ["UCX_LOG_FILE"], os.O_WRONLY)

@@ -90,7 +90,7 @@ def test_pull_fails_if_the_lease_ends_while_the_digest_is_computed(rig):
 
 
 def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
-    """If D was suspended, for example, its KV is not corrupt: P's blocks have changed."""
+    """If D was suspended, its KV is not corrupt, but P's blocks have changed."""
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")
     decode.agents[0].stall()

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt, parse_kv
@@ -71,20 +72,45 @@ def server(tiny_model: Path) -> Iterator[Server]:
         yield decode_server
 
 
-def cached_tokens(url: str, key: str, path: str, body: dict[str, Any]) -> int:
-    """Return `cached_tokens` of an answer. Its headers must not reveal more."""
+def send(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
     body = {"model": MODEL, "temperature": 0, **body}
     headers = authorization(key)
     answer = http.post(f"{url}{path}", json=body, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
+    return answer
+
+
+def cached_in_usage(answer: httpx.Response) -> int:
     usage = answer.json()["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     cached: int = details["cached_tokens"]
-    if not cached:
-        assert parse_kv(answer.headers["x-baton-kv"])["skipped"] == 0
-        prefill = parse_kv(answer.headers.get("x-baton-kv-prefill", "skipped=0"))
-        assert prefill["skipped"] == prefill.get("transferred", 0) == 0
     return cached
+
+
+def hits_in_headers(answer: httpx.Response) -> int:
+    """Return the tokens that any server found cached, or pulled for a prefill."""
+    decode = parse_kv(answer.headers["x-baton-kv"])
+    prefill = parse_kv(answer.headers.get("x-baton-kv-prefill", "skipped=0"))
+    return decode["skipped"] + prefill["skipped"] + prefill.get("transferred", 0)
+
+
+def cached_tokens(url: str, key: str, path: str, body: dict[str, Any]) -> int:
+    """Return `cached_tokens` of an answer. Its headers must not reveal more."""
+    answer = send(url, key, path, body)
+    cached = cached_in_usage(answer)
+    if not cached:
+        assert hits_in_headers(answer) == 0
+    return cached
+
+
+def has_hits(url: str, key: str, path: str, body: dict[str, Any]) -> bool:
+    """Return whether a server had KV of the prompt.
+
+    On a busy machine the prompt may be computed on a server that has none, while the
+    server that generates has some.
+    """
+    answer = send(url, key, path, body)
+    return cached_in_usage(answer) + hits_in_headers(answer) > 0
 
 
 def completion() -> dict[str, Any]:
@@ -117,8 +143,8 @@ def test_key_has_no_hits_on_kv_of_another_key(side, path, make_body, request):
     body = make_body()
     assert cached_tokens(url, ALICE, path, body) == 0
     assert cached_tokens(url, BOB, path, body) == 0
-    assert cached_tokens(url, ALICE, path, body) > 0
-    assert cached_tokens(url, BOB, path, body) > 0
+    assert has_hits(url, ALICE, path, body)
+    assert has_hits(url, BOB, path, body)
 
 
 @ENDPOINTS
@@ -131,18 +157,19 @@ def test_salt_divides_the_cache_of_a_key(side, path, make_body, request):
     assert cached_tokens(url, ALICE, path, salted) == 0
     assert cached_tokens(url, BOB, path, salted) == 0, "the same salt under another key"
     assert cached_tokens(url, ALICE, path, {**body, "cache_salt": "another"}) == 0
-    assert cached_tokens(url, ALICE, path, salted) > 0
-    assert cached_tokens(url, BOB, path, salted) > 0
+    assert has_hits(url, ALICE, path, salted)
+    assert has_hits(url, BOB, path, salted)
 
 
 def test_salts_divide_the_caches_of_servers_without_keys(tiny_cluster):
     body = {"prompt": fresh_prompt(150), "max_tokens": 3}
     for cached in (False, True):
         for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
-            num_cached = cached_tokens(
-                tiny_cluster.url, "unused", "/v1/completions", {**body, **salt}
-            )
-            assert (num_cached > 0) is cached
+            request = (tiny_cluster.url, "unused", "/v1/completions", {**body, **salt})
+            if cached:
+                assert has_hits(*request)
+            else:
+                assert cached_tokens(*request) == 0
 
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * 1025, ["a"]])

@@ -68,6 +68,7 @@ def test_local_cluster_serves_and_compiles_grammars(baton, home, tiny_model):
             "type": "object",
             "properties": {"a": {"enum": ["x", "y"]}},
             "required": ["a"],
+            "additionalProperties": False,
         }
         response_format = {
             "type": "json_schema",

@@ -16,6 +16,7 @@ from model.files.safetensors_files import read_headers
 from model.layers import Columns, Linear, RowParallelLinear
 from model.mixture.experts import Experts
 from model.parallel import Parallel
+from model.quantization.packed_fp4 import pack
 from model.quantization.quantized import Quantized, quantise, stacked
 from model.quantization.stored import StoredWeights
 from model.sizes import fingerprint, weight_bytes
@@ -347,3 +348,32 @@ def test_unsupported_quantization_is_refused_by_name(tmp_path, quantization, mes
     )
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("width", [64, 256, 320])
+def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
+    """Shifts and masks make the numbers, too small by 2^126, in the stated order."""
+    codes = torch.randint(0, 256, (2, 6, width // 2), dtype=torch.uint8)
+    scales = torch.full((2, 6, width // 32), 127, dtype=torch.uint8)
+    weight = Quantized(codes, scales, None, "fp4", 32, torch.bfloat16)
+    packed = pack(weight)
+    # Dimensions of words: chunk, thread, half of the chunk's columns.
+    words = packed.words.view(2, 6, -1, 4, 2).long() & 0xFFFFFFFF
+    numbers = torch.zeros(*words.shape[:3], 2, 2, 2, 4, 2, dtype=torch.bfloat16)
+    for register in range(4):
+        if register < 3:
+            bits = words << 3 * register & 0x81C081C0
+        else:
+            bits = (words << 1 & 0x80008000) | (words >> 5 & 0x01000100)
+            bits |= words >> 4 & 0x00C000C0
+        for upper_half in range(2):
+            half_word = bits >> 16 * upper_half & 0xFFFF
+            signed = torch.where(half_word > 0x7FFF, half_word - 0x10000, half_word)
+            values = signed.to(torch.int16).view(torch.bfloat16)
+            # Dimensions of numbers: chunk, w, half, upper, thread, b.
+            place = numbers[:, :, :, :, register >> 1, register & 1, :, upper_half]
+            place.copy_(values.transpose(-1, -2))
+    actual = numbers.flatten(2).float() * 2.0**126
+    assert packed.shape == (2, 6, width)
+    assert torch.equal(actual[..., :width], weight.dequantise().float())
+    assert not actual[..., width:].any(), "the padding is zeros"

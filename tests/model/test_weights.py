@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.architectures.quantization import Quantization
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
@@ -295,3 +296,20 @@ def test_stored_dtypes_are_counted_from_headers(checkpoint):
     tensors = load_file(checkpoint / "model.safetensors")
     total = sum(tensor.numel() for tensor in tensors.values())
     assert stored_elements(checkpoint) == {"F32": total}
+
+
+def test_dummy_mxfp4_experts_are_quantised_and_equal_in_every_part():
+    """Products keep the size of activations: the variance is about 1 / columns."""
+    source = DummySource(7, "cpu", Quantization("mxfp4"))
+    shape = (4, 96, 256)
+    whole = source.quantised("experts.down_proj", shape, range(4), None)
+    assert whole is not None and whole.kind == "fp4"
+    numbers = whole.dequantise()
+    assert numbers.shape == shape
+    assert 0.5 < 256 * numbers.square().mean().item() < 2
+    part = source.quantised("experts.down_proj", shape, range(2, 3), range(64, 192))
+    assert part is not None
+    assert torch.equal(part.dequantise(), numbers[2:3, :, 64:192])
+    assert (
+        source.quantised("self_attn.q_proj.weight", (96, 256), range(96), None) is None
+    )

@@ -63,8 +63,8 @@ def _names_of_expert(prefix: str, mixture: Mixture, expert: int) -> list[str]:
     ]
 
 
-class _SeparateExperts:
-    """Reads experts that are stored as separate weights for each expert.
+class _ExpertReader:
+    """Reads this rank's part of the experts of a layer.
 
     Args:
         columns: this rank's part of the intermediate width.
@@ -85,6 +85,10 @@ class _SeparateExperts:
         self._hidden = config.hidden_size
         self._width = config.moe.expert_intermediate_size
         self._columns = columns
+
+
+class _SeparateExperts(_ExpertReader):
+    """Reads experts that are stored as separate weights for each expert."""
 
     def gate_up(self, expert: int) -> Weight:
         gate, up, _ = _names_of_expert(self._prefix, self._mixture, expert)
@@ -106,12 +110,8 @@ class _SeparateExperts:
         return self._loader.matrix(down, shape, cols=self._columns)
 
 
-class _StackedExperts:
-    """Reads experts from tensors that hold all experts of a layer.
-
-    Args:
-        columns: this rank's part of the intermediate width.
-    """
+class _StackedExperts(_ExpertReader):
+    """Reads experts from tensors that hold all experts of a layer."""
 
     def __init__(
         self,
@@ -121,14 +121,9 @@ class _StackedExperts:
         mixture: Mixture,
         columns: range,
     ) -> None:
+        super().__init__(loader, prefix, config, mixture, columns)
         assert config.moe is not None
-        self._loader = loader
-        self._prefix = prefix
-        self._mixture = mixture
         self._num_experts = config.moe.num_experts
-        self._hidden = config.hidden_size
-        self._width = config.moe.expert_intermediate_size
-        self._columns = columns
         rows = torch.arange(2 * self._width)
         if mixture.transposed:  # rows of gates and ups alternate
             gates_and_ups = rows.view(self._width, 2).t()

@@ -1,8 +1,9 @@
-"""Measures how long steps take, at the start, for the budget of prompt tokens.
+"""Measures the durations of steps when an engine starts. The budget for prompt tokens
+(engine/core/budget) is based on them.
 
-Rank 0 runs the steps through the executor that serves, so that all ranks take part and
-the next step is launched as early as in service. Tokens are random: equal tokens would
-all choose the same experts of a mixture.
+Rank 0 runs the steps through the executor that later serves requests. All ranks
+therefore take part, and steps are launched as early as they are for requests. Token ids
+are random, because equal tokens would all be routed to the same experts.
 """
 
 import logging
@@ -26,10 +27,10 @@ from engine.worker.warm_up import WarmUpSizes
 
 logger = logging.getLogger("baton.engine")
 
-# No measurement begins that is expected to end later than this. A CPU server starts in
-# a few seconds, a GPU server in half a minute.
+# A measurement that is expected to end after this time is skipped. The limits are short
+# compared to the start of a server: a few seconds on a CPU, half a minute on a GPU.
 MAX_MEASUREMENT_S: Final = {"cpu": 0.25, "cuda": 3.0}
-# Shorter steps are repeated, because a disturbance may be as long as they are.
+# Shorter steps are repeated, because a disturbance may last as long as the step itself.
 _SHORT_STEP_S: Final = 0.03
 _REPETITIONS: Final = 3
 
@@ -39,7 +40,7 @@ class StepTimer:
 
     Args:
         sizes: the limits within which steps are built.
-        max_seconds: time for all measurements.
+        max_seconds: time limit of all measurements together, from now on.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepTimer:
 
     def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
         """Returns the duration of a step in seconds. Returns None if the measurement is
-        not required and would end after the time for all measurements.
+        not required and is expected to exceed the time limit.
 
         Raises:
             StepFailed: the step could not be launched.
@@ -76,11 +77,13 @@ class StepTimer:
         return seconds
 
     def warm_up(self) -> None:
-        """Runs a small step without measuring it. On a CPU no step has run before."""
+        """Runs a small step without measuring it. On a CPU, no warm-up has run a step
+        before, and the first step is slower than later ones."""
         self._run(self._build(Load(1, 1, 8)), 1)
 
     def _expected_s(self, load: Load) -> float:
-        """A step's duration, extrapolated from the largest measured steps."""
+        """The expected duration of a step, from the steps that were measured before;
+        infinity if fewer than two were."""
         if len(self._measured) < 2:
             return math.inf
         return Polyline(self._measured.values())(load.tokens)
@@ -96,7 +99,8 @@ class StepTimer:
         return replace(step, token_ids=token_ids)
 
     def _run(self, step: StepInput, repetitions: int) -> float:
-        """The median duration of a step that is launched again and again."""
+        """Launches the same step several times. Returns its median duration in
+        seconds."""
         depth = self._executor.depth if repetitions > 1 else 0
         launched: deque[PendingStep] = deque()
         ends_s = [self._clock()]
@@ -108,7 +112,8 @@ class StepTimer:
         while launched:
             launched.popleft().result()
             ends_s.append(self._clock())
-        # The first of several steps also waits for its own launch.
+        # The first duration of several includes the launch of the step, so it is left
+        # out.
         first = depth
         return statistics.median(
             end_s - start_s for start_s, end_s in pairwise(ends_s[first:])
@@ -119,18 +124,18 @@ def measure_steps(
     runner: ModelRunner, executor: Executor, target: StepTarget
 ) -> StepTimes | None:
     """Measures the durations of an engine's steps, while no block is in use. Warns if
-    no step can keep the target that an option sets.
+    even the shortest step with a prompt exceeds the target of --itl-target-s.
 
     Returns:
-        None if a step could not be launched.
+        The durations, or None if a step could not be launched.
     """
     started_s = time.monotonic()
     try:
         times = _measure(runner, executor, target.seconds)
     except StepFailed as error:
         logger.warning(
-            "A step for measuring durations failed; prompts begin with a conservative "
-            "budget. Cause: %s",
+            "Measuring the durations of steps failed: %s. The number of prompt tokens "
+            "per step starts at a default and adapts to the durations of later steps.",
             error,
         )
         return None
@@ -138,8 +143,8 @@ def measure_steps(
         runner.memory.pool.mark_unused()
     max_tokens = runner.config.max_num_batched_tokens
     logger.info(
-        "measured the durations of steps in %.1f s: %.4g s with one stream, %.4g s "
-        "with 16 prompt tokens too, %.4g s with %d prompt tokens too",
+        "measured the durations of steps in %.1f s: %.4g s for decoding one sequence, "
+        "%.4g s with 16 prompt tokens in addition, %.4g s with %d in addition",
         time.monotonic() - started_s,
         times.decode_s(1, 1),
         times.seconds(Load(1, 1, 16)),
@@ -178,9 +183,10 @@ def warn_of_impossible_target(target_s: float, times: StepTimes) -> None:
     if target_s >= shortest_s:
         return
     logger.warning(
-        "--itl-target-s %g cannot be kept: the shortest step with a stream and a "
-        "prompt takes %.4g s, and one with a stream alone %.4g s. Prompts get the "
-        "smallest steps that are useful. Raise --itl-target-s to %.3g or more.",
+        "--itl-target-s %g cannot be kept: the shortest step that decodes one sequence "
+        "and computes a prompt takes %.4g s, and a step that only decodes %.4g s. "
+        "Prompts are computed in the smallest useful steps. Raise --itl-target-s to "
+        "%.3g or more.",
         target_s,
         shortest_s,
         times.decode_s(1, 1),

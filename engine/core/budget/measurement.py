@@ -1,4 +1,7 @@
-"""Which steps are measured, so that the durations of all others can be interpolated."""
+"""Chooses the steps that are measured. The durations of other steps are interpolated.
+
+A "stream" is a sequence that decodes (Load in step_times.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,21 +17,21 @@ from engine.core.budget.step_times import (
     decode_s,
 )
 
-# Numbers of prompt tokens, in the order in which they are measured. The most important
-# numbers come first, because the time for measurements may end early.
+# Numbers of prompt tokens, in the order of their measurements. The most important ones
+# come first, because the time for measurements may end before all are measured.
 _FIRST_SIZES: Final = (16, 256, 1024)
 _LATER_SIZES: Final = (512, 2048)
 _STREAM_COUNTS: Final = (1, 8, 64)
 _MAX_STREAMS: Final = 256  # durations with more streams are extrapolated
-_SHORT_CONTEXT: Final = 16
+_SHORT_CONTEXT: Final = 16  # tokens of KV of each stream
 _LONG_CONTEXT: Final = 32_768
-_MAX_CONTEXT_TOKENS: Final = 262_144  # of all streams together
-# Tokens of the chunks of prompts that are measured with KV before them, and the largest
-# number of tokens of that KV.
+_MAX_CONTEXT_TOKENS: Final = 262_144  # tokens of KV of all streams together
+# Tokens of the prompt chunks that are measured after KV of earlier chunks.
 _CHUNK_SIZES: Final = (256, 2048)
-_TOKENS_BEFORE_CHUNK: Final = 16_384
-# The target lies between the durations of two measured sizes. This interval of sizes is
-# halved at most this many times, until its width is at most this share of its start.
+_TOKENS_BEFORE_CHUNK: Final = 16_384  # of that KV, or fewer if the limits require it
+# Sizes near the target are measured more closely. The interval between the two measured
+# sizes around the target is halved at most _REFINEMENTS times, and only while its width
+# exceeds this share of its smaller size.
 _REFINEMENTS: Final = 3
 _SMALL_INTERVAL: Final = 0.125
 
@@ -43,16 +46,17 @@ class TimeStep(Protocol):
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The steps that an engine may run.
+    """The limits of the steps that an engine may run.
 
     Attributes:
         max_streams: largest number of sequences of a step.
         max_tokens: largest number of tokens of a step.
         max_len: largest number of tokens of a sequence.
-        pool_tokens: tokens of KV that the pool holds, of all sequences together.
+        pool_tokens: tokens of KV that the pool can hold for all sequences together.
         captured_tokens: largest number of tokens of a step with prompts that runs as
-            CUDA graphs. Larger steps are slower to launch, so durations jump above it.
-        target_s: duration near which sizes are measured more closely.
+            CUDA graphs; 0 if none does. Durations jump above this number, because
+            larger steps are slower to launch.
+        target_s: target duration. Steps near the target are measured more closely.
     """
 
     max_streams: int
@@ -69,20 +73,21 @@ class StepSizes:
         return max(1, min(self.max_streams - 1, self.max_tokens // 2, _MAX_STREAMS))
 
     def streams(self, count: int, context: int) -> Load:
-        """The load of `count` streams, each with `context` tokens of KV, or with fewer
-        if no more fit."""
+        """The load of `count` streams. Each has `context` tokens of KV, or as many as
+        fit if that is fewer."""
         longest = min(self.max_len - 1, self.pool_tokens // count)
         return Load(count, count * max(1, min(context, longest)), 0)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """The tokens of steps on both sides of the limit of CUDA graphs."""
+        """The largest number of tokens that runs as CUDA graphs, and the next number;
+        empty without CUDA graphs."""
         limit = self.captured_tokens
         return (limit, limit + 1) if limit else ()
 
 
 def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
-    """Measures an engine's steps."""
+    """Measures steps of an engine, the most important ones first."""
     decode = _measure_streams(time_step, sizes)
     max_count = max(row.streams for row in decode)
     light = _MixedSteps(sizes.streams(1, _SHORT_CONTEXT))
@@ -116,7 +121,8 @@ def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
 
 
 def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]:
-    """Measures steps without prompts."""
+    """Measures steps without prompts, for several numbers of streams, with short and
+    with long contexts."""
     max_count = sizes.measured_streams
     counts = [*(count for count in _STREAM_COUNTS if count < max_count), max_count]
     points = dict[int, dict[int, Point]]()
@@ -124,8 +130,8 @@ def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]
         for count in counts:
             load = sizes.streams(count, get_context(count))
             row = points.setdefault(count, {})
-            # How durations grow follows from two numbers of streams, so the first two
-            # are measured even if no time is left.
+            # Extrapolation to more streams needs two numbers of streams, so the first
+            # two are measured even if no time is left.
             is_required = len(points) <= 2 and not row
             seconds = time_step(load, is_required=is_required)
             if seconds is not None:
@@ -138,7 +144,7 @@ def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]
 
 
 def _long_context(count: int) -> int:
-    """The tokens of KV of each of `count` streams with long contexts."""
+    """How many tokens of KV each stream has if `count` streams have long contexts."""
     return min(_LONG_CONTEXT, _MAX_CONTEXT_TOKENS // count)
 
 
@@ -165,8 +171,8 @@ class _MixedSteps:
     def measure(
         self, time_step: TimeStep, sizes: StepSizes, prompt_sizes: Sequence[int]
     ) -> None:
-        """Measures steps with these numbers of prompt tokens, and those at the limit of
-        CUDA graphs."""
+        """Measures steps with these numbers of prompt tokens, and the two steps on both
+        sides of the limit of CUDA graphs."""
         streams = self.load.streams
         max_prompt_tokens = max(1, min(sizes.max_tokens - streams, sizes.max_len))
         for size in prompt_sizes:
@@ -186,7 +192,8 @@ class _MixedSteps:
             self.points[load.tokens] = Point(load.tokens, seconds)
 
     def refine(self, time_step: TimeStep, sizes: StepSizes) -> None:
-        """Measures the middle of the interval of sizes in which the target lies."""
+        """Measures the size halfway between the two measured sizes around the target:
+        the largest size that meets the target, and the next larger size."""
         points = sorted(self.points.values())
         fitting = [
             index for index, point in enumerate(points) if point.value <= sizes.target_s
@@ -200,10 +207,10 @@ class _MixedSteps:
 
 
 class _Chunks:
-    """Measures what the KV before a chunk of a prompt costs.
+    """Measures the time that the KV before a prompt chunk adds to a step.
 
     Args:
-        light: the streams with which the chunks are measured.
+        light: steps with few streams. Chunks are measured together with these streams.
     """
 
     def __init__(self, light: _MixedSteps) -> None:
@@ -211,7 +218,8 @@ class _Chunks:
         self._measured: list[tuple[Load, float]] = []
 
     def measure(self, time_step: TimeStep, sizes: StepSizes, chunk: int) -> None:
-        """Measures a chunk of a prompt, if sequences are long enough for it."""
+        """Measures a step with a chunk of `chunk` tokens after KV of the same prompt.
+        Does nothing if the limits do not allow at least `chunk` tokens of that KV."""
         load = self._light.load._replace(prompt_tokens=chunk)
         num_before = min(
             _TOKENS_BEFORE_CHUNK,
@@ -226,12 +234,12 @@ class _Chunks:
             self._measured.append((load, seconds))
 
     def seconds_per_token(self, without_context: Polyline) -> Polyline | None:
-        """Returns the seconds that each token of KV before a chunk adds, by the tokens
-        of the chunk. Returns None if no chunk was measured.
+        """Returns the seconds that each token of KV before a chunk adds to a step, as a
+        function of the chunk's tokens. Returns None if no chunk was measured.
 
         Args:
-            without_context: the durations of steps without KV before the chunk, by the
-                number of tokens.
+            without_context: the durations of steps without KV before the chunk, as a
+                function of the step's tokens.
         """
         points = []
         for load, seconds in self._measured:

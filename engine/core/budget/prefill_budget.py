@@ -1,8 +1,10 @@
-"""How many prompt tokens a step may compute together with streams.
+"""Limits the prompt tokens of a step that also decodes, so that it meets a target
+duration.
 
-The budget is the largest number of prompt tokens with which a step with the present
-streams fits the target, by measured durations (step_times.py). One moving average of
-the ratio of actual to measured durations corrects all of them.
+The budget is the largest number of prompt tokens with which the step, including its
+decoding sequences ("streams"), is expected to meet the target. An expected duration is
+a measured duration (step_times.py) times one factor for all steps: a moving average of
+the ratio of actual to measured durations.
 """
 
 from typing import Final
@@ -16,25 +18,26 @@ from engine.core.budget.step_times import (
     StreamTimes,
 )
 
-# If a step of the streams alone takes longer than the target, prompt tokens may add
-# this share to its duration. Otherwise, no prompt would be computed.
+# Prompt tokens may always add this share to the duration of a step with the streams
+# alone. Prompts therefore progress even if the streams alone exceed the target.
 _MIN_PROMPT_SHARE: Final = 0.25
 _MIN_PROMPT_TOKENS: Final = 16
-# If even the fewest prompt tokens exceed the target, a step may take this many times as
-# long as with the fewest: on a GPU, several hundred tokens take hardly longer than 16.
+# A step may always take this many times as long as with _MIN_PROMPT_TOKENS, because on
+# a GPU several hundred prompt tokens take hardly longer than 16.
 _NEGLIGIBLE_FACTOR: Final = 1.1
-# Only steps that take, or should take, at least this share of the target correct the
-# durations. The durations of shorter steps deviate for other reasons.
+# Only steps with an expected or actual duration of at least this share of the target
+# correct the expected durations. Shorter steps deviate for reasons of their own.
 _MIN_TARGET_SHARE: Final = 0.75
 _WEIGHT: Final = 0.1  # of the latest step in the moving average
-# A step that took longer than expected counts as at most this share longer. No
-# disturbance makes a step shorter, so steps that took less time count in full.
+# A step that took longer than expected counts as at most this share longer, because a
+# disturbance may have delayed it. Steps that took less time count in full, because no
+# disturbance makes a step shorter.
 _MAX_DELAY: Final = 0.5
 _MIN_RATIO: Final = 1 / 64
 _MAX_RATIO: Final = 64.0
 
-# For an engine without measured steps: 10,000 prompt tokens per second. The moving
-# average then finds the real speed.
+# The times that an engine without measured steps assumes: 10,000 prompt tokens per
+# second. The moving average then corrects them.
 UNMEASURED: Final = StepTimes(
     [StreamTimes(1, Polyline([Point(0, 1e-3)]))],
     MixedTimes(1, 0, Polyline([Point(0, 0.0), Point(512, 0.0512)])),
@@ -42,7 +45,7 @@ UNMEASURED: Final = StepTimes(
 
 
 class PrefillBudget:
-    """Derives the prompt tokens of a step from measured durations.
+    """Calculates from measured durations how many prompt tokens a step may compute.
 
     Args:
         times: the durations that the warm-up measured.
@@ -87,8 +90,8 @@ class PrefillBudget:
         """Corrects the expected durations by the duration of a finished step.
 
         A single step that took far too long changes the expected durations little.
-        Steps without streams or prompts, and steps below _MIN_TARGET_SHARE of the
-        target, change nothing.
+        Steps without streams, steps without prompts, and steps much shorter than the
+        target (_MIN_TARGET_SHARE) change nothing.
         """
         if not load.streams or not load.prompt_tokens:
             return

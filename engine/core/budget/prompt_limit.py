@@ -1,10 +1,11 @@
-"""How long the next step may take, and so how many prompt tokens it may have.
+"""Limits the prompt tokens of the next step, so that decoding sequences ("streams")
+are not delayed too long.
 
-Waiting prompts do not change a target that `--itl-target-s` sets. Without this option,
-the target depends on the server (StepTarget), and a step may exceed the target by the
-time that the prompts in the queue have waited, summed over the prompts and divided by
-the number of streams. So the streams of a step together lose no more time than the
-prompts have lost already.
+If `--itl-target-s` sets the target duration of steps, waiting prompts do not change it.
+Without this option, the target depends on the server (StepTarget), and waiting prompts
+allow a step to exceed it. The allowed excess is the sum of the times that the prompts
+in the queue have waited, divided by the number of streams. The delays of all streams
+therefore add up to at most the time that the prompts have waited.
 """
 
 import math
@@ -20,24 +21,25 @@ from engine.core.budget.step_times import StepTimes
 from engine.core.plan import Scheduled, load_of
 from engine.core.sequence import Sequence
 
-# A server counts as the decode server of a prefill/decode pair for this long after the
-# last request with a prompt that a prefill server has computed.
+# A server counts as the decode server of a prefill/decode pair for this long after its
+# last request with a prompt that a prefill server computed.
 _PAIR_MEMORY_S: Final = 60.0
-# At most this many queued prompts have their waiting times added up. More prompts would
-# make planning slow, and this many already allow the largest steps.
+# The waiting times of at most this many queued prompts are added up. More prompts would
+# slow down planning, and this many already allow the largest steps.
 _MAX_COUNTED_PROMPTS: Final = 256
 
 
 class PromptLimit:
-    """Limits the prompt tokens of steps with streams.
+    """Limits the prompt tokens of steps that also decode.
 
     Args:
-        target: target duration of steps with streams; None: steps are not limited.
+        target: target duration of steps that decode; None: steps are not limited.
         max_tokens: largest number of tokens of a step.
         times: measured durations of steps; None if they were not measured.
 
     Attributes:
-        budget: the budget within the target; None without a target.
+        budget: calculates how many prompt tokens meet the target; None without a
+            target.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class PromptLimit:
         """Records that a sequence begins to wait."""
         sequence.queued_s = self._clock()
         request = sequence.request
-        # A request that resumes here after a failover or migration may refer to KV,
-        # too, but this does not mean that a prefill server computed the prompt.
+        # A request that resumes here after a failover or migration may also refer to
+        # remote KV, but this does not mean that a prefill server computed the prompt.
         if request.remote is not None and not request.resumed_choices:
             self._last_pair_request_s = sequence.queued_s
 
@@ -100,8 +102,8 @@ class PromptLimit:
         )
 
     def _waited_s(self, waiting: Iterable[Sequence]) -> float:
-        """The sum of the times that the first prompts have waited to be computed.
-        Prompts that are pulled do not count."""
+        """The sum of the waiting times of the first queued prompts. Prompts with KV
+        that will be pulled do not count, because a larger step would not help them."""
         now_s = self._clock()
         return sum(
             now_s - sequence.queued_s

@@ -1,10 +1,10 @@
-"""The target for the duration of steps with streams, as options and role decide it."""
+"""The target duration of steps that decode, which the options and the role decide."""
 
 from typing import NamedTuple
 
 
 class StepTarget(NamedTuple):
-    """How long a step with streams should take.
+    """How long a step with decoding sequences should take at most.
 
     Attributes:
         is_explicit: whether `--itl-target-s` sets the target.

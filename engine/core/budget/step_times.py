@@ -1,12 +1,12 @@
 """Measured durations of steps, and interpolation between them.
 
-Steps without prompts run as CUDA graphs, and other steps often kernel by kernel. The
-two kinds are therefore measured separately. Steps with prompts and one stream are
-measured with many numbers of prompt tokens. Steps with prompts and many streams are
-measured with few numbers, once with short and once with long contexts. The time that
-more streams or longer contexts add is interpolated in the numbers of streams and of
-their KV tokens. If an earlier step has computed a part of a prompt, each KV token of
-that part adds a measured time.
+A "stream" is a sequence that decodes. Steps without prompts run as CUDA graphs, while
+steps with prompts often launch each kernel separately, so the two kinds are measured
+separately. Steps with prompts and one stream are measured for many numbers of prompt
+tokens. Steps with prompts and many streams are measured for few numbers of prompt
+tokens, once with short and once with long contexts. The time that more streams or
+longer contexts add is interpolated between these measurements. If an earlier step has
+computed a part of a prompt, each KV token of that part adds a measured time.
 """
 
 from bisect import bisect_right
@@ -50,8 +50,8 @@ class Polyline:
 
     Args:
         points: at least one, in any order, with different sizes.
-        is_extended: whether the first and the last line continue. Otherwise the
-            function is constant outside of the points.
+        is_extended: whether the first and the last line continue beyond the points.
+            Otherwise the function is constant there.
     """
 
     def __init__(self, points: Iterable[Point], *, is_extended: bool = True) -> None:
@@ -104,7 +104,8 @@ class MixedTimes:
 
 
 def decode_s(times: Iterable[StreamTimes], streams: int, context_tokens: int) -> float:
-    """The duration of a step with these streams and no prompts."""
+    """The duration in seconds of a step with these streams and no prompts, interpolated
+    from `times`."""
     points = [Point(row.streams, row.seconds(context_tokens)) for row in times]
     return max(0.0, Polyline(points)(streams))
 
@@ -115,13 +116,12 @@ class StepTimes:
     Args:
         decode: steps without prompts, for different numbers of streams; at least one.
         light: steps with prompts and few streams with short contexts.
-        crowded: steps with prompts and more streams with short contexts; None: not
-            measured.
-        long: steps with prompts and streams with longer contexts. The number of streams
-            is that of `crowded`, or of `light` if `crowded` is None. None: not
-            measured.
-        context: seconds that each token of KV before a prompt adds to a step, by the
-            tokens of prompts that the step computes. None: nothing is added.
+        crowded: steps with prompts and more streams than `light`, with short contexts;
+            None if not measured.
+        long: steps with prompts and as many streams as `crowded` (as `light` if
+            `crowded` is None), with longer contexts; None if not measured.
+        context: seconds that each token of KV before a prompt chunk adds to a step, as
+            a function of the prompt tokens of the step. None: KV adds no time.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class StepTimes:
         self._knots = self._make_knots()
 
     def _make_knots(self) -> "list[_Knot]":
-        """The sizes between which durations are linear, the largest first."""
+        """The durations of the measured sizes, largest size first. Between these sizes,
+        durations are linear."""
         sizes = {point.size for point in self._light.seconds.points}
         for addition in (self._crowded, self._long):
             if addition is not None:
@@ -162,7 +163,8 @@ class StepTimes:
         return seconds + self._context_s(load.prompt_start, load.prompt_tokens)
 
     def _shares(self, load: Load) -> tuple[float, float]:
-        """The factors by which the additions `crowded` and `long` count for a step."""
+        """The factors by which a step multiplies the times that `_crowded` and `_long`
+        add."""
         light = self._light
         short_context = float(light.context_tokens)
         crowded_share = 0.0
@@ -212,8 +214,9 @@ class StepTimes:
 
 
 class _Knot(NamedTuple):
-    """The duration of a step with prompts and few streams, at one number of tokens.
-    `crowded_s` and `long_s` are what more streams and longer contexts add to it."""
+    """The durations of steps of one size. `light_s` is the duration with prompts and
+    few streams; `crowded_s` and `long_s` are the times that more streams and longer
+    contexts add."""
 
     tokens: int
     light_s: float
@@ -231,15 +234,16 @@ class _Addition:
     """The time that more streams or longer contexts add to steps with prompts.
 
     Attributes:
-        more_streams, more_context_tokens: how many streams, and tokens of their KV, the
-            load `more` has in addition to the load `less`.
-        seconds: the added seconds, by the number of all tokens of the step.
+        more_streams, more_context_tokens: how many more streams and more tokens of
+            their KV the steps `more` have than the steps `less`.
+        seconds: the added seconds, as a function of all tokens of the step.
     """
 
     def __init__(self, less: MixedTimes, more: MixedTimes) -> None:
         self.more_streams = more.streams - less.streams
         self.more_context_tokens = more.context_tokens - less.context_tokens
-        # Beyond the points, the difference of two measurements is not extrapolated.
+        # The difference of two measurements is not extrapolated beyond the points,
+        # because that would magnify the errors of both.
         self.seconds = Polyline(
             [
                 Point(point.size, point.value - less.seconds(point.size))

@@ -155,7 +155,7 @@ def engine_config(
         "threads": settings.threads or max(1, available_cores() // settings.tp),
         "cluster_secret": secret,
         "side_channel_host": settings.host,
-        "side_channel_advertise": settings.advertised_host or "",
+        "side_channel_advertise": settings.advertised_side_channel_host or "",
         "transfer": settings.transfer_for(device),
     }
     return EngineConfig(**options)

@@ -221,7 +221,7 @@ def build(
     return KVTransferParams(**members).sign(secret)
 
 
-def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
+def verified_params(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
     """Yields the params in `offered`, an object or a list, that are valid and signed
     with this secret.
     """

@@ -271,7 +271,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     param: str | None = None
 
     @classmethod
-    def of(cls, error: BatonError) -> "ErrorInfo":
+    def from_error(cls, error: BatonError) -> "ErrorInfo":
         return cls(error.code, error.message, error.param)
 
     def to_error(self) -> BatonError:

@@ -118,16 +118,18 @@ def refusal_text(error: BatonError) -> bytes | None:
     return DIED if isinstance(error, EngineDied) else BUSY
 
 
-def frame_entry(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
+def frame_entry(
+    index: int, delta: TokenDelta, *, with_logprobs: bool = False
+) -> list[Any]:
     """Returns a FrameEntry as a list. Members after `token_ids` are left out if all of
     them are empty.
 
     Args:
         index: Index of the choice in the response.
-        whole: Include the logprobs.
+        with_logprobs: Include the logprobs.
     """
     optional_members: list[Any] = [delta.finish_reason, delta.usage]
-    if whole:
+    if with_logprobs:
         optional_members.append(delta.logprobs)
     if any(optional_members):
         return [index, delta.token_ids, *optional_members]

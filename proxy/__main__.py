@@ -45,7 +45,7 @@ class ProxyServer(HttpServer):
             app,
             app.settings,
             app.access.certificate,
-            descriptors_each=DESCRIPTORS_PER_CLIENT,
+            descriptors_per_connection=DESCRIPTORS_PER_CLIENT,
             loop="uvloop",
             lifespan="on",
             log_config=None,

@@ -111,7 +111,7 @@ class OutputProcessor:
 
     def add_error(self, sequence: Sequence, error: BatonError) -> None:
         """Adds the error that ends a request with all its choices."""
-        info = ErrorInfo.of(error)
+        info = ErrorInfo.from_error(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))
 
 

@@ -94,7 +94,9 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
         return guided
     tools = parsed.toolset
     schemas = [
-        GuidedDecoding(Grammar("json_schema", schema_text(tool)), tools.field(index))
+        GuidedDecoding(
+            Grammar("json_schema", schema_text(tool)), tools.schema_path(index)
+        )
         for index, tool in enumerate(tools.offered)
     ]
     num_chars = sum(len(schema.grammar.text) for schema in schemas)

@@ -204,7 +204,7 @@ class Framing:
             is_requested
             and has_one_prompt
             and keeps_its_logprobs
-            and api.settings.advertised_host
+            and api.settings.advertised_side_channel_host
         )
         num_bytes = 0
         if resumed is None:
@@ -244,8 +244,10 @@ class Framing:
             index: the choice's index in the response.
         """
         if self.is_requested:
-            is_complete = self.keeps_logprobs or not self.is_stream
-            self._entries.append(resume.frame_entry(index, delta, whole=is_complete))
+            with_logprobs = self.keeps_logprobs or not self.is_stream
+            self._entries.append(
+                resume.frame_entry(index, delta, with_logprobs=with_logprobs)
+            )
 
     def origin_frame(self) -> bytes:
         """Return the frame that begins a new stream, with its origin.

@@ -170,7 +170,7 @@ class Subscription:
             request_id = next(iter(self._open))
             self.close()
             self._pending.append(
-                TokenDelta(request_id=request_id, error=ErrorInfo.of(error))
+                TokenDelta(request_id=request_id, error=ErrorInfo.from_error(error))
             )
             self._has_news.set()
 

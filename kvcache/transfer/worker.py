@@ -215,7 +215,7 @@ class TransferWorker:
         if job.error is None or not job.num_active or job.is_failure_reported:
             return
         job.is_failure_reported = True
-        info = ErrorInfo.of(job.error)
+        info = ErrorInfo.from_error(job.error)
         self._link.report(RankFailing(job.pull_id, self._number, info))
 
     def _max_wait_s(self) -> float:
@@ -402,7 +402,7 @@ class TransferWorker:
             pull_id=pull_id,
             rank=self._number,
             complete=bool(fields),
-            error=ErrorInfo.of(error) if error else None,
+            error=ErrorInfo.from_error(error) if error else None,
             **fields,
         )
         self._link.report(report)

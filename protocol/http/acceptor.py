@@ -30,17 +30,18 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def max_connections(descriptors_each: int) -> int:
+def max_connections(descriptors_per_connection: int) -> int:
     """Returns how many connections this process's limit of open files allows.
 
     Args:
-        descriptors_each: Number of file descriptors that each connection needs.
+        descriptors_per_connection: Number of file descriptors that each connection
+            needs.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 30
     reserved = min(MAX_RESERVED, limit // 4)
-    return max(1, (limit - reserved) // descriptors_each)
+    return max(1, (limit - reserved) // descriptors_per_connection)
 
 
 class Acceptor:

@@ -49,8 +49,9 @@ class HttpServer(uvicorn.Server):
     Args:
         app: An ASGI application. Web pages of --cors-origin may call it.
         extra_body_bytes: See bounded_protocol.
-        descriptors_each: Number of file descriptors that one connection needs. When
-            descriptors run out, new connections wait in the kernel's backlog.
+        descriptors_per_connection: Number of file descriptors that one connection
+            needs. When descriptors run out, new connections wait in the kernel's
+            backlog.
         more: Additional arguments of uvicorn.Config.
     """
 
@@ -60,10 +61,10 @@ class HttpServer(uvicorn.Server):
         options: ListenOptions,
         certificate: Certificate,
         extra_body_bytes: int = 0,
-        descriptors_each: int = 1,
+        descriptors_per_connection: int = 1,
         **more: Any,
     ) -> None:
-        self._descriptors_each = descriptors_each
+        self._descriptors_per_connection = descriptors_per_connection
         if options.cors_origin:
             app = CORSMiddleware(
                 app,
@@ -103,7 +104,7 @@ class HttpServer(uvicorn.Server):
             server_state=state,
             app_state=self.lifespan.state,
         )
-        limit = max_connections(self._descriptors_each)
+        limit = max_connections(self._descriptors_per_connection)
         self.servers: list[Any] = [
             Acceptor(listener, make_protocol, config.ssl, state.connections, limit)
             for listener in sockets or []

@@ -286,7 +286,7 @@ class ResponsesChat(ChatRequest):
 
     endpoint = "/v1/responses"
     prompt_field = "input"
-    usual_limit = "max_output_tokens"
+    usual_limit_field = "max_output_tokens"
     logprobs_field = "top_logprobs"
     streams_logprobs_once = False
     function_path = ""

@@ -231,7 +231,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     # Names of the fields with the prompt, the limit of tokens and the logprobs, for
     # error messages.
     prompt_field: ClassVar[str] = "prompt"
-    usual_limit: ClassVar[str] = "max_completion_tokens"
+    usual_limit_field: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
     # False if events at the end of a stream repeat the logprobs of earlier events.
     streams_logprobs_once: ClassVar[bool] = True
@@ -332,7 +332,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         """Name of the field with the `token_limit`, for error messages."""
         if self.max_tokens is not None and self.max_tokens == self.token_limit:
             return "max_tokens"
-        return self.usual_limit
+        return self.usual_limit_field
 
     def without_prompt_fields(self) -> Self:
         """Returns this request without the fields that are only needed to build its

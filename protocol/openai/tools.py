@@ -106,7 +106,7 @@ class Tools:
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
             grammar = Grammar("json_schema", schema_text(self.offered[at]))
-            return GuidedDecoding(grammar, self.field(at))
+            return GuidedDecoding(grammar, self.schema_path(at))
         if self.mode == "required":
             tools = [
                 (tool["function"]["name"], msgspec.Raw(schema_text(tool).encode()))
@@ -116,7 +116,7 @@ class Tools:
             return GuidedDecoding(Grammar("calls", demanded), "tools")
         return None
 
-    def field(self, at: int) -> str:
+    def schema_path(self, at: int) -> str:
         """Returns the path of the schema of the tool at index `at` in the request."""
         return f"tools[{at}].{self.path}parameters"
 

@@ -111,7 +111,7 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
         return name
 
     @property
-    def advertised_host(self) -> str | None:
+    def advertised_side_channel_host(self) -> str | None:
         """The address of the KV side channel that peers are given.
 
         None: unknown, because this server listens on every address of the machine.

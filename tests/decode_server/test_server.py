@@ -174,7 +174,9 @@ def test_wrong_reference_is_recomputed_or_refused(name):
     assert prepared.remote is None and prepared.kv_rejected
     # Only a signed reference is released at its server; a forged one names no valid
     # server.
-    is_forged = kv_params.parse(offered) not in list(kv_params.signed(offered, _SECRET))
+    is_forged = kv_params.parse(offered) not in list(
+        kv_params.verified_params(offered, _SECRET)
+    )
     assert (prepared.kv_unused is None) == is_forged
     with pytest.raises(KVParamsRejected) as release_messages:
         _prepare(offered, policy="fail", **members)

@@ -226,7 +226,7 @@ def test_several_hosts_and_ranks_are_configured_by_variables():
         "PREFILL_URLS": "http://host-p:8100,http://host-q:8100",
     }
     prefill = settings("prefill", **names)
-    assert (prefill.advertised_host, prefill.devices, prefill.tp) == (
+    assert (prefill.advertised_side_channel_host, prefill.devices, prefill.tp) == (
         "host-p",
         (0, 1),
         2,

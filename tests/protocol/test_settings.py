@@ -294,7 +294,10 @@ def test_wildcard_address_is_never_advertised_to_decode_servers(wildcard, monkey
     ):
         load(P, ["--host", wildcard])
     assert (
-        load(P, ["--host", wildcard, "--side-channel-host", "p"]).advertised_host == "p"
+        load(
+            P, ["--host", wildcard, "--side-channel-host", "p"]
+        ).advertised_side_channel_host
+        == "p"
     )
     load(D, ["--host", wildcard])
 

@@ -109,7 +109,7 @@ class DecodeLeg(ServerHooks):
         """
         return [
             ReleaseRemote(kv_params.to_remote_prefill(reference))
-            for reference in kv_params.signed(kv_transfer_params, self._secret)
+            for reference in kv_params.verified_params(kv_transfer_params, self._secret)
         ]
 
 

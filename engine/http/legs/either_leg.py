@@ -44,7 +44,7 @@ def serve(
             secret,
             settings.kv_load_failure_policy,
             uses_machine_secret=settings.cluster_secret is None,
-            is_reachable=settings.advertised_host is not None,
+            is_reachable=settings.advertised_side_channel_host is not None,
         )
 
     return run_server(settings, make_hooks)

@@ -192,7 +192,7 @@ def test_ended_lease_at_a_renewal_fails_early_but_not_while_fencing():
     "error", [InternalError("a bug"), PullCircuitOpen("no staging memory")]
 )
 def test_local_failures_are_not_counted_against_the_peer(error):
-    info = ErrorInfo.of(error)
+    info = ErrorInfo.from_error(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
         actions = reading(1).on_report(report, now=2.0)
         assert actions and PEER_FAILURE not in actions

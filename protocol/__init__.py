@@ -1,3 +1,3 @@
-"""What processes exchange (HTTP bodies, engine messages, handshakes, errors), and what
-all of them need (settings, logs, metrics, child processes).
+"""Data that processes exchange (HTTP bodies, engine messages, handshakes, errors), and
+modules that every process needs (settings, logs, metrics, child processes).
 """

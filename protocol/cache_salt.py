@@ -33,8 +33,8 @@ def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
     if not (cache_salt or key_digest):
         return b""
     text = (cache_salt or "").encode(errors="surrogatepass")
-    # The message has the length of the digest (0 or 32 bytes), so that no other pair of
-    # digest and text makes the same message.
+    # The message includes the length of the digest (0 or 32 bytes), so that different
+    # pairs of digest and text never make equal messages.
     message = b"%b %d\0%b%b" % (_LABEL, len(key_digest), key_digest, text)
     return hmac.digest(secret, message, hashlib.sha256)
 

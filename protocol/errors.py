@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-_BY_CODE: dict[str, type["BatonError"]] = {}  # the first class defined with each code
+# The first class that is defined with each code.
+_CLASS_BY_CODE: dict[str, type["BatonError"]] = {}
 
 
 class BatonError(Exception):
@@ -39,7 +40,7 @@ class BatonError(Exception):
         super().__init_subclass__()
         for name, value in class_variables.items():
             setattr(cls, name, value)
-        _BY_CODE.setdefault(cls.code, cls)
+        _CLASS_BY_CODE.setdefault(cls.code, cls)
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class RequestError(
     type="invalid_request_error",
     code="invalid_request",
 ):
-    """The request is at fault. A retry without a change fails, unless `retryable`."""
+    """The request is at fault. Unless `retryable` is set, an unchanged retry fails."""
 
 
 class InvalidRequest(RequestError):
@@ -74,7 +75,7 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError, code="context_length_exceeded"):
-    """The prompt and the output do not fit the context. The message has both
+    """The prompt and the output do not fit into the context. The message has both
     lengths.
     """
 
@@ -162,13 +163,13 @@ class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable")
 class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
 ):
-    """This engine cannot use the peer's KV. The message has the field that differs, and
-    both values.
+    """This engine cannot use the peer's KV. The message has the name of the field that
+    differs, and both values.
     """
 
 
 class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"):
-    """The lease ended before the pull was complete, so the bytes must not be used."""
+    """The lease ended before the pull was complete. The pulled bytes are not used."""
 
 
 class TransferFailed(RemoteKVError, code="transfer_failed"):
@@ -176,7 +177,9 @@ class TransferFailed(RemoteKVError, code="transfer_failed"):
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
-    """Pulled KV differs from the lender's KV. The message has the tokens and heads."""
+    """Pulled KV differs from the lender's KV. The message says in which tokens and
+    heads.
+    """
 
 
 class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
@@ -231,11 +234,11 @@ class InternalError(
     type="server_error",
     code="internal_error",
 ):
-    """A bug of Baton."""
+    """A bug in Baton."""
 
 
-# Longest `Retry-After` of a full queue, in seconds. A longer wait would be extrapolated
-# from a rate that may change until then, and one retry per minute is cheap.
+# Longest `Retry-After` of a full queue, in seconds. Predictions of longer waits are
+# unreliable, and one retry per minute is cheap.
 MAX_RETRY_AFTER_S = 60
 
 
@@ -265,4 +268,4 @@ def from_code(code: str, message: str, param: str | None = None) -> BatonError:
 
     An unknown code becomes an InternalError.
     """
-    return _BY_CODE.get(code, InternalError)(message, param=param)
+    return _CLASS_BY_CODE.get(code, InternalError)(message, param=param)

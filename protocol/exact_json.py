@@ -1,7 +1,7 @@
 """Decodes and encodes JSON so that each number keeps its value, as the client wrote it.
 
-Python integers of any size are exact. A decimal that a float64 would print as another
-number becomes an `ExactFloat`: the nearest float64 (infinity beyond the largest one),
+Python integers of any size are exact. A decimal that no float64 preserves becomes an
+`ExactFloat`: the nearest float64 (infinity if the decimal is beyond all float64),
 together with the text of the decimal. All other code treats an ExactFloat as a float.
 """
 
@@ -53,8 +53,8 @@ def loads(text: str, *, allow_nan: bool = True) -> Any:
     """Returns the value of a JSON text. Raises ValueError if it is not JSON.
 
     Args:
-        allow_nan: Accept NaN and Infinity as floats, like json.loads. The standard of
-            JSON allows neither.
+        allow_nan: Accept NaN and Infinity as floats, like json.loads. The JSON standard
+            allows neither.
     """
     constants = None if allow_nan else _refuse_constant
     return json.loads(text, parse_float=_float_of, parse_constant=constants)
@@ -69,30 +69,31 @@ def dumps(value: Any) -> str:
 
     An ExactFloat becomes the text that the client wrote.
     """
-    if _has_exact(value):
-        return "".join(_parts(value))
+    if _has_exact_float(value):
+        return "".join(_text_pieces(value))
     return json.dumps(value, ensure_ascii=False)
 
 
-def _has_exact(value: Any) -> bool:
+def _has_exact_float(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(map(_has_exact, value.values()))
+        return any(map(_has_exact_float, value.values()))
     if isinstance(value, list):
-        return any(map(_has_exact, value))
+        return any(map(_has_exact_float, value))
     return isinstance(value, ExactFloat)
 
 
-def _parts(value: Any) -> list[str]:
+def _text_pieces(value: Any) -> list[str]:
+    """Returns strings that together are the JSON text of `value`."""
     if isinstance(value, ExactFloat):
         return [value.text]
-    parts: list[str] = []
+    pieces: list[str] = []
     if isinstance(value, dict):
-        for name, each in value.items():
-            parts += [", " if parts else "", json.dumps(name, ensure_ascii=False), ": "]
-            parts += _parts(each)
-        return ["{", *parts, "}"]
+        for name, member in value.items():
+            pieces += [", " if pieces else "", json.dumps(name, ensure_ascii=False)]
+            pieces += [": ", *_text_pieces(member)]
+        return ["{", *pieces, "}"]
     if isinstance(value, list):
-        for each in value:
-            parts += [", " if parts else "", *_parts(each)]
-        return ["[", *parts, "]"]
+        for item in value:
+            pieces += [", " if pieces else "", *_text_pieces(item)]
+        return ["[", *pieces, "]"]
     return [json.dumps(value, ensure_ascii=False)]

@@ -8,7 +8,7 @@ older reader would misread a new message.
 A message consists of a MAC and a msgpack payload. The MAC is the HMAC-SHA256 of a label
 and the payload, with the cluster secret as its key. Requests and replies have different
 labels, so a request that is sent back is not a valid reply. A reply repeats the nonce
-of its request, so a late reply cannot be taken for the reply to another request.
+of its request, so a late reply cannot be taken for the reply to a later request.
 """
 
 import hashlib
@@ -31,11 +31,12 @@ PROTOCOL_VERSION = 2
 # Bytes per element.
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
-_CONVERTIBLE = ("kv_dtype", "kv_scales")  # may differ for a reader with --kv-convert
+# Fields of CompatRecord that may differ if the reader has --kv-convert.
+_CONVERTIBLE = ("kv_dtype", "kv_scales")
 AXES = "BHLCND"  # axes of KV: block, head, layer, component (K or V), token, element
 DIGEST_VERSION: Final = 1  # version of the digests that kvcache/verify computes
 MAX_GROUPS: Final = 16  # maximum number of layer groups; see kvcache/groups.py
-# Maximum size of the KV of one rank. No device has as much memory, and sums of such
+# Maximum size of the KV of one rank. No device has this much memory, and sums of such
 # sizes do not overflow 64 bits.
 MAX_BYTES = 1 << 48
 
@@ -99,7 +100,13 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach one rank's KV allocation."""
+    """How other engines reach one rank's KV allocation.
+
+    Attributes:
+        extra: Values that only some transports need, such as the offer of mapped memory
+            (kvcache/transfer/move/peer_memory.py).
+        pid: The process id of the rank in the PID namespace of its host.
+    """
 
     rank: int
     agent_metadata: bytes
@@ -109,7 +116,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str  # "cpu" | "cuda"
     layout: LayoutRecord
     extra: dict[str, Any] = {}
-    pid: int | None = None  # in the PID namespace of its host
+    pid: int | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,10 +149,10 @@ def check_compatible(
         where = ""
         fix = ""
         if field == "kv_scales" and len(ours) == len(theirs):
-            at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
-            where = f" at index {at}"
-            ours = ours[at]
-            theirs = theirs[at]
+            index = next(i for i in range(len(ours)) if ours[i] != theirs[i])
+            where = f" at index {index}"
+            ours = ours[index]
+            theirs = theirs[index]
         if field == "model_fingerprint" and "longrope" in local.rope != remote.rope:
             fix = (
                 ", and both with the same --max-model-len, which selects longrope's "
@@ -165,11 +172,12 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     """Returns a digest of a compatibility record, by which a proxy pairs servers.
 
     The digest does not depend on KV content. The digest has three parts, separated
-    by dots: the model, the form of its KV, and the dtype and scales.
+    by dots: the model; the shape, RoPE parameters and windows of its KV; the dtype and
+    scales.
 
     Args:
         converts: Whether the engine reads KV of any dtype and scales. The last part of
-            its digest is then `*`.
+            the digest is then `*`.
     """
 
     def digest(*fields: str) -> str:
@@ -178,10 +186,11 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
 
     form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
     if not compat.kv_windows:
-        # Without this field the digest equals that of versions before KV groups.
+        # Leaving out this field keeps the digest equal to the one of older versions,
+        # which have no layer groups.
         form = form[: form.index("kv_windows")]
-    stored = "*" if converts else digest(*_CONVERTIBLE)
-    return ".".join((digest("model_fingerprint"), digest(*form), stored))
+    dtype_part = "*" if converts else digest(*_CONVERTIBLE)
+    return ".".join((digest("model_fingerprint"), digest(*form), dtype_part))
 
 
 # The kv_digest of vLLM's servers, which check compatibility themselves.
@@ -210,7 +219,8 @@ def may_pair(prefill: str, decode: str) -> bool:
 def same_model(digest: str, other_digest: str) -> bool:
     """Returns whether two kv_digests have the same model.
 
-    The result is also True if one of them has no model, because it is empty or FOREIGN.
+    The result is also True if a digest is empty or FOREIGN, because it then names no
+    model.
     """
     model, *form = digest.split(".")
     other_model, *other_form = other_digest.split(".")
@@ -237,8 +247,8 @@ class Renew(LeaseRequest, frozen=True, tag="renew"): ...
 
 
 class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
-    """The fence: ends a lease, and requests confirmation that the bytes read under it
-    may be used.
+    """The fence: ends a lease, and requests confirmation that the bytes read under the
+    lease may be used.
 
     Attributes:
         attempt_id: Identifies the pull. If the reply is lost, the reader repeats the
@@ -252,7 +262,7 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
 class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
-    """Requests the digests of the KV of the tokens from `token_start` to `token_stop`.
+    """Requests digests of KV, for the tokens from `token_start` to `token_stop`.
 
     If the request is repeated while the digests are being computed, the engine does not
     compute them twice.
@@ -311,9 +321,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
-    """Requests a lease of the longest cached prefix of these tokens under this salt.
+    """Requests a lease of the longest prefix of `token_ids` that the engine has cached
+    under `cache_salt`.
 
-    The engine leases nothing if the prefix is shorter than `min_tokens`.
+    The engine leases nothing if this prefix is shorter than `min_tokens`.
     """
 
     nonce: _Id
@@ -345,8 +356,8 @@ class Ok(msgspec.Struct, frozen=True, tag="ok", kw_only=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="lease_ended", kw_only=True):
-    """The lease is unknown, has ended or is of another incarnation, or a subscription
-    was refused.
+    """The lease is unknown, has ended or was granted before a restart of the engine, or
+    a subscription was refused.
 
     The receiver must not use any byte that it read under the lease.
     """
@@ -436,5 +447,5 @@ def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
     if not hmac.compare_digest(message[:_MAC_BYTES], expected):
         raise FrameError(
             "the MAC is wrong: the two engines have different cluster secrets; give "
-            "both servers one BATON_CLUSTER_SECRET"
+            "both servers the same BATON_CLUSTER_SECRET"
         )

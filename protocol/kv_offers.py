@@ -2,7 +2,8 @@
 
 An offer names a prefill server that is computing a prompt now, so that the decode
 server can subscribe to the prompt's KV. A hint names a server that may hold the KV of a
-prompt's beginning. Both name a host to connect to, so both must be signed.
+prompt's beginning. Both name a host to connect to. Therefore both must be signed;
+otherwise a client could make a server connect to any host.
 """
 
 import hmac
@@ -120,7 +121,7 @@ def _signed_member(obj: object, name: str, secret: bytes, now_s: float) -> Any:
         reject(
             f"{name}.signature",
             f"does not match: only a proxy of this cluster may send {name}; leave it "
-            "out, or give the proxy and this server one BATON_CLUSTER_SECRET",
+            "out, or give the proxy and this server the same BATON_CLUSTER_SECRET",
         )
     age_s = now_s - member.issued_s
     if abs(age_s) > MAX_AGE_S:

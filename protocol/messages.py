@@ -3,7 +3,7 @@
 The messages are msgpack over a socket. The HTTP process validates and tokenizes
 requests, verifies `kv_transfer_params` and detokenizes. The engine handles token ids
 only. The engine answers every AddRequest with TokenDeltas. The last TokenDelta of each
-choice has a `finish_reason` or an `error`; no other TokenDelta has them.
+choice has a `finish_reason` or an `error`; no other TokenDelta has either.
 """
 
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ GrammarKind = Literal[
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output must match.
+    """The constraint that the output must match.
 
     Attributes:
         text: The content of the grammar. By `kind`: a schema as JSON text, a regex, the
@@ -32,9 +32,9 @@ class Grammar(msgspec.Struct, frozen=True):
             <think>. "harmony": the model reasons in messages of gpt-oss, and only the
             final message must match.
         banned: Token sequences that the output must not contain.
-        calls: The texts and special tokens with which a tool call may begin. The model
-            may begin a call instead of the output. After that beginning, any token is
-            allowed.
+        calls: The texts and special tokens that may begin a tool call. The model may
+            write a tool call instead of output that matches the grammar. After such a
+            beginning, any token is allowed.
     """
 
     kind: GrammarKind
@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}  # numbers that are added to logits, by token id
-    min_tokens: int = 0  # no stop token is sampled among this many output tokens
+    min_tokens: int = 0  # the output has at least this many tokens before a stop token
     grammar: Grammar | None = None
 
 
@@ -99,7 +99,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """The first token, which the prefill server sampled for the decode server."""
+    """The first output token of a choice, sampled by the prefill server."""
 
     id: int
     logprobs: TokenLogprobs | None = None
@@ -112,15 +112,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         block_size: Tokens per block.
-        num_tokens: Number of tokens that the blocks hold KV for: the whole prompt, and
-            output tokens if the request continues from another server.
+        num_tokens: Number of tokens that the blocks hold KV for: all prompt tokens and,
+            if the request has migrated, its output tokens so far.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
         first_tokens: One per choice; empty if the decode server samples them itself.
         prompt_logprobs: One per prompt token, if the request needs prompt logprobs.
         sender_releases: See the function sender_releases in kv_params.py.
-        transfer_id: Set if the prefill server still computes the prompt. The lease, the
-            blocks and the first tokens then arrive by subscription (Subscribe in
+        transfer_id: Set if the prefill server is still computing the prompt. The lease,
+            the blocks and the first tokens then arrive by subscription (Subscribe in
             handshake.py).
         prompt_digest: Digest of the prompt; only set with a `transfer_id`.
     """
@@ -202,8 +202,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
             there is a `remote`.
         kv_rejected: Decode role: the reason why the kv_transfer_params of the request
             were not used.
-        kv_unused: The reference in the kv_transfer_params that were not used, if a
-            server of this cluster signed them.
+        kv_unused: The reference in kv_transfer_params that were not used, if a server
+            of this cluster signed them. The engine releases its lease.
     """
 
     request_id: str
@@ -336,7 +336,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """Reports, once, that the engine can serve."""
 
-    # Usable blocks of the KV pool, divided by the number of layer groups.
+    # Usable blocks of the KV pool, divided by the number of layer groups
+    # (kvcache/groups.py).
     num_blocks: int
     block_size: int  # tokens
     max_model_len: int  # tokens
@@ -360,7 +361,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     """The events since the previous Outputs message.
 
     Attributes:
-        compiled: Ids of the requests with a grammar that is now compiled. These
+        compiled: Ids of the requests with grammars that have since been compiled. These
             requests now wait for the scheduler.
     """
 

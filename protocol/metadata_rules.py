@@ -42,11 +42,11 @@ class _Rule(NamedTuple):
     requirement: str  # continues the message after "it must"
 
 
-def _within(field: str, value: int, low: int, high: int) -> _Rule:
+def _range_rule(field: str, value: int, low: int, high: int) -> _Rule:
     return _Rule(field, value, low <= value <= high, f"be {low} to {high}")
 
 
-def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
+def _choice_rule(field: str, value: str, allowed: Iterable[str]) -> _Rule:
     return _Rule(field, value, value in allowed, f"be one of {sorted(allowed)}")
 
 
@@ -61,7 +61,7 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     yield from _scale_rules(metadata.compat)
     yield from _rank_number_rules(metadata)
     num_groups = len(metadata.compat.kv_windows)
-    yield _within("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
+    yield _range_rule("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
     scales = metadata.compat.kv_scales
     yield _Rule(
         "compat.kv_scales",
@@ -75,14 +75,16 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
 
 
 def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
-    yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
+    yield _choice_rule("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
     scales = compat.kv_scales
-    count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
+    num_scales = 0
+    if compat.kv_dtype == FP8:
+        num_scales = compat.num_layers * compat.num_components
     yield _Rule(
         "compat.kv_scales' length",
         len(scales),
-        len(scales) == count,
-        f"be {count} for {compat.kv_dtype}",
+        len(scales) == num_scales,
+        f"be {num_scales} for {compat.kv_dtype}",
     )
     yield _Rule(
         "compat.kv_scales",
@@ -101,19 +103,19 @@ def _rank_number_rules(metadata: EngineMetadata) -> Iterator[_Rule]:
         0 < dcp_size and tp_size % dcp_size == 0,
         f"divide tp_size {tp_size}",
     )
-    numbers = [rank.rank for rank in metadata.ranks]
-    is_complete = numbers == list(range(len(numbers))) and 0 < len(numbers) == tp_size
+    ranks = [rank.rank for rank in metadata.ranks]
+    is_complete = ranks == list(range(len(ranks))) and 0 < len(ranks) == tp_size
     requirement = f"list ranks 0 to {tp_size - 1} in order"
-    yield _Rule("ranks", numbers[:64], is_complete, requirement)
+    yield _Rule("ranks", ranks[:64], is_complete, requirement)
 
 
 def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:
     where = f"ranks[{rank.rank}]"
     max_address = (1 << 64) - rank.nbytes
-    yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
-    yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
-    yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
-    yield _within(f"{where}.base_address", rank.base_address, 1, max_address)
+    yield _choice_rule(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
+    yield _range_rule(f"{where}.device_id", rank.device_id, 0, 1 << 16)
+    yield _range_rule(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
+    yield _range_rule(f"{where}.base_address", rank.base_address, 1, max_address)
 
 
 def _layout_rules(rank: RankMetadata, kv_dtype: str) -> Iterator[_Rule]:
@@ -125,10 +127,10 @@ def _layout_rules(rank: RankMetadata, kv_dtype: str) -> Iterator[_Rule]:
         sorted(layout.order) == sorted(AXES) and layout.order.endswith("D"),
         f"have each of {AXES} once, D last",
     )
-    yield _one_of(f"{where}.dtype", layout.dtype, (kv_dtype,))
-    sizes = ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim")
-    for name in sizes:
-        yield _within(f"{where}.{name}", getattr(layout, name), 1, 1 << 32)
-    yield _within(f"{where}.block_size", layout.block_size, 1, 256)
+    yield _choice_rule(f"{where}.dtype", layout.dtype, (kv_dtype,))
+    names = ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim")
+    for name in names:
+        yield _range_rule(f"{where}.{name}", getattr(layout, name), 1, 1 << 32)
+    yield _range_rule(f"{where}.block_size", layout.block_size, 1, 256)
     fits = layout.nbytes <= rank.nbytes
     yield _Rule(where, layout.nbytes, fits, f"fit in nbytes {rank.nbytes}")

@@ -1,8 +1,8 @@
 """Every metric of every process in one table, and one registry per application.
 
 Metrics with the origin "engine" are counted in the engine's process. The HTTP process
-receives and exposes them as EngineStats with the keys of `stat_key`. docs/metrics.md
-has the same table for readers of dashboards.
+receives their values as EngineStats, with the keys of `stat_key`, and exposes them.
+docs/metrics.md has the same table for readers of dashboards.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from prometheus_client.registry import Collector
 from protocol.process.output import num_dropped_lines
 from protocol.version import VERSION
 
-# Members of GET /ready that count an engine's work since its start: all steps with
-# their tokens, prompt tokens and seconds, then the steps that compute prompt tokens
-# (mixed steps) with their tokens and seconds.
+# Members of the response to GET /ready that count an engine's work since its start: all
+# steps with their tokens, prompt tokens and seconds, then the steps that compute prompt
+# tokens (mixed steps) with their tokens and seconds.
 ENGINE_TOTALS = (
     "engine_steps",
     "engine_step_tokens",
@@ -55,7 +55,7 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the table. Counters are exposed with the suffix `_total`."""
+    """A metric, one row of TABLE. Counters are exposed with the suffix `_total`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -247,15 +247,15 @@ def stat_key(name: str, **labels: str) -> str:
 
     Raises:
         KeyError: The table has no metric with this name and these labels, which is a
-            bug of Baton.
+            bug in Baton.
     """
     spec = SPECS[name]
     if set(labels) != set(spec.labels):
         raise KeyError(f"{name} has the labels {spec.labels}, not {tuple(labels)}")
-    return _key(name, {label: labels[label] for label in spec.labels})
+    return _series_key(name, {label: labels[label] for label in spec.labels})
 
 
-def _key(name: str, labels: Mapping[str, str]) -> str:
+def _series_key(name: str, labels: Mapping[str, str]) -> str:
     pairs = ",".join(f"{label}={value}" for label, value in labels.items())
     return f"{name}{{{pairs}}}" if pairs else name
 
@@ -271,7 +271,8 @@ class EngineHistogram(Histogram):
         """Returns all series of the histogram, by the keys of EngineStats.values."""
         (family,) = self.collect()
         return {
-            _key(sample.name, sample.labels): sample.value for sample in family.samples
+            _series_key(sample.name, sample.labels): sample.value
+            for sample in family.samples
         }
 
 
@@ -285,7 +286,7 @@ class _EngineCollector(Collector):
         families: dict[str, Metric] = {}
         for key, value in dict(self.values).items():
             name, _, rest = key.removesuffix("}").partition("{")
-            # The samples of a histogram end in _bucket, _count or _sum.
+            # The names of a histogram's samples end in _bucket, _count or _sum.
             spec = SPECS.get(name) or SPECS[name.rpartition("_")[0]]
             pairs = (pair.partition("=") for pair in rest.split(",") if pair)
             family = families.setdefault(
@@ -317,7 +318,8 @@ class Metrics:
             if spec.origin in (origin, "any")
         }
         self.set("baton_build_info", 1, version=self.version)
-        self._counted_lines = 0
+        # Dropped output lines that baton_log_lines_dropped includes already.
+        self._num_counted_lines = 0
 
     def _make(self, spec: Spec) -> Any:
         kinds: dict[str, Any] = {
@@ -370,7 +372,7 @@ class Metrics:
         for name in names:
             for family in self._metrics[name].collect():
                 for sample in family.samples:
-                    values[_key(sample.name, sample.labels)] = sample.value
+                    values[_series_key(sample.name, sample.labels)] = sample.value
         return values
 
     def expose(self) -> bytes:
@@ -379,6 +381,6 @@ class Metrics:
         The call also adds newly dropped output lines to baton_log_lines_dropped.
         """
         num_lines = num_dropped_lines()
-        self.inc("baton_log_lines_dropped", num_lines - self._counted_lines)
-        self._counted_lines = num_lines
+        self.inc("baton_log_lines_dropped", num_lines - self._num_counted_lines)
+        self._num_counted_lines = num_lines
         return generate_latest(self._registry)

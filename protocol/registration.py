@@ -30,7 +30,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement of one server.
 
     Attributes:
-        kv_digest: See kv_digest in protocol/handshake.py; empty if it is unknown.
+        kv_digest: See kv_digest in protocol/handshake.py; empty if unknown.
         ttl_s: How long the proxy keeps the server after this record, in seconds.
         issued_ms: Milliseconds since 1970 by the server's clock.
         leaving: Whether the server is shutting down, so that it must receive no new
@@ -47,7 +47,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecord(ValueError):
-    """A record that is not valid. The message has the reason and the fix."""
+    """A registration record is invalid. The message has the reason and the fix."""
 
 
 class _Envelope(msgspec.Struct):
@@ -77,7 +77,7 @@ def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
     if not hmac.compare_digest(envelope.mac.encode(), expected_mac.encode()):
         raise BadRecord(
             f"{record.url} has a different cluster secret: give this server and the "
-            "proxy one BATON_CLUSTER_SECRET"
+            "proxy the same BATON_CLUSTER_SECRET"
         )
     age_s = (now_ms - record.issued_ms) / 1000
     if abs(age_s) > MAX_AGE_S:
@@ -99,7 +99,7 @@ def http_url(host: str, port: int, scheme: str = "http") -> str:
 
 
 def check_advertised(url: str) -> str:
-    """Returns `url`. Raises ValueError if clients cannot connect to its host."""
+    """Returns `url`. Raises ValueError if its host is a wildcard address."""
     host = urlsplit(url).hostname
     if host in WILDCARDS:
         raise ValueError(

@@ -9,8 +9,9 @@ describes:
 
 The proxy passes on the events to the client, and stores the texts of the comments. If
 the proxy loses the server, it sends the request to another server, together with the
-signed texts as `baton_resume`. A response that is not a stream has no frames until it
-moves; the server then sends its texts in frames without events.
+signed texts as `baton_resume`. A response that is not a stream has no frames unless it
+migrates. In that case, the server sends all its texts at the end, in frames without
+events.
 
 The first text (`Origin`) has the values that the response depends on besides its
 request and its tokens. A text that begins with `!` precedes an error event after which
@@ -32,18 +33,18 @@ from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 # frames.
 HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # member of a request's body
-# Limit on the sum of a stream's texts. A stream with longer texts cannot fail over.
+# Limit on the total size of a stream's texts. A larger stream cannot fail over.
 MAX_HISTORY_BYTES = 1 << 20
 FAILOVER_PREFIX = b"!"
 DIED = b"!died"  # the engine has ended
-BUSY = b"!busy"  # this server does not continue the stream
+BUSY = b"!busy"  # this server cannot continue the stream, but another server may
 # The server has migrated the stream; the JSON of `kv_transfer_params` follows.
 MOVED = b"!moved "
 _FRAMES_LABEL = b"baton frames\n"
 _RESUME_LABEL = b"baton resume\n"
 _MARK = b":baton "
-_SIZE_AT = len(_MARK)
-_TEXT_AT = len(_MARK) + 9
+_SIZE_OFFSET = len(_MARK)
+_TEXT_OFFSET = len(_MARK) + 9
 _encode = msgspec.json.Encoder().encode
 
 
@@ -110,8 +111,8 @@ def frame(text: bytes, events: bytes) -> bytes:
 def refusal_text(error: BatonError) -> bytes | None:
     """Returns the text of the frame with an error event, so that the proxy can retry.
 
-    The result is None if another server must not continue the stream, because it would
-    fail in the same way, or because the request has timed out.
+    The result is None if a retry is useless: every other server would fail in the same
+    way, or the request has timed out.
     """
     if not error.retryable or error.phase in ("request", "deadline"):
         return None
@@ -175,21 +176,22 @@ class Frames:
         # Fast path: nearly every piece of data is exactly one frame.
         if not buffer and data.startswith(_MARK):
             end = data.find(b"\n") + 1
-            if end and end + int(data[_SIZE_AT:_TEXT_AT], 16) == len(data):
-                return [(data[_TEXT_AT : end - 1], data[end:])]
+            if end and end + int(data[_SIZE_OFFSET:_TEXT_OFFSET], 16) == len(data):
+                return [(data[_TEXT_OFFSET : end - 1], data[end:])]
         buffer += data
         frames: list[tuple[bytes, bytes]] = []
-        at = 0
-        while (end := buffer.find(b"\n", at)) >= 0:
-            if not buffer.startswith(_MARK, at):
+        begin = 0
+        while (end := buffer.find(b"\n", begin)) >= 0:
+            if not buffer.startswith(_MARK, begin):
                 raise ValueError("the stream has bytes outside of frames")
-            stop = end + 1 + int(buffer[at + _SIZE_AT : at + _TEXT_AT], 16)
+            size = int(buffer[begin + _SIZE_OFFSET : begin + _TEXT_OFFSET], 16)
+            stop = end + 1 + size
             if stop > len(buffer):
                 break
-            text = bytes(buffer[at + _TEXT_AT : end])
+            text = bytes(buffer[begin + _TEXT_OFFSET : end])
             frames.append((text, bytes(buffer[end + 1 : stop])))
-            at = stop
-        del buffer[:at]
+            begin = stop
+        del buffer[:begin]
         return frames
 
 
@@ -197,7 +199,8 @@ class FrameHistory:
     """The texts of the frames that the proxy has passed on to the client.
 
     Attributes:
-        is_whole: False after texts were dropped. The stream can then not move.
+        is_whole: False after texts were dropped. The stream then cannot move to another
+            server.
     """
 
     def __init__(self) -> None:
@@ -207,7 +210,7 @@ class FrameHistory:
     def add(self, texts: bytes) -> None:
         """Appends texts; each text ends in a comma.
 
-        If all texts together reach MAX_HISTORY_BYTES, all of them are dropped.
+        If the total size reaches MAX_HISTORY_BYTES, all texts are dropped.
         """
         if self.is_whole and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
             self._texts += texts

@@ -20,8 +20,10 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     """
 
     admitted: float | None = None  # the request got its KV blocks
-    read: float | None = None  # the last byte of a pull arrived; the fence is next
-    pulled: float | None = None  # the fence succeeded, or the pull failed
+    # The last byte of a pull arrived. The lender must still confirm the lease (Complete
+    # in protocol/handshake.py).
+    read: float | None = None
+    pulled: float | None = None  # the lender confirmed the lease, or the pull failed
     # The first token was sampled on this server: the KV of the prompt is complete.
     drawn: float | None = None
 
@@ -39,7 +41,7 @@ class FinishedRequest(msgspec.Struct, frozen=True):
     Attributes:
         number: Sequence number of the request on this server, in order of completion.
         id: The first MAX_ID_CHARS characters of the X-Request-Id.
-        outcome: The label of the metric baton_requests.
+        outcome: The value of the label `outcome` in the metric baton_requests.
         error: The error code of a failed request, else None.
         times: Seconds since the server received the request. The keys are the fields of
             PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the

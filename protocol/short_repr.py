@@ -8,7 +8,7 @@ def short_repr(value: Any, limit: int = 80) -> str:
     """Returns `value` as JSON on one line, cut to `limit` characters.
 
     The encoding stops at the limit, so that a huge or deeply nested value takes little
-    time. A long string that begins before the limit is encoded completely.
+    time. Only a long string inside a list or an object is encoded to its end.
     """
     text = _encode_beginning(value, limit, ensure_ascii=False)
     # Unpaired surrogates and bidirectional control characters are escaped.

@@ -8,7 +8,8 @@ VERSION = "0.1.0"
 def system_fingerprint(model_fingerprint: str) -> str:
     """Returns a hash of the model and of Baton's version.
 
-    A request with a seed produces the same result again if the fingerprint is the same.
+    If a request with a seed is repeated, the result is the same unless the fingerprint
+    has changed.
     """
     digest = hashlib.sha256(f"{VERSION} {model_fingerprint}".encode()).hexdigest()
     return f"fp_{digest[:16]}"

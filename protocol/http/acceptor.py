@@ -1,7 +1,7 @@
 """Accepts connections while this process has file descriptors for them.
 
-When no descriptor is free, new connections wait in the kernel's backlog. The server of
-an event loop would reset such connections instead: without a free descriptor, libuv
+When no descriptor is free, new connections wait in the kernel's backlog. The event
+loop's own server would reset such connections instead: without a free descriptor, libuv
 accepts a connection only to close it.
 """
 
@@ -50,7 +50,7 @@ class Acceptor:
     Args:
         listener: The socket. The owner of the socket closes it after calling `close`.
         factory: Creates the protocol object of a connection.
-        certificate: The TLS context; None for plain TCP.
+        tls_context: The TLS context; None for plain TCP.
         open_connections: The connections that are being served. The protocol objects
             maintain this collection.
         limit: Maximum number of simultaneous connections.
@@ -60,13 +60,13 @@ class Acceptor:
         self,
         listener: socket.socket,
         factory: Callable[[], asyncio.Protocol],
-        certificate: ssl.SSLContext | None,
+        tls_context: ssl.SSLContext | None,
         open_connections: Collection[object],
         limit: int,
     ) -> None:
         self._listener = listener
         self._factory = factory
-        self._certificate = certificate
+        self._tls_context = tls_context
         self._open_connections = open_connections
         self._limit = limit
         self._loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Acceptor:
         try:
             with contextlib.suppress(OSError, ConnectionError):
                 await self._loop.connect_accepted_socket(
-                    self._factory, connection, ssl=self._certificate
+                    self._factory, connection, ssl=self._tls_context
                 )
         except BaseException:
             connection.close()

@@ -1,9 +1,9 @@
-"""Access control by the head of a request. Without API keys every client has all
-rights, except those that `check_operator` restricts.
+"""Access control, which needs only the head of a request.
 
-With API keys, a client without a key can use only `open_paths`, and ADMIN_PATHS require
-an admin key. The handler of a path calls `grant_of` to find out which details its
-response may contain. proxy/keys.py adds a file of keys with limits.
+Without API keys every client has all rights, except the rights that `check_operator`
+restricts. With API keys, a client without a key can use only `open_paths`, and
+ADMIN_PATHS require an admin key. The handler of a path calls `grant_of` to find out
+which details its response may contain. proxy/keys.py adds a file of keys with limits.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ def rate_headers(unit: str) -> list[str]:
 
 
 RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
-SHARE_HEADER = b"x-baton-share"
-_SHARE_CHARS = 16
+SHARE_HEADER = b"x-baton-share"  # identifies the API key of a request; see share_of
+_SHARE_CHARS = 16  # maximum length of the value of SHARE_HEADER
 UNKNOWN_KEY = "-"  # name in metrics and logs for a request without a known key
 # Label values of the metric baton_key_requests for requests with a known key.
 _OUTCOMES = ("accepted", "limited", "forbidden")
@@ -99,13 +99,16 @@ class Key:
         return {}
 
     def charge(self, tokens: int) -> Mapping[str, str]:
-        """Charges an estimate of a request's tokens. Result and error: see `begin`."""
+        """Charges an estimate of a request's tokens to the key.
+
+        The result and the error are like those of `begin`.
+        """
         return {}
 
     def settle(self, tokens: int) -> None:
-        """Adds the difference between a request's actual tokens and the estimate.
+        """Corrects a charge by the number `tokens`, which may be negative.
 
-        The difference may be negative.
+        The number is the request's actual tokens minus the estimate.
         """
 
     def end(self) -> None:
@@ -287,9 +290,10 @@ class Access:
         return None if grant_of(scope).is_admin else REDACTED
 
     def admit(self, scope: MutableMapping[str, Any]) -> AccessGrant:
-        """Checks and counts an ASGI request. Returns its grant, also for `grant_of`.
+        """Checks and counts an ASGI request, and returns its grant.
 
-        The caller enters the grant as a context.
+        The scope stores the grant for `grant_of`. The caller enters the grant as a
+        context.
 
         Raises:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
@@ -318,7 +322,7 @@ class Access:
         outcome = "unknown"
         try:
             if key is None:
-                problem = "this needs an API key"
+                problem = "the request needs an API key"
                 if presented_key:
                     problem = "the API key is unknown"
                 raise Unauthorized(

@@ -24,8 +24,8 @@ from protocol.settings.server_options import QueueOptions
 # cached prompt takes memory and time.
 MIN_TOKENS = 64
 # A window gives a sample only after prompts have waited in it for this long.
-_WINDOW_S = 0.5
-_SHORT_WINDOW_S = 0.1  # the same, if the queue has become empty
+_MIN_WINDOW_S = 0.5
+_MIN_LAST_WINDOW_S = 0.1  # replaces _MIN_WINDOW_S when the queue becomes empty
 _SAMPLE_WEIGHT = 0.5  # weight of a new sample in the moving average
 
 
@@ -37,8 +37,8 @@ def is_computed_elsewhere(request: AddRequest) -> bool:
 class Admission:
     """The waiting queue of one server.
 
-    The rate is measured in windows. A window counts only the time during which prompts
-    wait, and ends with a sample of the rate.
+    The rate at which the engine works through prompts is measured in windows. A window
+    counts only the time during which prompts wait, and ends with a sample of the rate.
     """
 
     def __init__(
@@ -46,16 +46,17 @@ class Admission:
     ) -> None:
         self._options = options
         self._clock = clock
-        # Entries with waiting prompts that measure the rate, in order of arrival.
+        # Entries that have waiting prompts and measure the rate, in order of arrival.
         self._entries: dict[QueueEntry, None] = {}
-        self._tokens = Counter[int]()  # waiting tokens by priority
+        self._tokens_by_priority = Counter[int]()  # tokens of the waiting prompts
         # Tokens of the prompts that wait for their grammars to be compiled.
         self._compiling_tokens = 0
-        self._prefixes = SharedPrefixes(self._count)
+        self._prefixes = SharedPrefixes(self._change_tokens)
         self._seconds_per_token: float | None = None  # the measured average
         self._served_tokens = 0  # tokens that the engine worked through in the window
         self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
-        # When the window began, or when the empty queue last received a prompt.
+        # The later of two times: the window began, or the empty queue received a
+        # prompt.
         self._waiting_since_s = 0.0
         # Whether the queue was empty at some time in the window. The engine then lacked
         # work, so it can be faster than the sample.
@@ -66,7 +67,7 @@ class Admission:
         """Tokens of all waiting prompts. Tokens that several prompts share count
         once.
         """
-        return self._tokens.total()
+        return self._tokens_by_priority.total()
 
     def set_cache_capacity(self, num_tokens: int) -> None:
         """Sets how many tokens the engine's prefix cache can hold.
@@ -87,7 +88,9 @@ class Admission:
         tokens = self.num_tokens
         if priority is not None:
             tokens = sum(
-                count for urgency, count in self._tokens.items() if urgency <= priority
+                count
+                for urgency, count in self._tokens_by_priority.items()
+                if urgency <= priority
             )
         return tokens * self._current_seconds_per_token()
 
@@ -131,7 +134,7 @@ class Admission:
             self, prompts if has_grammar else {}, measures_rate=measures_rate
         )
         if is_resumed:
-            self._compiling_tokens += _num_counted(entry.compiling)
+            self._compiling_tokens += _num_counted_tokens(entry.compiling)
         else:
             self.check_wait(requests[0].priority if requests else 0)
             self._reserve_tokens(prompts, entry)
@@ -143,34 +146,34 @@ class Admission:
     def _reserve_tokens(
         self, prompts: dict[str, WaitingPrompt], entry: "QueueEntry"
     ) -> None:
-        """Checks the limit, then counts the prompts that wait for their grammars.
+        """Checks --max-queued-tokens, then counts the prompts that wait for grammars.
 
-        A queue without tokens accepts prompts of any size.
+        An empty queue accepts prompts of any size.
 
         Raises:
             QueueFull, GrammarQueueFull: The limit would be exceeded.
         """
-        waiting = self.num_tokens
+        waiting_tokens = self.num_tokens
         limit = self._options.max_queued_tokens
         for prompt in prompts.values():
             self._prefixes.add(prompt)
-        added = self.num_tokens - waiting
+        added = self.num_tokens - waiting_tokens
         for prompt in prompts.values():
             self._prefixes.remove(prompt, is_computed=False)
             prompt.num_shared = 0
-        if waiting and waiting + added > limit:
+        if waiting_tokens and waiting_tokens + added > limit:
             raise QueueFull(
-                f"the waiting prompts have {waiting} tokens and this request has "
-                f"{added} more, the limit is {limit} (--max-queued-tokens); try again "
-                "later",
+                f"the waiting prompts have {waiting_tokens} tokens and this request "
+                f"has {added} more, the limit is {limit} (--max-queued-tokens); try "
+                "again later",
                 self.wait_s() / 2,
             )
-        compiling = self._compiling_tokens
-        added = _num_counted(entry.compiling)
-        if compiling and compiling + added > limit:
+        compiling_tokens = self._compiling_tokens
+        added = _num_counted_tokens(entry.compiling)
+        if compiling_tokens and compiling_tokens + added > limit:
             raise GrammarQueueFull(
-                f"the prompts that wait for their grammars have {compiling} tokens and "
-                f"this request has {added} more, the limit is {limit} "
+                f"the prompts that wait for their grammars have {compiling_tokens} "
+                f"tokens and this request has {added} more, the limit is {limit} "
                 "(--max-queued-tokens); try again later"
             )
         self._compiling_tokens += added
@@ -189,9 +192,9 @@ class Admission:
         self._entries[entry] = None
 
     def _waiting_prompt(self, request: AddRequest) -> WaitingPrompt:
-        """Returns the prompt of a request, with its marks.
+        """Returns the prompt of a request, with its marks (prompt_marks.py).
 
-        This takes 10 ms for a million tokens.
+        The call takes 10 ms for a million tokens.
         """
         marks: Sequence[Mark] = ()
         if self._prefixes.capacity_tokens > 0:
@@ -208,10 +211,10 @@ class Admission:
             is_shareable=request.num_prompt_logprobs is None,
         )
 
-    def _count(self, prompt: WaitingPrompt, change: int) -> None:
-        self._tokens[prompt.priority] += change
-        if not self._tokens[prompt.priority]:
-            del self._tokens[prompt.priority]
+    def _change_tokens(self, prompt: WaitingPrompt, change: int) -> None:
+        self._tokens_by_priority[prompt.priority] += change
+        if not self._tokens_by_priority[prompt.priority]:
+            del self._tokens_by_priority[prompt.priority]
 
     def _remove(
         self, entry: "QueueEntry", request_id: str, num_processed: int | None
@@ -228,7 +231,7 @@ class Admission:
         if entry not in self._entries:
             return
         waited_s = self._window_s()
-        min_window_s = _WINDOW_S
+        min_window_s = _MIN_WINDOW_S
         if not entry.prompts:
             del self._entries[entry]
         if num_processed is not None:
@@ -236,16 +239,16 @@ class Admission:
         if not self._entries:
             self._waited_s = waited_s
             self._was_empty = True
-            min_window_s = _SHORT_WINDOW_S
+            min_window_s = _MIN_LAST_WINDOW_S
         if is_served and self._served_tokens and waited_s >= min_window_s:
             self._add_sample(waited_s / self._served_tokens)
 
     def _window_s(self) -> float:
-        """Returns for how many seconds of the window prompts have waited."""
+        """Returns the seconds of the window during which prompts have waited."""
         return self._waited_s + self._clock() - self._waiting_since_s
 
     def _add_sample(self, seconds_per_token: float) -> None:
-        """Updates the average by a sample, and begins a new window."""
+        """Updates the average with a sample, and begins a new window."""
         if self._seconds_per_token is None:
             self._seconds_per_token = seconds_per_token
         elif self._was_empty:
@@ -261,14 +264,14 @@ class Admission:
     def _current_seconds_per_token(self) -> float:
         """Returns the average, or the value of the unfinished window if that is higher.
 
-        All tokens of the oldest entry count for the unfinished window, as if the engine
-        had just worked through them. Therefore the engine needs at least this time per
-        token. Shared tokens of the oldest entry count too, because it is only estimated
-        that they are shared.
+        In the unfinished window, the engine has worked through the served tokens and at
+        most through all tokens of the oldest entry. The time divided by these tokens is
+        a lower bound. Tokens of the oldest entry that are estimated to be shared count
+        too, because the estimate may be wrong.
         """
         average = self._seconds_per_token
         oldest = next(iter(self._entries), None)
-        if oldest is None or average is None or self._window_s() < _WINDOW_S:
+        if oldest is None or average is None or self._window_s() < _MIN_WINDOW_S:
             return average or 0.0
         num_tokens = sum(
             max(p.num_tokens, p.min_tokens) for p in oldest.prompts.values()
@@ -277,7 +280,7 @@ class Admission:
         return max(average, self._window_s() / max(num_tokens, 1))
 
 
-def _num_counted(prompts: dict[str, WaitingPrompt]) -> int:
+def _num_counted_tokens(prompts: dict[str, WaitingPrompt]) -> int:
     return sum(prompt.num_counted for prompt in prompts.values())
 
 
@@ -318,8 +321,8 @@ class QueueEntry:
 
         Args:
             num_processed: Tokens that the engine computed and pulled for the prompt;
-                None if the engine has not reported this number. The queue's estimate
-                then counts.
+                None if the engine has not reported this number. The estimate of the
+                queue then counts.
         """
         self.begin(request_id)
         prompt = self.prompts.get(request_id)

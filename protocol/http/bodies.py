@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, and bounds their sum over all connections of a process.
+"""Reads the bodies of requests, and limits their total size in a process.
 
 protocol/http/connections.py stores the state of a connection in an extension of ASGI's
 scope; see `connection_state`.
@@ -25,9 +25,10 @@ class ClientDisconnected(Exception):
 
 
 def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
-    """Returns the error that every handler must send as its response, or None.
+    """Returns the error with which the connection refuses this request, or None.
 
-    The body of a request with such an error may be incomplete.
+    Every handler must send this error as its response. The body of a refused request
+    may be incomplete.
     """
     error: errors.BatonError | None = connection_state(scope).get("refusal")
     return error
@@ -72,8 +73,8 @@ async def read_body(
     """
     parts: list[bytes] = []
     num_bytes = 0
-    more = refusal(scope) is None
-    while more:
+    has_more = refusal(scope) is None
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
@@ -84,10 +85,10 @@ async def read_body(
                 f"the body has more than {limit_bytes} bytes; send less at once "
                 "(--max-body-bytes)"
             )
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
     if error := refusal(scope):
         # The connection refers to the error, and the traceback of the error refers to
-        # this frame. Without this line they would keep the body in memory.
+        # this frame. Without this line, these references keep the body in memory.
         parts.clear()
         raise error
     bodies: Bodies | None = connection_state(scope).get("bodies")
@@ -114,7 +115,7 @@ class Bodies:
         self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}
 
     def add(self, connection: Connection, num_bytes: int) -> None:
-        """Counts received bytes. If the sum exceeds the limit, refuses the oldest body.
+        """Counts received bytes. While the limit is exceeded, refuses the oldest body.
 
         The oldest body is usually that of a slow client, because fast clients finish
         sooner.
@@ -123,25 +124,25 @@ class Bodies:
         self._unfinished_bytes[connection] = received_bytes + num_bytes
         self._total_bytes += num_bytes
         while self._total_bytes > self._unfinished_limit_bytes:
-            first = next(iter(self._unfinished_bytes))
-            self.remove(first)
+            oldest = next(iter(self._unfinished_bytes))
+            self.remove(oldest)
             message = (
                 "the requests that arrive at the same time have more than "
                 f"{self._unfinished_limit_bytes} bytes (--max-unfinished-bytes); send "
                 "this request again"
             )
-            first.give_up(errors.QueueFull(message))
+            oldest.give_up(errors.QueueFull(message))
 
     def remove(self, connection: Connection) -> None:
         """Stops counting a body that is complete, or that lost its connection."""
         self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts a complete body until the current task, the request's, ends.
+        """Counts a complete body until the current task ends, which serves the request.
 
         Raises:
-            QueueFull: The sum of the bodies would exceed the limit. A body is accepted
-                whatever its size if no other body is held.
+            QueueFull: The sum of the bodies would exceed the limit. If no other body is
+                counted, a body of any size is accepted.
         """
         held_bytes = sum(self._held_bytes.values())
         if held_bytes and held_bytes + num_bytes > self._held_limit_bytes:
@@ -150,6 +151,6 @@ class Bodies:
                 f"{num_bytes}; the limit is {self._held_limit_bytes} bytes "
                 "(--max-held-bytes); try again later"
             )
-        if request := asyncio.current_task():
-            self._held_bytes[request] = num_bytes
-            request.add_done_callback(self._held_bytes.pop)
+        if task := asyncio.current_task():
+            self._held_bytes[task] = num_bytes
+            task.add_done_callback(self._held_bytes.pop)

@@ -1,4 +1,4 @@
-"""HTTP connections with the bounds that uvicorn lacks. server.py uses them.
+"""HTTP connections with limits that uvicorn lacks. server.py uses this module.
 
 - If a client stops sending its request, or sends its body slower than
   MIN_BODY_BYTES_PER_S, it receives an error or the connection is closed.
@@ -53,8 +53,9 @@ MAX_DROPPED_BYTES = 1 << 28  # limit on the rest of a body after the response
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _KEEP_ALIVE_RECHECK_S = 0.1  # see timeout_keep_alive_handler
 _MAX_FRAMING_RATIO = 8  # bytes of chunk framing per byte of a body
-_NAME = rb"[\w.~!$&'()*+,;=%-]"
-_HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_NAME, _NAME))
+_HOST_CHAR = rb"[\w.~!$&'()*+,;=%-]"
+_HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_HOST_CHAR, _HOST_CHAR))
+# A request's target. The group is its path and query, without scheme and host.
 _TARGET = re.compile(rb"(?:(?i:https?)://[^/?#@]+)?((?:/|(?<=.)\?|$)[^#]*)")
 
 
@@ -92,10 +93,10 @@ class _BoundedHttp(HttpToolsProtocol):
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
-        self._in_body = False
+        self._is_in_body = False
         self._is_given_up = False  # the rest of the arriving body will be dropped
         self._keeps_alive = True  # the connection stays open after the arriving body
-        self._head_bytes = 0
+        self._head_bytes = 0  # bytes of the head, or of chunk framing in excess
         self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0
         self._running: RequestResponseCycle | None = None  # the request being served
@@ -110,7 +111,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: shared}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
+        if self._is_in_body:
             return  # a trailer, which is dropped
         if len(self.headers) >= MAX_HEADERS:
             raise httptools.HttpParserError(f"more than {MAX_HEADERS} headers")
@@ -128,7 +129,7 @@ class _BoundedHttp(HttpToolsProtocol):
                 )
         if self.transport.is_closing():
             return
-        self._restart_timeout(len(data))
+        self._update_timeout(len(data))
         self._head_bytes = max(0, self._head_bytes + len(data))
         if self._head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(
@@ -136,20 +137,22 @@ class _BoundedHttp(HttpToolsProtocol):
                 f"limit is {MAX_HEAD_BYTES} bytes."
             )
 
-    def _restart_timeout(self, num_bytes: int) -> None:
+    def _update_timeout(self, num_bytes: int) -> None:
         """Starts, restarts or stops the client's timeout.
 
-        The timeout runs while the server waits for the client to send a request. Each
-        piece of `_piece_limit` bytes of a body that arrives restarts the timeout.
+        The timeout runs while the server waits for the client to send a request. Within
+        a body, the timeout restarts whenever `_piece_limit` bytes have arrived.
 
         Args:
             num_bytes: Number of bytes that have just arrived.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
-        must_send = self.cycle is self._running if self._in_body else is_answered
+        must_send = self.cycle is self._running if self._is_in_body else is_answered
         self._piece_bytes += num_bytes
         has_piece = (
-            self._in_body and self._piece_bytes >= self._piece_limit and not is_answered
+            self._is_in_body
+            and self._piece_bytes >= self._piece_limit
+            and not is_answered
         )
         if not must_send or has_piece:
             self._stop_timeout()
@@ -166,13 +169,14 @@ class _BoundedHttp(HttpToolsProtocol):
         fault = self._normalize_target()
         super().on_headers_complete()
         self._stop_timeout()
-        self._in_body = True
+        self._is_in_body = True
         self._is_given_up = False
         self._head_bytes = 0
         connection_state(self.scope)["refusal"] = fault or self._check_headers()
         # If a client is answered before its body is complete, it still sends the rest
         # of the body. Therefore the connection stays open; otherwise the client could
-        # not read the response. A client that waits for 100 Continue sends no body.
+        # not read the response. A client that waits for 100 Continue sends no body, so
+        # its connection is closed.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
@@ -261,7 +265,7 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_body = False
+        self._is_in_body = False
         self._dropped_bytes = 0
         self.bodies.remove(self)
         # A `Connection: close` in a trailer also ends the connection.
@@ -273,9 +277,9 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body:
+        if self._is_in_body:
             self._stop_timeout()
-            self._restart_timeout(0)
+            self._update_timeout(0)
             if self.cycle.response_complete:
                 self.bodies.remove(self)
 
@@ -299,7 +303,7 @@ class _BoundedHttp(HttpToolsProtocol):
         for a part of such a response.
         """
         cycle = self.cycle
-        if self._in_body:
+        if self._is_in_body:
             can_send = cycle is self._running and not cycle.response_started
         else:
             can_send = cycle is None or cycle.response_complete
@@ -320,7 +324,7 @@ class _BoundedHttp(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as stopped:
+            except httptools.HttpParserUpgrade as upgrade:
                 method = self.parser.get_method()
                 if method == b"CONNECT":
                     raise httptools.HttpParserError(
@@ -336,15 +340,15 @@ class _BoundedHttp(HttpToolsProtocol):
                     for name, value in self.headers
                 ):
                     headers.append((b"connection", b"close"))
-                first = b"%b %b HTTP/%b" % (
+                request_line = b"%b %b HTTP/%b" % (
                     method,
                     self.url,
                     self.parser.get_http_version().encode(),
                 )
                 lines = [name + b": " + value for name, value in headers]
-                head = b"\r\n".join([first, *lines, b"", b""])
+                head = b"\r\n".join([request_line, *lines, b"", b""])
                 self.parser = httptools.HttpRequestParser(self)
-                data = head + data[stopped.args[0] :]
+                data = head + data[upgrade.args[0] :]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timeout()
@@ -359,7 +363,7 @@ class _BoundedHttp(HttpToolsProtocol):
         """Closes an idle connection soon, unless a request arrives before that.
 
         If the process was suspended, a request may have arrived that is not read yet.
-        The short delay lets the event loop read the request first.
+        The short delay lets the event loop read such a request first.
         """
         close = super().timeout_keep_alive_handler
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -393,12 +397,16 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def _on_client_timeout(self) -> None:
         self._timeout = None
-        if self._in_body and not self.cycle.response_started and not self._is_given_up:
+        if (
+            self._is_in_body
+            and not self.cycle.response_started
+            and not self._is_given_up
+        ):
             self._keeps_alive = False
             self.cycle.keep_alive = False
             due = f"{self._piece_limit} bytes or the rest"
             seconds = f"{self.options.client_timeout_s:g} s"
-            message = f"the body comes too slowly; send {due} in {seconds}"
+            message = f"the body arrives too slowly; send {due} in {seconds}"
             self.give_up(errors.RequestTimeout(message))
         elif not self.transport.is_closing():
             self.transport.close()

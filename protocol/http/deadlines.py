@@ -15,7 +15,7 @@ from protocol.short_repr import short_repr
 HEADER = "x-request-timeout-s"
 MAX_S = 1_000_000  # 11 days, like the maximum of options in seconds
 _MARGIN_S = 1.0  # see Deadline.header
-_NUM_PARTS = 4  # number of timers, one after the other, that make up a countdown
+_NUM_PARTS = 4  # a countdown consists of this many timers, one after the other
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
 
 
@@ -38,16 +38,16 @@ class Countdown:
         self._callback = callback
         self._part_s = timeout_s / _NUM_PARTS
         self._parts_left = _NUM_PARTS
-        self._timer = loop.call_later(self._part_s, self._part_is_over)
+        self._timer = loop.call_later(self._part_s, self._on_part_end)
 
     def cancel(self) -> None:
         self._timer.cancel()
 
-    def _part_is_over(self) -> None:
+    def _on_part_end(self) -> None:
         self._parts_left -= 1
         is_late = self._loop.time() > self._timer.when() + self._part_s
         if self._parts_left > 0 or (self._parts_left == 0 and is_late):
-            self._timer = self._loop.call_later(self._part_s, self._part_is_over)
+            self._timer = self._loop.call_later(self._part_s, self._on_part_end)
         else:
             self._callback()
 

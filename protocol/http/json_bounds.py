@@ -46,7 +46,7 @@ def check_bounds(body: bytes) -> None:
         PayloadTooLarge: The body has too many members, arrays and objects.
         InvalidRequest: The body is nested too deeply.
     """
-    num_opening = body.count(b"{") + body.count(b"[")  # including those in strings
+    num_opening = body.count(b"{") + body.count(b"[")  # also counts those in strings
     if num_opening <= MAX_DEPTH and body.count(b":") <= MAX_TOP_MEMBERS:
         return
     structure = structure_of(body)

@@ -66,13 +66,14 @@ def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
 
 @dataclass(eq=False, slots=True)
 class WaitingPrompt:
-    """A prompt without a first token.
+    """A prompt that waits for its first output token.
 
     Attributes:
         num_tokens: Number of tokens that this server must compute or pull for the
             prompt if it shares none.
         min_tokens: Minimum number of tokens that the prompt counts as.
-        is_shareable: False if the engine computes the prompt completely in any case.
+        is_shareable: False if the engine computes the complete prompt even if a part is
+            cached.
         num_shared: Number of the prompt's tokens that other prompts pay for, or that
             were computed recently.
     """

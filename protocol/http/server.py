@@ -24,7 +24,7 @@ from protocol.messages import KV_HEADER, PREFILL_KV_HEADER
 from protocol.settings.server_options import ListenOptions
 
 # Response headers that web pages of other origins may read.
-_EXPOSED = [
+_EXPOSED_HEADERS = [
     "x-request-id",
     KV_HEADER,
     PREFILL_KV_HEADER,
@@ -71,7 +71,7 @@ class HttpServer(uvicorn.Server):
                 allow_origins=options.cors_origin,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=_EXPOSED,
+                expose_headers=_EXPOSED_HEADERS,
                 max_age=600,  # seconds for which a browser may cache the response
             )
         config = uvicorn.Config(
@@ -90,7 +90,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application and accepts connections, like uvicorn's method.
 
-        Unlike with uvicorn's method, connections beyond the descriptor limit wait.
+        Unlike uvicorn's method, this method lets connections beyond the limit of
+        descriptors wait.
         """
         await self.lifespan.startup()
         if self.lifespan.should_exit:
@@ -113,4 +114,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Installs no signal handlers, unlike uvicorn's method."""
         yield

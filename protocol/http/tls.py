@@ -29,7 +29,7 @@ class Certificate:
         self.scheme = "https" if self._files else "http"
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """Returns arguments of uvicorn.Config."""
+        """Returns the TLS arguments of uvicorn.Config; without TLS, none."""
         first = self._newest
         if first is None:
             return {}
@@ -52,14 +52,14 @@ class Certificate:
         """
         while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
-            await _renewed(client_context, self._ca_file)
-            self._newest = await _renewed(_load, *self._files) or self._newest
+            await _reload(client_context, self._ca_file)
+            self._newest = await _reload(_load, *self._files) or self._newest
 
 
-async def _renewed(
+async def _reload(
     load: Callable[..., ssl.SSLContext], *files: str | None
 ) -> ssl.SSLContext | None:
-    """Returns the context of the current files; None if there are no files.
+    """Reads the files again and returns their context; None if there are no files.
 
     If a file cannot be used, an error is logged and the result is None.
     """

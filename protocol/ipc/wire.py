@@ -19,7 +19,7 @@ from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 64 << 10
-_PR_SET_TIMERSLACK = 29  # option of prctl; its value is in ns
+_PR_SET_TIMERSLACK = 29  # option of prctl; the slack is given in ns
 
 
 class WireClosed(Exception):
@@ -30,8 +30,8 @@ class Wire:
     """A connected socket, for one thread at a time. `send` and `receive` never wait.
 
     Args:
-        max_bytes: Maximum size of a received message. The owner may raise the attribute
-            later.
+        max_bytes: Maximum size of a received message. The attribute of the same name
+            may be raised later.
         unsent: The queue of messages to send. The caller can reuse the queue for a new
             connection, because a message stays in the queue until the kernel has
             accepted all its bytes.
@@ -57,7 +57,7 @@ class Wire:
         # Bytes of the queue's first message that the kernel has accepted.
         self._first_sent_bytes = 0
         self.unsent_bytes = sum(map(len, self._unsent))
-        self._received = bytearray()  # the beginning of a message, without its end
+        self._received = bytearray()  # bytes of a message that is still incomplete
         self._close_reason: str | None = None  # set when no more data will arrive
 
     def fileno(self) -> int:
@@ -112,7 +112,7 @@ class Wire:
 
         Raises:
             WireClosed: The connection is lost, or a message is too long. Earlier calls
-                have returned all messages that arrived before that.
+                have returned all complete messages before the error.
         """
         self._read()
         messages = self._split_messages()
@@ -121,7 +121,7 @@ class Wire:
         return messages
 
     def has_ended(self) -> bool:
-        """Returns whether the connection has ended. Reads no data from the socket."""
+        """Returns whether the connection has ended, without reading data from it."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -278,7 +278,7 @@ class Waker:
             pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """Closes the descriptor. The polling thread calls this, or has ended before."""
+        """Closes the descriptor. While the polling thread runs, only it may do this."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -320,7 +320,7 @@ def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
     try:
         kind = socket.SOCK_STREAM
         addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-        # An IPv4 address if there is one, else the first address.
+        # Take an IPv4 address if there is one, else the first address.
         family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

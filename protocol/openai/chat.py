@@ -48,7 +48,7 @@ class Thought(Strict):
 
 
 def join_texts(parts: Any, kind: Any = Strict) -> str:
-    """Returns a content as one text, with newlines between its parts.
+    """Returns the content of a message as one text, with newlines between its parts.
 
     Args:
         parts: A string, or a list of parts.
@@ -164,8 +164,9 @@ class Message(Strict):
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The message for a chat template. If the client sent a content, even null, the
-        message has a `content`.
+        """The message as chat templates receive it.
+
+        If the client sent a content, even null, the message has a `content`.
         """
         message = self.model_dump(exclude_none=True)
         if "content_" in self.model_fields_set:
@@ -177,7 +178,7 @@ class Message(Strict):
         return message
 
     @model_validator(mode="after")
-    def _is_of_its_role(self) -> Self:
+    def _check_fits_role(self) -> Self:
         if self.tool_call_id is not None and self.role != "tool":
             raise fault("tool_call_id", "must be in a tool's message only.")
         if self.tool_calls and self.role != "assistant":
@@ -269,14 +270,14 @@ class ChatRequest(PromptFields, GenerationRequest):
     @property
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments for ChatTemplate.render, except for the messages."""
-        thinks = self.enable_thinking
+        enable_thinking = self.enable_thinking
         effort = self.reasoning_effort
-        if thinks is None and effort is not None:
-            thinks = effort != "none"
+        if enable_thinking is None and effort is not None:
+            enable_thinking = effort != "none"
         # The options for reasoning and verbosity, by the names that templates use.
         variables = {
-            "enable_thinking": thinks,
-            "thinking": thinks,
+            "enable_thinking": enable_thinking,
+            "thinking": enable_thinking,
             "reasoning_effort": None if effort == "none" else effort,
             "verbosity": self.verbosity,
         }

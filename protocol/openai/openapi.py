@@ -17,7 +17,7 @@ from protocol.version import VERSION
 Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_GETS = {
+_GET_SUMMARIES = {
     "/v1/models": "The served model and the length of its context.",
     "/v1/models/{name}": "One model, if it is served.",
     "/version": "The version of Baton.",
@@ -54,7 +54,9 @@ def document() -> Schema:
     paths: Schema = {
         path: {"post": _operation(body.summary, body)} for path, body in BODIES.items()
     }
-    paths |= {path: {"get": _operation(summary)} for path, summary in _GETS.items()}
+    paths |= {
+        path: {"get": _operation(summary)} for path, summary in _GET_SUMMARIES.items()
+    }
     paths["/v1/models/{name}"]["get"]["parameters"] = [
         {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     ]

@@ -69,10 +69,10 @@ class Strict(BaseModel):
         """Returns the members to validate.
 
         These members are left out: null members that `keeps_null` does not name,
-        neutral members, and unread members for which any value is valid.
+        members of `neutral` fields, and members of unread fields that accept any value.
 
         Raises:
-            PydanticCustomError: A member is unknown, or a neutral field has a value
+            PydanticCustomError: A member is unknown, or a `neutral` field has a value
                 that would change something.
         """
         if not isinstance(given, dict):
@@ -97,7 +97,7 @@ class Strict(BaseModel):
 
 
 def _check_neutral(name: str, value: Any, neutral_values: tuple[Any, ...]) -> None:
-    """Raises the error of `fault` if the value of a neutral field is not neutral."""
+    """Raises the error of `fault` if `value` is not one of the `neutral_values`."""
     for candidate in neutral_values:
         accepted_types = _ACCEPTED_TYPES.get(type(candidate), (type(candidate),))
         if value == candidate and type(value) in accepted_types:
@@ -118,20 +118,20 @@ class Read:
 
     Args:
         kind: The type in requests, from which the JSON schema is made.
-        into: Converts a valid value; None: the value stays as the client sent it.
+        convert: Converts a valid value; None: the value stays as the client sent it.
     """
 
-    def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, kind: Any, convert: Callable[[Any], Any] | None = None) -> None:
         self.kind = kind
-        self.into = into
+        self.convert = convert
 
     def __get_pydantic_core_schema__(
         self, _: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         given = handler.generate_schema(self.kind)
-        if self.into is None:
+        if self.convert is None:
             return core_schema.no_info_wrap_validator_function(_check_and_keep, given)
-        return core_schema.no_info_after_validator_function(self.into, given)
+        return core_schema.no_info_after_validator_function(self.convert, given)
 
 
 def _check_and_keep(given: Any, check: Callable[[Any], Any]) -> Any:
@@ -151,8 +151,9 @@ ModelName = Annotated[
 ]
 
 _FAULT: Final = "fault"
-_LARGE_BYTES = 1 << 20
-_EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
+_LARGE_BYTES = 1 << 20  # larger bodies are decoded without garbage collection
+# Types of JSON objects and arrays, by their first byte.
+_TYPE_BY_BRACKET: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
 # Types that a client's value may have, by the type of the neutral value. The client may
 # send 1 for 1.0. A bool is never accepted as a number.
 _ACCEPTED_TYPES: Final = {float: (int, float)}
@@ -177,7 +178,7 @@ class _Neutral:
 
 
 def neutral(*values: Any) -> Any:
-    """Returns a field of an unsupported feature, for which only `values` are valid.
+    """Returns the field of an unsupported feature. Only `values` are valid.
 
     With one of these values the field changes nothing. Many clients send such fields
     although they do not use the feature. If a value is a float, an equal integer is
@@ -199,9 +200,7 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def used_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the fields of `model` that are not `neutral`, by their names in
-    requests.
-    """
+    """Returns the names of the fields that are not `neutral`, as requests have them."""
     return frozenset(_fields(model)) - neutral_fields(model).keys()
 
 
@@ -212,10 +211,10 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 @cache
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the fields of `model` that change nothing, by their names in requests.
+    """Returns the names of the fields that change nothing, as requests have them.
 
-    Such a field is declared with exclude=True. The value of the field is not stored,
-    and is not decoded if the body is large.
+    Such a field is declared with exclude=True. In a large body, the value of the field
+    is not decoded.
     """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 
@@ -224,8 +223,8 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
     """Returns the JSON object in a request body, without validation.
 
     Args:
-        unread: Members that no code reads. If the body is large, their objects and
-            lists are not decoded, and are empty in the result.
+        unread: Names of members that no code reads. If the body is large, the objects
+            and lists in these members are not decoded, and are empty in the result.
 
     Raises:
         InvalidRequest: The body is not a JSON object.
@@ -261,9 +260,9 @@ def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
     body: dict[str, Any] = {}
     for name, value in members.items():
         text = bytes(value)
-        if name in unread and text[:1] in _EMPTY:
+        if name in unread and text[:1] in _TYPE_BY_BRACKET:
             check_utf8(text)  # nothing else checks a text that is not decoded
-            body[name] = _EMPTY[text[:1]]()
+            body[name] = _TYPE_BY_BRACKET[text[:1]]()  # empty
         else:
             body[name] = exact_json.decode(text)
     return body

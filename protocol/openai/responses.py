@@ -245,10 +245,10 @@ class ResponseWriter:
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        """Returns the complete response body. `add_piece` has received all pieces.
+        """Returns the complete response body. `add_piece` was called with every piece.
 
         Args:
-            pieces: One per choice: all pieces of the choice, joined.
+            pieces: One piece per choice, which joins all pieces of the choice.
             extra: Additional members of the body.
         """
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
@@ -256,15 +256,18 @@ class ResponseWriter:
         return _encode({**body, "usage": usage.to_openai(), **extra})
 
     def _events(
-        self, piece: ChoicePiece, tail: dict[str, Any], last: dict[str, Any]
+        self, piece: ChoicePiece, tail: dict[str, Any], last_tail: dict[str, Any]
     ) -> bytes:
+        """Returns the events of a piece. The last event has the members `last_tail`,
+        all earlier events have the members `tail`.
+        """
         parts = self.parts(piece)
         events: list[bytes] = []
         for number, part in enumerate(parts, 1):
             choice = self._with_extras(self.delta(part), part)
-            more = last if number == len(parts) else tail
+            part_tail = last_tail if number == len(parts) else tail
             events.append(
-                self._choices_event([choice], {**self.about_prompt(part), **more})
+                self._choices_event([choice], {**self.about_prompt(part), **part_tail})
             )
         return b"".join(events)
 
@@ -290,10 +293,12 @@ class ResponseWriter:
         return choice
 
 
-def _entry(
-    piece: ChoicePiece, shape: Callable[[Sequence[TokenReport]], Any], **content: Any
+def _choice_entry(
+    piece: ChoicePiece,
+    to_logprobs: Callable[[Sequence[TokenReport]], Any],
+    **content: Any,
 ) -> dict[str, Any]:
-    logprobs = None if piece.logprobs is None else shape(piece.logprobs)
+    logprobs = None if piece.logprobs is None else to_logprobs(piece.logprobs)
     end = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
     return {"index": piece.index, **content, **end}
 
@@ -304,7 +309,7 @@ class CompletionWriter(ResponseWriter):
     chunk_object = "text_completion"
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
-        return _entry(piece, completion_logprobs, text=piece.text)
+        return _choice_entry(piece, completion_logprobs, text=piece.text)
 
 
 class ChatWriter(ResponseWriter):
@@ -332,7 +337,7 @@ class ChatWriter(ResponseWriter):
         if piece.tool_calls:
             message["content"] = piece.text or None
             message["tool_calls"] = whole_calls(piece.tool_calls)
-        return _entry(piece, chat_logprobs, message=message)
+        return _choice_entry(piece, chat_logprobs, message=message)
 
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
         """Splits a piece into reasoning, text, each tool call, and the end.
@@ -370,7 +375,7 @@ class ChatWriter(ResponseWriter):
             delta["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
-        return _entry(piece, chat_logprobs, delta=delta)
+        return _choice_entry(piece, chat_logprobs, delta=delta)
 
     def full(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
@@ -388,15 +393,15 @@ def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
     return {
         "tokens": [report.token.text for report in reports],
         "token_logprobs": [report.logprob for report in reports],
-        "top_logprobs": [_by_text(report) for report in reports],
+        "top_logprobs": [_top_logprobs_by_text(report) for report in reports],
         "text_offset": [report.offset for report in reports],
     }
 
 
-def _by_text(report: TokenReport) -> dict[str, float] | None:
+def _top_logprobs_by_text(report: TokenReport) -> dict[str, float] | None:
     """Returns the top logprobs by the texts of the tokens.
 
-    Like in OpenAI's API, the sampled token is always included.
+    As in OpenAI's API, the sampled token is always included.
     """
     if report.logprob is None:
         return None
@@ -410,14 +415,14 @@ def chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
     """Returns the `logprobs` of a chat: one object per token."""
     content = []
     for report in reports:
-        tops = [_of_token(token, logprob) for token, logprob in report.top]
+        tops = [_token_entry(token, logprob) for token, logprob in report.top]
         content.append(
-            {**_of_token(report.token, report.logprob), "top_logprobs": tops}
+            {**_token_entry(report.token, report.logprob), "top_logprobs": tops}
         )
     return {"content": content, "refusal": None}
 
 
-def _of_token(token: TokenText, logprob: float | None) -> dict[str, Any]:
+def _token_entry(token: TokenText, logprob: float | None) -> dict[str, Any]:
     return {"token": token.text, "logprob": logprob, "bytes": list(token.raw)}
 
 

@@ -106,7 +106,7 @@ class TextFormat(SchemaMembers):
     name: Text = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> Self:
+    def _check_members_fit_type(self) -> Self:
         has_schema = self.type == "json_schema"
         if has_schema and self.name is None:
             raise fault("name", "is missing; it must be a string.")
@@ -305,7 +305,7 @@ class ResponsesChat(ChatRequest):
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
-    """Moves all members except `type` into a member `name`, as chats have them."""
+    """Moves all members except `type` into a member `name`, as the chat API does."""
     return {"type": flat["type"], name: {k: v for k, v in flat.items() if k != "type"}}
 
 
@@ -320,16 +320,16 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     if request.instructions is not None:
         system_messages = [{"role": "system", "content": request.instructions}]
     choice = request.tool_choice
-    form = request.text.format
-    if form and form["type"] == "json_schema":
-        form = _nested(form, "json_schema")
+    response_format = request.text.format
+    if response_format and response_format["type"] == "json_schema":
+        response_format = _nested(response_format, "json_schema")
     chat = {
         "original": request,
         "messages": [*system_messages, *request.input],
         "max_completion_tokens": request.max_output_tokens,
         "reasoning_effort": request.reasoning.effort,
         "verbosity": request.text.verbosity,
-        "response_format": form,
+        "response_format": response_format,
         "tools": [_nested(tool, "function") for tool in request.tools],
         "tool_choice": (
             choice

@@ -62,7 +62,7 @@ class _Item:
         self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if kind != _CALL:
             self.position["content_index"] = 0
-        # One encoded entry per token. Entries in events lack the bytes of the token.
+        # Encoded logprobs, one entry per token. Entries in events lack the raw bytes.
         self._logprobs: list[bytes] = []
         self._event_logprobs: list[bytes] = []
 
@@ -75,7 +75,7 @@ class _Item:
     def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
         """Returns the member `logprobs` of a message's event, from token `begin` on.
 
-        An item that is not a message has no such member.
+        The result is empty for an item that is not a message.
         """
         if self.kind != _MESSAGE:
             return {}
@@ -174,8 +174,8 @@ class ResponsesWriter(ResponseWriter):
         """
         event = sse.error_event(error, self._num_events)
         self._num_events += 1
-        why = {"code": "server_error", "message": error.message}
-        failed = {**self._response("failed"), "error": why}
+        details = {"code": "server_error", "message": error.message}
+        failed = {**self._response("failed"), "error": details}
         return event + self._event("failed", response=failed)
 
     def add_piece(self, piece: ChoicePiece) -> None:
@@ -300,7 +300,7 @@ class ResponsesWriter(ResponseWriter):
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         """Returns the response object with the items that are completed so far."""
         original = self._original_request
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice = original.tool_choice
         return {
             "id": self._head["id"],
@@ -309,7 +309,7 @@ class ResponsesWriter(ResponseWriter):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": cut,
+            "incomplete_details": incomplete,
             "instructions": original.instructions,
             "max_output_tokens": original.max_output_tokens,
             "max_tool_calls": original.max_tool_calls,

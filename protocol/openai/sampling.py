@@ -40,7 +40,7 @@ def integer(default: int | None, low: int, high: int) -> Any:
 
 
 def _listed(item: Any, min_length: int, max_length: int) -> Read:
-    """Returns the annotation of a field with a list, which is stored as a tuple."""
+    """Returns the annotation of a list field. The list is stored as a tuple."""
     size = Field(fail_fast=True, min_length=min_length, max_length=max_length)
     return Read(Annotated[list[item], size], tuple)
 
@@ -128,7 +128,7 @@ class StreamOptions(Strict):
     include_obfuscation: Switch = False  # accepted, but responses are not obfuscated
 
     @model_validator(mode="after")
-    def _includes_usage_if_continuous(self) -> Self:
+    def _check_includes_usage(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
             raise fault(
                 "continuous_usage_stats", "is true; it needs `include_usage`: true."
@@ -228,8 +228,8 @@ class CommonFields(Strict):
 class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     """The fields that completions and chats share."""
 
-    # Names of the fields with the prompt, the limit of tokens and the logprobs, for
-    # error messages.
+    # Names of the fields with the prompt, the limit of output tokens and the number of
+    # logprobs, for error messages.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit_field: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
@@ -358,7 +358,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         A subclass calls this method before its own checks.
         """
         super().check()
-        _ = self.guided
+        _ = self.guided  # raises InvalidRequest if several fields set a grammar
         if self.stream and self.prompt_logprobs is not None:
             refuse(
                 "prompt_logprobs",

@@ -109,7 +109,7 @@ class ResponseFormat(Strict):
     )
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> Self:
+    def _check_schema_fits_type(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise fault(
                 "json_schema",
@@ -121,21 +121,21 @@ class ResponseFormat(Strict):
             raise fault("type", "must be json_object if there is a `schema`.")
         return self
 
-    def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
+    def guided_at(self, path: str, schema_path: str) -> GuidedDecoding | None:
         """Returns the grammar of this format; None if the format is text.
 
         Args:
-            where: Path of this object in the request, for error messages.
-            inside: Path of the `json_schema` of this object.
+            path: Path of this object in the request, for error messages.
+            schema_path: Path of the `json_schema` of this object.
         """
         if self.type == "text":
             return None
         if self.json_schema and self.json_schema.schema_:
-            return GuidedDecoding(self.json_schema.schema_, f"{inside}.schema")
+            return GuidedDecoding(self.json_schema.schema_, f"{schema_path}.schema")
         if self.schema_:
-            return GuidedDecoding(self.schema_, f"{where}.schema")
+            return GuidedDecoding(self.schema_, f"{path}.schema")
         return GuidedDecoding(
-            Grammar("json_object"), inside if self.json_schema else where
+            Grammar("json_object"), schema_path if self.json_schema else path
         )
 
 
@@ -149,30 +149,26 @@ class StructuredOutputs(Strict):
     json_object: JsonObject = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
+    def _check_has_one_grammar(self) -> Self:
         if len(_grammars_of(self)) != 1:
             raise ValueError("none, or several")
         return self
 
 
-def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
-    """Returns each grammar that a field of `model` holds, with that field's path.
-
-    Args:
-        where: The prefix of the paths.
-    """
+def _grammars_of(model: Strict, path_prefix: str = "") -> list[GuidedDecoding]:
+    """Returns each grammar that a field of `model` holds, with that field's path."""
     grammars: list[GuidedDecoding] = []
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
         if isinstance(value, Grammar):
-            grammars.append(GuidedDecoding(value, where + (info.alias or name)))
+            grammars.append(GuidedDecoding(value, path_prefix + (info.alias or name)))
     return grammars
 
 
 class StructuredFields(Strict):
     """The fields of completions and chats that determine what the output must match."""
 
-    # Paths of the format and of its schema, for error messages.
+    # Paths of the response format and of its JSON schema, for error messages.
     format_paths: ClassVar = ("response_format", "response_format.json_schema")
     response_format: ResponseFormat | None = Field(
         None,
@@ -188,7 +184,7 @@ class StructuredFields(Strict):
     guided_regex: Regex = None
     guided_choice: Choice = None
     guided_grammar: LarkGrammar = None
-    # The same fields by the names that SGLang and llama.cpp use.
+    # Names that SGLang and llama.cpp use for fields with a grammar.
     json_schema: JsonSchema = None
     regex: Regex = None
     ebnf: LarkGrammar = None

@@ -1,4 +1,4 @@
-"""Counts the tokens of a response that the proxy passes on, for keys with token limits.
+"""Counts the tokens of a relayed response, for API keys with limits of tokens.
 
 If the response has a `usage`, its numbers are used. Otherwise the tokens in the frames
 of the stream are counted (protocol/resume.py). If the stream has no frames either, each
@@ -57,9 +57,9 @@ class TokenMeter:
 
     @property
     def num_generated_tokens(self) -> int:
-        if self._num_reported is not None:
-            return self._num_reported
-        return self._num_framed or self._num_events
+        if self._num_reported_tokens is not None:
+            return self._num_reported_tokens
+        return self._num_framed_tokens or self._num_events
 
     def reset(self) -> None:
         """Resets the counts, because a different server now starts the response from
@@ -68,8 +68,9 @@ class TokenMeter:
         self.num_prompt_tokens: int | None = None
         self.has_begun = False
         # Number of generated tokens that the server has reported in a usage.
-        self._num_reported: int | None = None
-        self._num_framed = 0  # generated tokens in frames
+        self._num_reported_tokens: int | None = None
+        # Number of generated tokens in the frames of the stream.
+        self._num_framed_tokens = 0
         self._num_events = 0
 
     def on_response(self, body: bytes) -> None:
@@ -79,7 +80,7 @@ class TokenMeter:
     def on_frame(self, text: bytes) -> None:
         """Counts the tokens in a frame's text."""
         self.has_begun = True
-        self._num_framed += num_tokens_of(text)
+        self._num_framed_tokens += num_tokens_of(text)
 
     def on_events(self, events: bytes) -> None:
         """Counts complete events, and reads the usage of each event with a usage."""
@@ -99,7 +100,9 @@ class TokenMeter:
         usage = answer.usage or (answer.response and answer.response.usage)
         if answer.count is not None:
             self.num_prompt_tokens = answer.count
-            self._num_reported = 0
+            self._num_reported_tokens = 0
         elif usage:
             self.num_prompt_tokens = usage.prompt_tokens or usage.input_tokens
-            self._num_reported = usage.completion_tokens or usage.output_tokens or 0
+            self._num_reported_tokens = (
+                usage.completion_tokens or usage.output_tokens or 0
+            )

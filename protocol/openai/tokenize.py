@@ -47,11 +47,11 @@ class TokenizeRequest(PromptFields):
     def as_generation(self) -> GenerationRequest:
         """Returns a generation request with the same prompt."""
         if self.messages is None:
-            adds = self.add_special_tokens is not False
+            adds_special_tokens = self.add_special_tokens is not False
             # The request is not validated, because an empty text is valid for
             # /tokenize, but not as a prompt.
             return CompletionRequest.model_construct(
-                prompt=self.prompt or "", add_special_tokens=adds
+                prompt=self.prompt or "", add_special_tokens=adds_special_tokens
             )
         given = self.model_fields_set & ChatRequest.model_fields.keys()
         return ChatRequest(**{name: getattr(self, name) for name in given})

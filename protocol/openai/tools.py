@@ -104,9 +104,10 @@ class Tools:
     def guided(self) -> GuidedDecoding | None:
         """The grammar that the answer must match; None unless a call is required."""
         if self.mode == "named":
-            at = [tool["function"]["name"] for tool in self.offered].index(self.name)
-            grammar = Grammar("json_schema", schema_text(self.offered[at]))
-            return GuidedDecoding(grammar, self.schema_path(at))
+            names = [tool["function"]["name"] for tool in self.offered]
+            index = names.index(self.name)
+            grammar = Grammar("json_schema", schema_text(self.offered[index]))
+            return GuidedDecoding(grammar, self.schema_path(index))
         if self.mode == "required":
             tools = [
                 (tool["function"]["name"], msgspec.Raw(schema_text(tool).encode()))
@@ -116,9 +117,9 @@ class Tools:
             return GuidedDecoding(Grammar("calls", demanded), "tools")
         return None
 
-    def schema_path(self, at: int) -> str:
-        """Returns the path of the schema of the tool at index `at` in the request."""
-        return f"tools[{at}].{self.path}parameters"
+    def schema_path(self, index: int) -> str:
+        """Returns the path of a tool's schema in the request, for error messages."""
+        return f"tools[{index}].{self.path}parameters"
 
 
 def read_tools(
@@ -144,9 +145,9 @@ def read_tools(
         {"type": "function", "function": function} for function in functions
     )
     names = [tool["function"]["name"] for tool in offered]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise wrong(f"tools[{at}].{path}name", name, "used once only")
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise wrong(f"tools[{index}].{path}name", name, "used once only")
     if choice in (None, "auto", "none"):
         mode: Mode = "auto" if offered and choice != "none" else "none"
         return Tools(offered, mode, None, parallel, path)
@@ -225,16 +226,16 @@ def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
     return entries
 
 
-def call_id(answer_id: str, at: int, is_short: bool = False) -> str:
+def call_id(answer_id: str, index: int, is_short: bool = False) -> str:
     """Returns the id of a call.
 
     The id is derived from the id of the answer. Therefore the id of a call stays the
     same if the stream moves to another server.
 
     Args:
-        at: Index of the call in the answer.
+        index: Index of the call in the answer.
         is_short: Return an id of nine letters and digits, as some chat templates
             require.
     """
-    name = hashlib.sha256(f"{answer_id} {at}".encode()).hexdigest()
-    return name[:9] if is_short else "call_" + name[:24]
+    digest = hashlib.sha256(f"{answer_id} {index}".encode()).hexdigest()
+    return digest[:9] if is_short else "call_" + digest[:24]

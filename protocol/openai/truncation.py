@@ -1,10 +1,11 @@
-"""The length to which prompts are truncated, equal on proxies and servers.
+"""The length to which prompts are truncated. Proxies and servers compute the same
+length.
 
-If the length of the answer is unknown, a reserve is kept for the answer.
+If the length of the answer is unknown, a part of the context is reserved for it.
 """
 
-USUAL_ANSWER_TOKENS = 1024  # maximum reserve
-_ANSWER_SHARE = 4  # the reserve is at most the context divided by this number
+_MAX_RESERVED_TOKENS = 1024
+_MIN_CONTEXT_PER_RESERVE = 4  # at most a quarter of the context is reserved
 
 
 def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
@@ -16,5 +17,6 @@ def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
     """
     reserved = token_limit
     if reserved is None:
-        reserved = min(USUAL_ANSWER_TOKENS, max_model_len // _ANSWER_SHARE)
+        quarter = max_model_len // _MIN_CONTEXT_PER_RESERVE
+        reserved = min(_MAX_RESERVED_TOKENS, quarter)
     return max(max_model_len - reserved, 1)

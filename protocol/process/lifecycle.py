@@ -10,8 +10,8 @@ The child and its parent are connected by a socket pair and a pipe:
                                           child's name, and keeps the last lines
 
 No other process has the parent's end of the socket pair. Therefore the child detects
-the end of its parent in every case, even after SIGKILL. Nothing here polls: threads
-block on sockets and in waitpid, and deliver events.
+that its parent has ended, even if SIGKILL ended the parent. The state of a child is not
+polled: threads block on sockets and in waitpid, and deliver events.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from protocol.process.output import flush_output
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
-TAIL_LINES = 40  # number of a child's last lines that are kept
-_REPEAT_ALARM_S = 0.01
+TAIL_LINES = 40  # how many of a child's last lines are kept
+_REPEAT_ALARM_S = 0.01  # delay before a dropped ALARM is sent again
 # The signal by which a parent ends a child that has called `end_on_alarm`.
 ALARM = signal.SIGALRM
 # Maximum time for reporting the end of a VitalThread. If the process that reads the
-# report is stopped, a write never returns.
+# report is suspended (SIGSTOP), a write may never return.
 _MAX_REPORT_S = 5.0
 _log = get_logger(__name__)
 # Maximum duration of a single wait in a main thread that handles signals. If a signal
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
     progress: The child is starting; the value describes the current step.
     ready: The child serves; the value has its addresses, such as {"port": 8000}.
-    failed: The child cannot continue; the value is the reason. Its exit follows.
+    failed: The child cannot continue; the value is the reason. The child then exits.
     exited: The child has ended and is reaped; the value is its exit status, or -N if
         signal N ended it. This is always the last event.
     """
@@ -69,11 +69,11 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Child:
-    """A child process, which ends no later than this process; see `spawn`.
+    """A child process, which ends if this process ends; see `spawn`.
 
     Attributes:
         tail: The last lines that the child and its ranks have written.
-        failure: The reason that the child has reported before its end, or None.
+        failure: The reason that the child has reported for its exit, or None.
         exited: Set when the child has ended and is reaped.
     """
 
@@ -237,7 +237,7 @@ def _watch_child(
     on_event: Callable[[Event], None],
 ) -> None:
     """Delivers the child's reports as events until it ends, then reaps the child."""
-    # The socket stays open until the child is reaped.
+    # The socket stays open until the child is reaped: closing it would end the child.
     with parent_socket, parent_socket.makefile("rb") as reports:
         for line in reports:
             # The last line is incomplete if the child was killed while it wrote.
@@ -247,7 +247,7 @@ def _watch_child(
                     child.failure = value
                 _deliver(on_event, Event(child, kind, value))
         returncode = child.process.wait()
-        # A process that the child has started may keep the pipe open a little longer.
+        # A process that the child has started may keep the pipe open for longer.
         printer.join(timeout=1)
     child.exited.set()
     _deliver(on_event, Event(child, "exited", returncode))
@@ -356,7 +356,8 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
 
 def _parent_fd() -> int | None:
-    """Returns the socket to the parent, and keeps child processes from inheriting it.
+    """Returns the descriptor of the socket to the parent, and keeps child processes
+    from inheriting the socket.
 
     The result is None if `spawn` has not started this process.
 
@@ -372,7 +373,7 @@ def _parent_fd() -> int | None:
     except (ValueError, OverflowError, OSError):
         is_socket = False
     if not is_socket:
-        # The number may belong to a different file, which must not be written to.
+        # The number may belong to a file that must not be written to.
         print(
             f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an "
             "open socket. Only Baton sets this variable, for its child processes; "
@@ -483,7 +484,7 @@ def end_with_vital_threads() -> None:
         reason = args.exc_type.__name__
         if str(args.exc_value):
             reason += f": {args.exc_value}"
-        # If the process that reads the report is stopped, the report would wait
+        # If the process that reads the report is suspended, the report may wait
         # forever. The timer then ends this process.
         watchdog = threading.Timer(_MAX_REPORT_S, os._exit, (1,))
         watchdog.daemon = True

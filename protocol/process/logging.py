@@ -128,7 +128,7 @@ def setup_logging(
         level: Lowest level of Baton's lines that is shown: debug, info, warning or
             error.
         rank: Rank of this process in its engine; None for a process without a rank.
-        stream: Send the lines to this stream instead, without a queue.
+        stream: Send the lines to this stream instead of stderr, without a queue.
     """
     formatter = LineFormatter(role if rank is None else f"{role}/{rank}")
     if stream is None:
@@ -163,7 +163,7 @@ def dropped_record(num_lines: int) -> logging.LogRecord:
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null as each standard stream that is closed.
+    """Opens /dev/null in place of each standard stream that is closed.
 
     Otherwise a new pipe could get the number of a standard stream, and a child that
     inherits the pipe would use it as its standard stream. Also, `sys.stdout` or

@@ -65,10 +65,10 @@ class OutputQueue:
     def put(self, text: bytes) -> None:
         """Queues a text, or keeps it in `_last_texts`. Does not wait for the file."""
         with self._changed:
-            is_too_much = self._num_bytes + len(text) > self._max_queued_bytes
-            if self._is_full or (self._num_bytes and is_too_much):
+            is_too_long = self._num_bytes + len(text) > self._max_queued_bytes
+            if self._is_full or (self._num_bytes and is_too_long):
                 self._is_full = True
-                self._drop(text)
+                self._keep_last(text)
             else:
                 self._append(text)
 
@@ -93,10 +93,10 @@ class OutputQueue:
         self._texts.append(text)
         self._changed.notify_all()
 
-    def _drop(self, text: bytes) -> None:
+    def _keep_last(self, text: bytes) -> None:
         """Keeps the last _BATCH_BYTES of a text that did not fit into the queue.
 
-        If there are MAX_LAST_TEXTS kept texts already, the oldest of them is dropped.
+        If MAX_LAST_TEXTS texts are kept already, the oldest of them is dropped.
         """
         if len(self._last_texts) == MAX_LAST_TEXTS:
             self._count_dropped(self._last_texts[0])
@@ -108,7 +108,10 @@ class OutputQueue:
         self._num_unreported += num_lines
 
     def _report_dropped(self) -> None:
-        """Queues a line with the number of dropped lines, and the kept lines."""
+        """Queues a line with the number of dropped lines, then the kept lines.
+
+        From now on, the queue accepts new texts again.
+        """
         self._is_full = False
         if self._num_unreported:
             num_lines = self._num_unreported
@@ -124,14 +127,14 @@ class OutputQueue:
                 while not self._texts:
                     self._changed.wait()
                 batch = self._next_batch()
-            written = self._write(batch)
+            num_written = self._write(batch)
             with self._changed:
                 self._num_bytes -= len(batch)
-                if written < len(batch):
-                    self._count_dropped(batch[written:])
+                if num_written < len(batch):
+                    self._count_dropped(batch[num_written:])
                 if self._num_bytes <= self._max_queued_bytes // 2:
                     self._is_full = False
-                    if written == len(batch):
+                    if num_written == len(batch):
                         self._report_dropped()
                 self._changed.notify_all()
 
@@ -150,17 +153,17 @@ class OutputQueue:
         The number is smaller than the length of `text` if the file fails, for example
         because the disk is full or the pipe is closed.
         """
-        written = 0
-        while written < len(text):
+        num_written = 0
+        while num_written < len(text):
             try:
-                written += os.write(self._fd, text[written:])
+                num_written += os.write(self._fd, text[num_written:])
             except BlockingIOError:
                 # This process shares the file with a process that has made the file
                 # non-blocking.
                 select.select([], [self._fd], [])
             except OSError:
                 break
-        return written
+        return num_written
 
 
 class QueuedStream(io.TextIOBase):
@@ -212,7 +215,7 @@ _queues: list[OutputQueue] = []  # the queues of this process's standard streams
 
 
 def queue_standard_streams(describe: Describe) -> None:
-    """Replaces `sys.stdout` and `sys.stderr` by a QueuedStream each. Idempotent.
+    """Replaces `sys.stdout` and `sys.stderr` by QueuedStreams. Idempotent.
 
     A stream that was already replaced, for example by a test, stays as it is.
 
@@ -223,7 +226,7 @@ def queue_standard_streams(describe: Describe) -> None:
         return
     # If stdout and stderr are the same file, they share a queue. This keeps the order
     # of their lines.
-    by_file: dict[tuple[int, int], OutputQueue] = {}
+    queue_by_file: dict[tuple[int, int], OutputQueue] = {}
     for name in ("stdout", "stderr"):
         stream: TextIO = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -231,10 +234,10 @@ def queue_standard_streams(describe: Describe) -> None:
         stream.flush()
         status = os.fstat(stream.fileno())
         file = (status.st_dev, status.st_ino)
-        if file not in by_file:
-            by_file[file] = OutputQueue(stream.fileno(), describe)
-        setattr(sys, name, QueuedStream(stream, by_file[file]))
-    _queues.extend(by_file.values())
+        if file not in queue_by_file:
+            queue_by_file[file] = OutputQueue(stream.fileno(), describe)
+        setattr(sys, name, QueuedStream(stream, queue_by_file[file]))
+    _queues.extend(queue_by_file.values())
     atexit.register(flush_output)
 
 

@@ -183,7 +183,7 @@ class GeometryOptions(Options):
         return size
 
 
-# A number of ranks that must divide --tp. GeometryOptions checks this.
+# A number of ranks that must divide --tp; see GeometryOptions._check_divides_tp.
 PartOfRanks = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -257,7 +257,7 @@ class EngineOptions(GeometryOptions):
     def _check_scales(cls, scales: str | None, info: ValidationInfo) -> str | None:
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(
-                f"{scales} scales nothing: give {cls.option('kv_cache_dtype')} "
+                f"{scales} has no effect: give {cls.option('kv_cache_dtype')} "
                 "float8_e4m3fn too, or leave the scales out"
             )
         return scales
@@ -268,14 +268,14 @@ class EngineOptions(GeometryOptions):
         tokens = info.data.get("kv_cache_tokens")
         if nbytes is not None and tokens is not None:
             raise ValueError(
-                f"{nbytes}, and {cls.option('kv_cache_tokens')} is {tokens}: give one "
-                "of them"
+                f"{nbytes} cannot be combined with {cls.option('kv_cache_tokens')} "
+                f"{tokens}: give only one of the two"
             )
         return nbytes
 
     @field_validator("devices")
     @classmethod
-    def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_devices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
             given = ",".join(map(str, devices))
             raise ValueError(
@@ -301,7 +301,7 @@ class KVOptions(EngineOptions, LinkOptions):
     --tp)"""
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
-    are split into chunks that are short enough for this (s; None: on GPU 0.025 while
+    are split into chunks that meet this target (s; None: on GPU 0.025 while
     prefill servers compute prompts for this server, else no target; on CPU 0.5; steps
     may exceed these defaults while prompts wait)
     """
@@ -328,7 +328,7 @@ class KVOptions(EngineOptions, LinkOptions):
     pull_timeout_s: Seconds = 30.0
     """timeout of pulling one prompt's KV (s)"""
     fence_timeout_s: Seconds = 5.0
-    """timeout of the fence that completes a lease after a pull (s)"""
+    """timeout of confirming and ending a lease after a pull (s)"""
     quarantine_timeout_s: Seconds = 30.0
     """timeout of waiting for KV blocks that reads from a hung server occupy (s)"""
 
@@ -349,7 +349,7 @@ class KVOptions(EngineOptions, LinkOptions):
     def usual_itl_target_for(self, device: str) -> float | None:
         """Returns the default of --itl-target-s on `device` (cpu or cuda), in seconds.
 
-        None: servers of this role have no target by default.
+        The result is None if servers of this role have no target by default.
         """
         if self.role == "prefill":
             return None

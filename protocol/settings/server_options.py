@@ -99,11 +99,11 @@ class ListenOptions(AccessOptions):
     @field_validator("max_unfinished_bytes")
     @classmethod
     def _check_holds_one_body(cls, num_bytes: int, info: ValidationInfo) -> int:
-        one = info.data.get("max_body_bytes", 0)
-        if num_bytes < one:
+        body_bytes = info.data.get("max_body_bytes", 0)
+        if num_bytes < body_bytes:
             raise ValueError(
-                f"{num_bytes} is less than --max-body-bytes {one}, the maximum of one "
-                "body; give at least that number"
+                f"{num_bytes} is less than --max-body-bytes {body_bytes}, the maximum "
+                "of one body; give at least that number"
             )
         return num_bytes
 
@@ -177,7 +177,7 @@ class RegisterOptions(ServerOptions):
         if info.data["cluster_secret"] is None:
             raise ValueError(
                 f"{urls[0]} accepts signed registrations only: give this server and "
-                "the proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
+                "the proxy the same BATON_CLUSTER_SECRET (openssl rand -hex 32)"
             )
         check_advertised(info.data["advertise_url"] or http_url(info.data["host"], 1))
         return urls

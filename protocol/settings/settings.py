@@ -112,7 +112,7 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
 
     @property
     def advertised_side_channel_host(self) -> str | None:
-        """The address of the KV side channel that peers are given.
+        """The address at which other servers connect to this server's KV side channel.
 
         None: unknown, because this server listens on every address of the machine.
         """
@@ -289,10 +289,9 @@ def load(
 def parse(
     cls: type[SettingsT], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> SettingsT:
-    """Returns the settings, for a main function; see `load`.
+    """Returns the settings for a main function; see `load`.
 
-    If a setting is invalid, the function prints the ConfigError and exits with status
-    2.
+    If a setting is invalid, the process prints the ConfigError and exits with status 2.
     """
     try:
         return load(cls, sys.argv[1:] if argv is None else argv, prog=prog)

@@ -1,6 +1,6 @@
 """Reads the --config file, checks the names of settings, and writes error messages.
 
-protocol/settings/settings.py combines the options. This file contains no option names.
+options.py and server_options.py define the options, and settings.py combines them.
 """
 
 import argparse
@@ -220,8 +220,8 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_setting(name: str) -> bool:
-    is_of_machine = name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
-    return name.upper().startswith(ENV_PREFIX) and not is_of_machine
+    is_about_machine = name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
+    return name.upper().startswith(ENV_PREFIX) and not is_about_machine
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -255,8 +255,8 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if not name:
         raise ConfigError("--config: is empty; give the name of a file")
     try:
-        # PyYAML gets the open file, not its content as a string. In the errors about a
-        # string it quotes the content, which may be secret.
+        # PyYAML gets the open file, not a string with its content. An error about a
+        # string would quote the content, which may be secret.
         with open(name, encoding="utf-8") as file:
             content = yaml.load(file, UniqueKeys)
     except OSError as error:
@@ -280,8 +280,8 @@ def _normalize(
         group: The group of the keys, such as "prefill."; empty for the whole file.
 
     Raises:
-        ConfigError: A key is unknown, or a value is true or false, but the option needs
-            a different type.
+        ConfigError: A key is unknown, or an option that is not on/off has the value
+            true or false.
     """
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -370,7 +370,7 @@ def _reason(item: ErrorDetails, path: Sequence[str]) -> str:
     if item["type"] == "extra_forbidden":
         reason = "is not an option"
     if item["type"].endswith("_parsing"):
-        # After the comma follows a reason in terms of Python.
+        # The text after the comma explains the error in terms of Python.
         reason = reason.partition(",")[0]
     # Pydantic counts the characters of a secret as items.
     if path and path[-1].endswith(("secret", "api_key", "admin_key")):

@@ -233,7 +233,7 @@ def test_server_without_a_secret_reports_it(uses_machine_secret):
     reported = (
         _prepare(offered, uses_machine_secret=uses_machine_secret).kv_rejected or ""
     )
-    assert "give all servers one BATON_CLUSTER_SECRET" in reported
+    assert "give all servers the same BATON_CLUSTER_SECRET" in reported
     assert reported.endswith("its own machine's file") == uses_machine_secret
 
 

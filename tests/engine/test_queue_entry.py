@@ -136,7 +136,7 @@ def test_urgent_prompt_does_not_rely_on_the_prefix_of_a_less_urgent_one():
     queue.set_cache_capacity(10**5)
     queue.enter([request(prompt_ids(1))])
     queue.enter([request(prompt_ids(2), priority=-1)])
-    assert queue._tokens == {0: 88, -1: 1560}
+    assert queue._tokens_by_priority == {0: 88, -1: 1560}
 
 
 def test_rate_counts_only_computed_tokens():

@@ -103,7 +103,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (
             P,
             "--kv-cache-tokens 64 --kv-cache-bytes 9",
-            "-bytes: 9, and --kv-cache-tokens is 64",
+            "-bytes: 9 cannot be combined with --kv-cache-tokens 64",
         ),
         (P, "--tp 2 --dcp 2", "--dcp: 2 needs --role decode"),
         (D, "--role both --tp 2 --dcp 2", "--dcp: 2 needs --role decode"),
@@ -266,7 +266,7 @@ def test_error_names_the_setting_as_the_user_wrote_it(tmp_path, monkeypatch):
         "--decode.block-size (in BATON_DECODE): must be a valid integer, not yes",
         "--decode.dcp (in the --config file): 3 does not divide --decode.tp 2: use a "
         "divisor of it",
-        "--decode.kv-scales: 2 scales nothing: give --decode.kv-cache-dtype "
+        "--decode.kv-scales: 2 has no effect: give --decode.kv-cache-dtype "
         "float8_e4m3fn too, or leave the scales out",
         "--decode.tpp (in BATON_DECODE): is not an option",
         "--host (in the --config file): must be a valid string, not null",

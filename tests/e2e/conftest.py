@@ -1,4 +1,4 @@
-"""Clusters that the end-to-end tests of a session share, and their reference."""
+"""Clusters that all end-to-end tests of a session share, and the expected answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +24,20 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """One prefill server, one decode server and a proxy. Tests must not change them."""
+    """One prefill server, one decode server and a proxy. Tests must not stop or drain
+    them.
+    """
     with cluster(tiny_model) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    """After the tests of a module, assert that no server holds a block for them."""
+    """After the tests of a module, assert that no server holds a block of their
+    requests.
+    """
     yield
-    # A lease that is not completed lasts 30 s.
+    # Longer than the 30 s after which a lease expires if no server pulls its KV.
     assert_idle(*tiny_cluster.servers()[1:], timeout_s=45)
 
 
@@ -49,7 +53,9 @@ def client(tiny_cluster: Cluster) -> Iterator["openai.OpenAI"]:
 
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
-    """Two ports that stay reserved while one server is replaced by another."""
+    """Two ports that stay reserved while a server is stopped and its replacement
+    starts.
+    """
     with reserved_ports(2) as reserved:
         yield reserved
 
@@ -61,7 +67,9 @@ def tiny_reference(tiny_model: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """SmolLM2-135M-Instruct from its package; skips if that is not installed."""
+    """SmolLM2-135M-Instruct from its package. If that is not installed, the test is
+    skipped.
+    """
     try:
         return resolve_model(DEFAULT_MODEL)
     except ModelNotAvailable as error:

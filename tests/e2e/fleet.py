@@ -1,4 +1,6 @@
-"""A fleet of servers with relays between proxy and decode servers, and its faults."""
+"""A fleet of servers in which tests cause faults, through relays in front of the decode
+servers.
+"""
 
 import contextlib
 import re
@@ -29,7 +31,7 @@ from tests.rigs.cutter import Cutter, Hold
 from tests.rigs.plain_http import http
 
 _FAST_HEALTH_CHECKS = ("--health-interval-s", "0.1", "--health-timeout-s", "0.5")
-# Fields that differ between two equal answers.
+# Fields that differ between two answers to the same request.
 VARYING_FIELDS = re.compile(
     r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?'
 )
@@ -41,17 +43,19 @@ class Fleet:
     """One prefill server, decode servers behind relays, and the proxy.
 
     Attributes:
-        cutters: the relays, in the order of `decodes`.
-        later: ends the servers that were started as replacements.
-        stopped: pids of stopped processes.
+        cutters: the relays in front of the decode servers, in the same order as
+            `decodes`.
+        replacements: ends the servers that were started as replacements, when it is
+            closed.
+        stopped: pids of the processes that a fault has suspended.
     """
 
     prefill: Server
     decodes: list[Server]
     cutters: list[Cutter]
     proxy: Server
-    restart: Callable[[], Server]
-    later: contextlib.ExitStack
+    start_replacement: Callable[[], Server]
+    replacements: contextlib.ExitStack
     holds: dict[bytes, Hold]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
     restarts: list[Future[None]] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Fleet:
         return self.decodes[self.cutters.index(cutter)]
 
     def request(self, path: str, body: dict[str, Any], hold: Hold | None = None) -> str:
-        """Send a request and return the answer without its varying fields."""
+        """Send a request. Return the text of the answer without VARYING_FIELDS."""
         name = uuid.uuid4().hex
         if hold is not None:
             self.holds[name.encode()] = hold
@@ -75,31 +79,35 @@ class Fleet:
         return VARYING_FIELDS.sub("", answer.text)
 
     @contextlib.contextmanager
-    def all_at_one(self) -> Iterator[Cutter]:
-        """Send all requests of this block to the same decode server."""
+    def single_decode_server(self) -> Iterator[Cutter]:
+        """Drain all decode servers but one, which gets all requests in this block.
+        Yield its relay.
+        """
         response = http.get(f"{self.proxy.url}/ready", timeout=10)
         is_ready = response.json()["servers"]
         names = [f"decode-{index}" for index in range(len(self.decodes))]
         chosen = next(
             name
             for index, name in enumerate(names)
-            if is_ready[name] and self._is_up(index)
+            if is_ready[name] and self._serves(index)
         )
-        self._change_others(chosen, "drain")
+        self._for_all_others(chosen, "drain")
         try:
             yield self.cutters[names.index(chosen)]
         finally:
-            self._change_others(chosen, "undrain")
+            self._for_all_others(chosen, "undrain")
 
-    def _is_up(self, index: int) -> bool:
-        """Query the server directly: the proxy may not have noticed its loss yet."""
+    def _serves(self, index: int) -> bool:
+        """Query the server without the proxy, which may not have noticed yet that it is
+        lost.
+        """
         with contextlib.suppress(httpx.TransportError):
             response = http.get(f"{self.cutters[index].url}/ready", timeout=5)
             return response.status_code == 200
         return False
 
-    def _change_others(self, chosen: str, action: str) -> None:
-        """Drain or undrain all decode servers but the chosen one."""
+    def _for_all_others(self, chosen: str, action: str) -> None:
+        """Drain or undrain (`action`) all decode servers except the chosen one."""
         for index in range(len(self.decodes)):
             name = f"decode-{index}"
             if name != chosen:
@@ -107,7 +115,9 @@ class Fleet:
                 assert http.post(url, json={"server": name}).status_code == 200
 
     def num_failovers(self) -> float:
-        """Return how often a server took over a request from another one."""
+        """Return the number of requests that a decode server took over from a lost one,
+        so far.
+        """
         metrics = self.proxy.metrics()
         resumes = (n for name, n in metrics.items() if 'outcome="resumed"' in name)
         return sum(resumes) + metrics['baton_proxy_retries_total{leg="decode"}']
@@ -120,12 +130,14 @@ class Fleet:
         wait_until(is_ready, 60)
 
     def replace(self, cutter: Cutter) -> None:
-        """Start a replacement of a server that ends."""
+        """Start, in the background, a server that replaces this relay's server, which
+        is ending.
+        """
         index = self.cutters.index(cutter)
 
         def begin() -> None:
-            successor = self.restart()
-            self.later.enter_context(running(successor))
+            successor = self.start_replacement()
+            self.replacements.enter_context(running(successor))
             assert self.decodes[index].child.exited.wait(30)
             self.decodes[index] = successor
             cutter.target = successor.port
@@ -147,7 +159,9 @@ class Fleet:
         self.stopped.clear()
 
     def assert_idle(self) -> None:
-        """Assert that every server is up and holds no block of a finished request."""
+        """Wait for all replacements. Assert that no server holds a block of a finished
+        request.
+        """
         for restart in self.restarts:
             restart.result()
         self.restarts.clear()
@@ -162,9 +176,9 @@ def start_fleet(model: Path, num: int) -> Iterator[Fleet]:
         cutters = [Cutter(server.port, holds) for server in decodes]
         argv = [arg for cutter in cutters for arg in ("--decode", cutter.url)]
         proxy = start_proxy([prefill], [], *argv, *_FAST_HEALTH_CHECKS)
-        with running(proxy), contextlib.ExitStack() as later:
-            fleet = Fleet(prefill, decodes, cutters, proxy, decode, later, holds)
-            later.callback(fleet.pool.shutdown)
+        with running(proxy), contextlib.ExitStack() as replacements:
+            fleet = Fleet(prefill, decodes, cutters, proxy, decode, replacements, holds)
+            replacements.callback(fleet.pool.shutdown)
             yield fleet
             fleet.assert_idle()
             for cutter in cutters:

@@ -1,7 +1,8 @@
-"""Pairs of prefill and decode servers of any geometry, compared with one server.
+"""Compares a prefill and a decode server, each of any geometry, with a single server.
 
-A cell is a pair of geometries. Its prompts are used by no other cell. So a prefix cache
-holds only what the cell put there: nothing, a prefix on P, a prefix on D, or both.
+A cell of the matrix is a pair of geometries. No two cells use the same prompts, so a
+prefix cache holds only what the cell put there: nothing, a prefix on P, a prefix on D,
+or both.
 """
 
 import contextlib
@@ -24,18 +25,18 @@ from tests.rigs.client import parse_kv, prefill
 from tests.rigs.cluster import Server, assert_idle, start_decode, start_prefill
 
 NUM_TOKENS = 12  # generated for every prompt
-# float32 sums in another order differ by about 1e-5. A misplaced KV element makes a far
-# larger difference.
+# Logprobs may differ by about 1e-5, because float32 sums depend on their order. A
+# misplaced KV element makes a far larger difference.
 LOGPROB_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The options in which P and D may differ.
+    """The options of a server in which P and D may differ.
 
     Attributes:
         options: further command line options.
-        dcp: decode context parallelism; only for a decode server.
+        dcp: decode context parallelism. Only a decode server may have more than 1.
     """
 
     tp: int = 1
@@ -67,8 +68,8 @@ class Geometry:
 def model_dir(name: str) -> Path:
     """Return the directory of a trained model.
 
-    It is a shared model if there is one, otherwise a similar test model, which is
-    trained on first use.
+    This is a model in the folder of shared models if there is one. Otherwise it is a
+    similar test model, which is trained on first use.
     """
     shared, kind = {
         "gqa4": ("llama-gqa-3.7m", "gqa"),
@@ -102,10 +103,10 @@ class Key(NamedTuple):
 
 @dataclass
 class Farm:
-    """Servers of any geometry, each started at its first use.
+    """Servers of any geometry. Each is started at its first use.
 
-    If more than `max_ranks` engine processes would run, the least recently used servers
-    end. The `lent` servers belong to the caller and do not end.
+    Before more than `max_ranks` engine processes would run, the least recently used
+    servers are stopped, except the `lent` servers, which belong to the caller.
     """
 
     max_ranks: int
@@ -157,7 +158,9 @@ def farm(max_ranks: int, lent: Mapping[Key, Server] | None = None) -> Iterator[F
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, and the lengths of its prefixes that each server has in its cache."""
+    """One prompt, and how many of its first tokens are in the cache of P and of D
+    before the test.
+    """
 
     prompt: list[int]
     on_prefill: int = 0
@@ -165,10 +168,10 @@ class Case:
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Return prompts of a cell.
+    """Return the prompts of a cell.
 
-    They are short, long, exactly full blocks, and have prefix hits on P, on D or on
-    both.
+    The prompts are short, long, or exactly full blocks. Some have a prefix cached on P,
+    on D, or on both.
     """
     rng = random.Random(seed)
 
@@ -202,7 +205,7 @@ def post(
 def generate(
     url: str, prompt: Sequence[int], num_tokens: int, params: Any = None
 ) -> Reply:
-    """Return the greedy completion of a prompt, with logprobs."""
+    """Return a greedy completion with logprobs. `params` are the kv_transfer_params."""
     response = post(url, prompt, num_tokens, params)
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
@@ -211,9 +214,9 @@ def generate(
 
 
 def assert_same(reply: Reply, expected: Reply) -> None:
-    """Assert that tokens and logprobs are the same.
+    """Assert that tokens and logprobs agree.
 
-    Wrong KV shows in the logprobs first.
+    Logprobs are more sensitive: wrong KV may change them without changing a token.
     """
     assert reply.token_ids == expected.token_ids
     assert reply.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
@@ -232,19 +235,21 @@ def check_cell(
     Every answer must equal the oracle's, and no block or lease may be left.
 
     Args:
-        oracle_url: URL of a server with tensor parallelism 1 that never pulls.
-        seed: different from that of every other cell of these servers.
+        oracle_url: URL of a server with tensor parallelism 1, which never pulls.
+        seed: determines the prompts. It must be unique to the cell.
     """
     cases = make_cases(zlib.crc32(seed.encode()))
-    before = _counts(prefiller, decoder)
+    before = _lease_and_pull_counts(prefiller, decoder)
 
     def expect(case: Case) -> Reply:
         return generate(oracle_url, case.prompt, NUM_TOKENS)
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(lambda case: _warm(prefiller.url, decoder.url, case), cases))
+        list(
+            pool.map(lambda case: _fill_caches(prefiller.url, decoder.url, case), cases)
+        )
         replies = list(
-            pool.map(lambda case: _pair(prefiller.url, decoder.url, case, p), cases)
+            pool.map(lambda case: _run_pair(prefiller.url, decoder.url, case, p), cases)
         )
         expected_replies = list(pool.map(expect, cases))
     for case, reply, expected in zip(cases, replies, expected_replies, strict=True):
@@ -256,21 +261,21 @@ def check_cell(
             "skipped": hit,
         }
     assert_idle(prefiller, decoder)
-    # Independently of the numbers of ranks, there is one lease, completed once.
-    increases = _counts(prefiller, decoder) - before
+    # Each prompt has one lease, which is completed once, whatever the number of ranks.
+    increases = _lease_and_pull_counts(prefiller, decoder) - before
     expected_counts = dict.fromkeys(("granted", "completed", "done"), len(cases))
     assert increases == expected_counts
 
 
-def _warm(prefill_url: str, decode_url: str, case: Case) -> None:
-    """Fill the prefix caches of both servers."""
+def _fill_caches(prefill_url: str, decode_url: str, case: Case) -> None:
+    """Put the prefixes of the case into the caches of P and D."""
     if case.on_prefill:
         generate(prefill_url, case.prompt[: case.on_prefill], 1)
     if case.on_decode:
         generate(decode_url, case.prompt[: case.on_decode], 1)
 
 
-def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
+def _run_pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
     """Run a prompt on P, then on D."""
     params = prefill(prefill_url, case.prompt, logprobs=1)
     assert params["tp_size"] == p.tp
@@ -279,10 +284,10 @@ def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
     return generate(decode_url, case.prompt, NUM_TOKENS, params)
 
 
-def _counts(prefiller: Server, decoder: Server) -> "Counter[str]":
-    """Return leases by event, and pulls by outcome over all paths.
+def _lease_and_pull_counts(prefiller: Server, decoder: Server) -> "Counter[str]":
+    """Return numbers of leases by event, and of pulls by outcome.
 
-    The difference of two such counters contains only increases.
+    Subtracting an earlier result leaves only the counters that have increased.
     """
     metrics = prefiller.metrics()
     counts = Counter({"gone": int(metrics["baton_lease_gone_total"])})

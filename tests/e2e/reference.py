@@ -1,4 +1,4 @@
-"""Answers of transformers, in float32, one sequence at a time."""
+"""Expected answers, computed by transformers in float32, one sequence at a time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Reference:
-    """A model that transformers runs."""
+    """A model that is run by transformers."""
 
     def __init__(self, model: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -23,7 +23,9 @@ class Reference:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of messages in the template, up to the answer."""
+        """Return the token ids of the prompt that the chat template makes of
+        messages.
+        """
         template = self.tokenizer.apply_chat_template
         ids: list[int] = template(
             messages, add_generation_prompt=True, return_dict=False
@@ -33,8 +35,8 @@ class Reference:
     def answer(
         self, messages: list[dict[str, str]], limit: int
     ) -> tuple[list[int], str]:
-        """Return the greedy answer to messages, up to its end of sequence: (ids,
-        text).
+        """Return the greedy answer to messages, up to its end-of-sequence token: (token
+        ids, text).
         """
         ids = self.generate(self.chat(messages), limit)
         end = self.tokenizer.eos_token_id
@@ -43,13 +45,15 @@ class Reference:
         return ids, self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logprobs of what follows each token: float32 [tokens, vocab]."""
+        """Return the logprobs of the next token after each token: float32 [tokens,
+        vocab].
+        """
         with torch.inference_mode():
             logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
         return logits.log_softmax(-1)
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Return the greedy continuation, exactly `num_tokens` long.
+        """Return the greedy continuation of a prompt, exactly `num_tokens` tokens long.
 
         End-of-sequence tokens are ignored.
         """

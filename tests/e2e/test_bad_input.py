@@ -1,7 +1,7 @@
-"""Bad input end to end: at the proxy and directly at both servers.
+"""Bad requests to the proxy, and directly to both servers.
 
-Each server refuses it with the same clear 4xx error in OpenAI's format. Afterwards no
-server holds a block, and a good request gets the right tokens.
+All three must refuse them with the same 4xx error in OpenAI's format. Afterwards no
+server may hold a block, and a good request must get the right tokens.
 """
 
 import json
@@ -30,8 +30,9 @@ def _chat(**changes: Any) -> tuple[str, dict[str, Any]]:
     return _CHAT, {"max_tokens": 4, "messages": [_USER], **changes}
 
 
-# A few requests of each kind, with words that the error message must contain. Others
-# are in tests/protocol/test_openai_mistakes.py and tests/engine/test_http_refusals.py.
+# A few requests of each kind, with words that the error message must contain. More bad
+# requests are in tests/protocol/test_openai_mistakes.py and
+# tests/engine/test_http_refusals.py.
 _REFUSED = {
     "limit beyond the context": (
         _completion(prompt=[7] * 4000, max_tokens=97),
@@ -59,7 +60,9 @@ _REFUSED = {
 
 
 def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the error objects of all three servers, which must refuse the request."""
+    """Send a request to the proxy and both servers, which must refuse it. Return their
+    error objects.
+    """
     errors = []
     for server in cluster.servers():
         response = post(server.url, path, **body)

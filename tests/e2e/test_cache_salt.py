@@ -1,4 +1,6 @@
-"""Answers reveal nothing of the prefix cache that another key or salt has filled."""
+"""Requests with different keys or salts share no cached KV, and answers do not reveal
+it.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -41,10 +43,9 @@ def authorization(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def proxy(tiny_model: Path) -> Iterator[Server]:
-    """A proxy with keys that share no cached KV.
+    """A proxy with API keys. No two keys share cached KV.
 
-    Behind it are two prefill servers and a decode server that pull prefixes from one
-    another.
+    Its two prefill servers and its decode server pull prefixes from one another.
     """
     start_p = partial(start_prefill, tiny_model, *BORROWS)
     start_d = partial(start_decode, tiny_model, *BORROWS)
@@ -66,7 +67,7 @@ def proxy(tiny_model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    """A server without a proxy, with keys."""
+    """A server with API keys, without a proxy."""
     decode_server = start_decode(tiny_model, *BORROWS, *KEYS)
     with running(decode_server):
         yield decode_server
@@ -88,14 +89,18 @@ def cached_in_usage(answer: httpx.Response) -> int:
 
 
 def hits_in_headers(answer: httpx.Response) -> int:
-    """Return the tokens that any server found cached, or pulled for a prefill."""
+    """Return the number of tokens that a server had cached, or pulled before a
+    prefill.
+    """
     decode = parse_kv(answer.headers["x-baton-kv"])
     prefill = parse_kv(answer.headers.get("x-baton-kv-prefill", "skipped=0"))
     return decode["skipped"] + prefill["skipped"] + prefill.get("transferred", 0)
 
 
 def cached_tokens(url: str, key: str, path: str, body: dict[str, Any]) -> int:
-    """Return `cached_tokens` of an answer. Its headers must not reveal more."""
+    """Return `cached_tokens` of an answer. If it is 0, the headers must not reveal hits
+    either.
+    """
     answer = send(url, key, path, body)
     cached = cached_in_usage(answer)
     if not cached:
@@ -104,10 +109,11 @@ def cached_tokens(url: str, key: str, path: str, body: dict[str, Any]) -> int:
 
 
 def assert_hits(side: str, url: str, key: str, path: str, body: dict[str, Any]) -> None:
-    """Assert that a server had KV of the prompt.
+    """Assert that at least one server had cached KV of the prompt.
 
-    A single server must count it in `usage`. Behind a proxy, a prompt may be computed
-    on a prefill server that has none, while the decode server has some.
+    A single server must count the cached tokens in `usage`. Behind a proxy, they may
+    only be in the headers: a prefill server without cached KV may compute the prompt
+    although the decode server has some.
     """
     answer = send(url, key, path, body)
     if side == "server":

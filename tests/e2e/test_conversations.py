@@ -1,4 +1,4 @@
-"""Turns of a conversation on different servers pull the KV that was computed before."""
+"""The turns of a conversation run on different servers, which pull its earlier KV."""
 
 import itertools
 import os
@@ -20,12 +20,13 @@ ANSWER_TOKENS = 60
 QUESTION_TOKENS = 40
 BLOCK_TOKENS = 32
 TURNS = 3
-# With an odd number, round robin sends each turn to other servers than the one before.
+# As this number is odd, round robin sends consecutive turns of a conversation to
+# different servers.
 CONVERSATIONS = 3
 
 pytestmark = pytest.mark.slow
 
-# The model, the options of all servers, and those of the last decode server.
+# The model, the options of all servers, and the options of the second decode server.
 _KINDS = {
     "gqa": ("gqa", (), ("--tp", "2")),
     "shared tokens": ("mla", (), ("--tp", "2", "--dcp", "2")),
@@ -35,7 +36,9 @@ _KINDS = {
 
 @pytest.fixture(scope="module", params=_KINDS)
 def fleet(request):
-    """Two prefill and two decode servers of different geometry, and a lone server."""
+    """Two prefill and two decode servers of different geometry, and a server without a
+    proxy.
+    """
     kind, options, last_options = _KINDS[request.param]
     model = ensure_model(kind)
     borrows = ["--borrow-prefixes", "always", "--kv-verify", "all", *options]
@@ -43,7 +46,8 @@ def fleet(request):
     d = partial(start_decode, model, *borrows)
     small = ["--block-size", str(BLOCK_TOKENS // 2)]
     large = ["--block-size", str(BLOCK_TOKENS)]
-    # A block of ranks that share tokens holds twice as many of them.
+    # With --dcp 2, a block holds twice as many tokens, so block sizes fit only if P's
+    # is small.
     size = small if "--dcp" in last_options else large
     starts = [
         partial(p, *small),
@@ -70,15 +74,17 @@ def token_ids(answer: httpx.Response) -> list[int]:
 
 
 def recomputed(answer: httpx.Response) -> int:
-    """Return the number of prompt tokens that both servers computed."""
+    """Return the number of prompt tokens that were computed, on both servers
+    together.
+    """
     legs = [answer.headers.get(name) for name in ("x-baton-kv", "x-baton-kv-prefill")]
     return sum(parse_kv(leg)["recomputed"] for leg in legs if leg)
 
 
 @pytest.mark.parametrize("mode", ["always", "never", "auto"])
 def test_turns_pull_what_another_server_has_computed(fleet, mode):
-    """With auto, a server may compute a prefix where that costs less, or was
-    evicted.
+    """With "auto", a server may also compute a cached prefix again, if that costs less
+    than a pull or the prefix was evicted.
     """
     *servers, lone_server = fleet
     routing = "auto" if mode == "auto" else "round_robin"
@@ -86,7 +92,7 @@ def test_turns_pull_what_another_server_has_computed(fleet, mode):
     with started(lambda: start_proxy(servers[:2], servers[2:], *argv)) as (proxy,):
         conversations = [fresh_prompt(600) for _ in range(CONVERSATIONS)]
         num_computed = 0
-        ideal = 0  # of one server that evicts nothing
+        ideal = 0  # tokens that a single server would compute if it evicted nothing
         for turn in range(TURNS):
             for index, prompt in enumerate(conversations):
                 answer = complete(proxy, prompt)
@@ -113,15 +119,15 @@ def _evict(servers: list[Server]) -> None:
             complete(server, fresh_prompt(2700), 1)
 
 
-_BLOCK_TOKENS = 8  # stands for a block of 512 tokens of the trace
+_BLOCK_TOKENS = 8  # represents a block of 512 tokens in the trace
 _MAX_REQUESTS = 240
 
 
 def _trace() -> list[tuple[int, ...]]:
     """Return the prompts of conversations, in order, as tuples of block names.
 
-    They are those of BATON_TEST_TRACE, a trace in Mooncake's format, that have an
-    earlier or a later turn. Without that variable they are synthetic.
+    If BATON_TEST_TRACE names a trace in Mooncake's format, they are its conversations
+    with several turns. Otherwise they are synthetic.
     """
     path = os.environ.get("BATON_TEST_TRACE")
     if path:
@@ -146,7 +152,9 @@ def _trace() -> list[tuple[int, ...]]:
 
 
 def test_trace_of_conversations_is_computed_little_more_than_once():
-    """The number of computed tokens is compared with one server that evicts nothing."""
+    """The number of computed tokens is compared with that of a single server that
+    evicts nothing.
+    """
     rows = _trace()
     cached_prefixes: set[tuple[int, ...]] = set()
     ideal = len(rows)  # each prompt ends with one new token

@@ -1,6 +1,7 @@
-"""The default model, with its real vocabulary and chat template.
+"""The default model SmolLM2, with its real vocabulary and chat template.
 
-The tests are slow: SmolLM2 is two orders of magnitude larger than the test models.
+The tests are slow, because SmolLM2 is two orders of magnitude larger than the test
+models.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A decode server that drains hands its streams over and ends long before they do."""
+"""A draining decode server hands its streams over to other servers and ends early."""
 
 import json
 import signal
@@ -26,8 +26,8 @@ from tests.rigs.cluster import (
 from tests.rigs.plain_http import http
 
 _NUM = 24
-# The grace time is longer than any answer takes. A server that ends sooner has handed
-# its answers over.
+# The grace period is longer than any answer takes, so a server that ends sooner has
+# handed its answers over.
 _ARGV = (
     "--shutdown-grace-s",
     "600",
@@ -41,7 +41,9 @@ _MOVED = 'baton_proxy_resumes_total{outcome="resumed",reason="moved"}'
 
 
 def _body(index: int, num_tokens: int) -> dict[str, Any]:
-    """Return a request. Most are streams, and most have one choice."""
+    """Return the body of a request. Most requests are streams, and most have one
+    choice.
+    """
     body: dict[str, Any] = {
         "model": MODEL,
         "prompt": fresh_prompt(40 + index),
@@ -60,11 +62,11 @@ def _body(index: int, num_tokens: int) -> dict[str, Any]:
 
 
 class _PendingAnswer:
-    """A request in flight.
+    """A request in flight, which a thread of the pool reads.
 
     Attributes:
         has_begun: set when 20 lines of the answer have arrived.
-        gap_s: longest time between two lines.
+        gap_s: longest time between two lines of the answer.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class _PendingAnswer:
 
 
 def _terminate(server: Server) -> None:
-    """Send SIGTERM as service managers do: to the engine first, to its parent last."""
+    """Send SIGTERM to all processes of a server, as service managers do: to the engine
+    first, to its parent last.
+    """
     server.signal_engine(signal.SIGTERM)
     server.child.signal(signal.SIGTERM)
 
@@ -110,9 +114,10 @@ def _drain_under_load(
     bodies: list[dict[str, Any]],
     end: Callable[[Server], None],
 ) -> dict[str, Any]:
-    """End the first decode server while it answers. Return the measured figures.
+    """End the first decode server, by `end`, while it answers. Return measurements.
 
-    All answers must be the same as without the end, and no prompt may be recomputed.
+    All answers must be the same as if the server had not ended, and no prompt may be
+    recomputed.
     """
     prefill, leaving, *others = servers
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -146,7 +151,7 @@ def _drain_under_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [_drain, _terminate])
 def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
-    """The draining server has two ranks that share the work, the others have one."""
+    """The draining server has two ranks, each of the servers that take over has one."""
     decode = partial(start_decode, tiny_model, *_ARGV)
     leaving = partial(decode, "--tp", "2")
     prefill = partial(start_prefill, tiny_model, "--kv-verify", "all")
@@ -176,7 +181,9 @@ def test_answers_wait_for_capacity_or_return_when_all_others_are_full(tiny_model
 
 
 def _end_last_server(server: Server, proxy: Server, body: dict[str, Any]) -> None:
-    """End the only decode server during an answer, which must finish there."""
+    """End the only decode server during an answer, which the server must finish
+    first.
+    """
     with ThreadPoolExecutor(1) as pool:
         expected = _PendingAnswer(pool, proxy.url, body).result()
         answer = _PendingAnswer(pool, proxy.url, body)

@@ -1,4 +1,6 @@
-"""A server takes either leg of a request, whatever its role, and lends its KV."""
+"""A server can run the prefill or the decode leg of a request and lend its KV, whatever
+its role.
+"""
 
 import time
 from collections.abc import Iterator
@@ -40,7 +42,9 @@ def test_server_with_both_legs_uses_its_cached_kv(servers):
 
 
 def hint_to(server: Server) -> dict[str, Any]:
-    """Return a signed hint that a server may have a prefix."""
+    """Return the parameters of a request with a signed hint: `server` may have a
+    prefix.
+    """
     ready = httpx.get(f"{server.url}/ready", timeout=10).json()
     hint = KVHint(
         host=ready["side_channel_host"],
@@ -63,12 +67,13 @@ def test_second_turn_pulls_kv_that_only_the_answering_server_has(servers, revers
     answer = complete(d.url, prompt, 60, kv_transfer_params=prefill(p.url, prompt))
     assert answer.kv == {"transferred": 151, "recomputed": 0, "skipped": 0}
     assert answer.token_ids == reference.generate(prompt, 60)
-    # Of these 215 tokens D has 210: the last token of the answer was not computed.
+    # Of these 215 tokens, D has KV of 210. It has none of the last token of its answer,
+    # which it did not have to compute.
     turn_2 = [*prompt, *answer.token_ids, 5, 6, 7, 8]
 
     params = {**REMOTE_DECODE, "hint": hint_to(d)}
     first = post(p.url, **greedy(turn_2, 1, kv_transfer_params=params))
-    # Numbers of tokens in full blocks of P and of D.
+    # How many of the tokens are in full blocks of P, and how many in full blocks of D.
     p_tokens, d_tokens = (128, 208) if reverse else (144, 192)
     assert parse_kv(first.headers["x-baton-kv"]) == {
         "transferred": d_tokens - p_tokens,

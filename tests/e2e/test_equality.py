@@ -1,7 +1,6 @@
-"""Tokens are the same with and without disaggregation.
+"""A cluster generates the same tokens as a single server and as transformers.
 
-The prompts have edge-case lengths, and are greedy or sampled, in float32. The cluster's
-tokens equal those of the decode server alone, which equal transformers' generate.
+Prompts have edge-case lengths. Generation is greedy or sampled, in float32.
 tests/engine/test_against_transformers.py compares sampling and logprobs with the logits
 of transformers.
 """
@@ -116,12 +115,15 @@ def test_both_servers_truncate_a_prompt_alike(tiny_cluster, tiny_reference):
 
 
 def test_both_servers_truncate_a_conversation_alike(tiny_cluster):
-    """The decode server uses the KV, so both servers have dropped the same messages."""
+    """That the decode server uses the prefill server's KV shows that both have dropped
+    the same messages.
+    """
     turn = {
         "role": "user",
         "content": "Ida painted the wooden boat near the old river. " * 4,
     }
-    # The output limit is longer than a turn, so another limit would drop other turns.
+    # The output limit is longer than a turn. So a server that used a different limit
+    # would drop different turns.
     body = {
         "input": [turn] * 100,
         "max_output_tokens": 64,
@@ -171,7 +173,8 @@ def test_choices_differ_and_best_of_returns_the_likeliest(tiny_cluster):
         token_ids.append([choice["token_ids"] for choice in choices])
         assert len({tuple(ids) for ids in token_ids[-1]}) > 1
         assert answer["usage"]["completion_tokens"] == 40
-        # The lengths are equal, so sums of logprobs rank as means do.
+        # All choices have the same length, so the order by sum is also the order by
+        # mean logprob.
         choices.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
         best = answer_of(url, n=2, best_of=4, **body)["choices"]
         assert [one["token_ids"] for one in best] == [

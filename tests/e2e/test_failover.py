@@ -1,8 +1,9 @@
 """A decode server is lost during an answer, and the client does not notice.
 
-tests/engine/test_resume.py cuts streams after each frame; here are real servers and
-real faults. The matrix has every fault at every position of every kind of answer. Some
-of its rows run in each test run.
+The servers and the faults are real; tests/engine/test_resume.py cuts streams after each
+frame instead. The slow test has every fault at every position of every kind of answer.
+Some of these combinations are also in `test_answer_survives_a_fault`, which always
+runs.
 """
 
 import itertools
@@ -86,7 +87,7 @@ def _vocabulary(model: Path) -> dict[str, int]:
 
 
 def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
-    """Return the path and body of a request with such a position in its answer."""
+    """Return the path and body of a request that has this position in its answer."""
     body = {"model": MODEL, "max_tokens": 30, "return_token_ids": True, **_KINDS[kind]}
     is_free = kind != "structured" and position not in ("in a grammar", "in a call")
     if position in _MOMENTS:
@@ -107,7 +108,7 @@ def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]
             "top_logprobs": 2,
         }
         return "/v1/chat/completions", body
-    if position == "in a character" and is_free:  # the character has two bytes
+    if position == "in a character" and is_free:  # a character with two bytes
         ids = _vocabulary(model)
         body["logit_bias"] = {str(ids[each]): 60 for each in "Ã©"}
     elif position == "in a character":
@@ -127,10 +128,10 @@ class Case:
     """A request and its expected answer.
 
     Attributes:
-        after: the fault comes after this many tokens, or at AT_REQUEST or AT_ANSWER,
-            which are negative.
-        is_running: whether the request is released and runs on until the fault, which
-            then comes at no fixed token.
+        after: the number of tokens before the fault, or AT_REQUEST or AT_ANSWER, which
+            are negative.
+        is_running: whether the request runs on until the fault, which then comes at an
+            arbitrary token.
     """
 
     name: str
@@ -141,26 +142,26 @@ class Case:
     is_running: bool
 
 
-def _read(line: str) -> Any:
-    # Removing varying fields may leave a comma at the end of an object.
+def _parse_event(line: str) -> Any:
+    # Where a varying field was removed, an object may end with a comma.
     return json.loads(line.removeprefix("data: ").replace(",}", "}"))
 
 
 def _tokens(stream: str) -> list[tuple[int, list[int], str]]:
-    """Return the choice, the tokens and the text of each event."""
+    """Return the choice, the token ids and the text of each event of a stream."""
     events = []
     for line in stream.split("\n"):
         if not line.startswith("data: {"):
             continue
-        for choice in _read(line).get("choices", [])[:1]:
+        for choice in _parse_event(line).get("choices", [])[:1]:
             token_ids = choice.get("token_ids") or []
             events.append((choice["index"], token_ids, choice.get("text") or ""))
     return events
 
 
-def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
+def _make_case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
     path, body = _request(kind, position, model)
-    fleet.request(path, body)  # puts the prompt into the cache
+    fleet.request(path, body)  # puts the prompt into the prefix cache
     expected = fleet.request(path, body)
     if position == "before a stop string":
         text = "".join(text for index, _, text in _tokens(expected) if not index)
@@ -176,7 +177,7 @@ def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
             after = AT_ANSWER
         case "at token 1":
             after = 1
-        case "in a character":  # the first byte of two
+        case "in a character":  # after the first of its two bytes
             ids = _vocabulary(model)
             halves = [
                 index
@@ -204,10 +205,10 @@ def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
 
 
 def _assert_same(answer: str, expected: str) -> None:
-    """Assert that two answers are equal, but for the last bits of logprobs.
+    """Assert that two answers are equal, except in the last bits of logprobs.
 
-    The server that takes over computes the tokens so far in one step. A product of many
-    rows sums in another order than that of a single row.
+    The server that takes over computes all tokens so far in one step. Sums in matrix
+    products of many rows have a different order than in those of a single row.
     """
     assert _NUMBER.sub("0.0", answer) == _NUMBER.sub("0.0", expected)
     numbers = zip(_NUMBER.finditer(answer), _NUMBER.finditer(expected), strict=True)
@@ -215,20 +216,24 @@ def _assert_same(answer: str, expected: str) -> None:
 
 
 def _all_set(pairs: Sequence[tuple[Hold, Future[str]]], event: str) -> bool:
-    """Whether the event of each hold is set, or its answer has ended."""
+    """Whether for each pair, the named event of the hold is set or the answer has
+    ended.
+    """
     return all(getattr(hold, event).is_set() or answer.done() for hold, answer in pairs)
 
 
-def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
-    """Return the answers that differ from the expected ones, by the name of the case.
+def _differences(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
+    """Send the requests of all cases, cause the fault, and return the differences from
+    the expected answers by case name.
 
-    All requests go to one server. The fault happens when each is at its position.
+    All requests go to one server. The fault happens when every request has reached its
+    position.
     """
     fleet.until_ready(2)
     before = fleet.num_failovers()
-    holds = [Hold(case.after, loses=fault != "SIGTERM") for case in cases]
+    holds = [Hold(case.after, loses_bytes=fault != "SIGTERM") for case in cases]
     try:
-        with fleet.all_at_one() as cutter:
+        with fleet.single_decode_server() as cutter:
             answers = [
                 fleet.pool.submit(fleet.request, case.path, case.body, hold)
                 for case, hold in zip(cases, holds, strict=True)
@@ -251,7 +256,8 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
     wrong = {}
     for case, text in zip(cases, texts, strict=True):
         if case.after < 0:
-            # The request starts again and may compute KV that it cannot read in time.
+            # The request starts again on a server that may compute cached tokens anew,
+            # because it cannot pull them in time.
             text = text.replace('"cached_tokens":0', '"cached_tokens":64')
         try:
             _assert_same(by_choice(text), by_choice(case.expected))
@@ -273,15 +279,17 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
     ],
 )
 def test_answer_survives_a_fault(fleet, tiny_model, fault, kind, position):
-    assert not _wrong(fleet, [_case(fleet, kind, position, tiny_model)], fault)
+    assert not _differences(
+        fleet, [_make_case(fleet, kind, position, tiny_model)], fault
+    )
 
 
 @pytest.fixture(scope="module")
 def cases(fleet: Fleet, tiny_model: Path) -> dict[str, list[Case]]:
-    """Return one case of each kind for every position."""
+    """Return, for each position, the cases of all kinds of answers."""
     rows = list(itertools.product((*_POSITIONS, *_MOMENTS), _KINDS))
     row_cases = fleet.pool.map(
-        lambda row: _case(fleet, row[1], row[0], tiny_model), rows
+        lambda row: _make_case(fleet, row[1], row[0], tiny_model), rows
     )
     by_position: dict[str, list[Case]] = {position: [] for position, _ in rows}
     for (position, _), case in zip(rows, row_cases, strict=True):
@@ -295,7 +303,7 @@ def cases(fleet: Fleet, tiny_model: Path) -> dict[str, list[Case]]:
 def test_every_answer_survives_every_fault_at_every_position(
     fleet, cases, fault, position
 ):
-    assert not _wrong(fleet, cases[position], fault)
+    assert not _differences(fleet, cases[position], fault)
 
 
 _KILLS_S = 300.0
@@ -310,14 +318,17 @@ def test_streams_survive_servers_killed_at_random_times(tiny_model):
         barrier = threading.Barrier(_NUM_STREAMS + 1)
 
         def stream(index: int) -> int:
-            """Repeat a request until the end. Return the number of right answers."""
+            """Repeat a request until the test is over. Return the number of right
+            answers.
+            """
             path, body = _stream_request(index, rng)
             fleet.request(path, body)
             expected = fleet.request(path, body)
             barrier.wait()
             num_right = 0
             while not is_over.is_set():
-                # A server that was started again has cached nothing.
+                # A replacement has an empty cache, so the number of cached tokens may
+                # differ.
                 answer = CACHED_TOKENS.sub("", fleet.request(path, body))
                 undisturbed = CACHED_TOKENS.sub("", expected)
                 _assert_same(by_choice(answer), by_choice(undisturbed))

@@ -1,4 +1,4 @@
-"""Faults between two servers never change the text that a client gets."""
+"""Faults of servers or between them never change the text that a client gets."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def _assert_recomputed(
 def test_released_kv_is_freed_and_not_used(tiny_cluster, tiny_reference, prompt):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
-    # /metrics may lag a moment behind.
+    # The values in /metrics are updated with a short delay.
     wait_until(lambda: not server.all_blocks_free())
     for offered, released in (
         ({**params, "lease_id": "0" * 32}, 0),
@@ -95,7 +95,7 @@ def test_prefill_server_killed_during_a_transfer_costs_no_answer(
         "--handshake-timeout-s",
         "3",
     )
-    # A READ over TCP needs the other process, which is stopped below.
+    # A READ over TCP needs the process of the prefill server, which the test suspends.
     tcp = {"UCX_TLS": "tcp,self"}
     port_argv = prefill_ports(*ports)
     with cluster(
@@ -106,14 +106,15 @@ def test_prefill_server_killed_during_a_transfer_costs_no_answer(
         complete(killed_cluster.url, fresh_prompt(70), 3)  # completes the handshake
         expected = tiny_reference.generate(prompt, 12)
         params = prefill(prefiller.url, prompt)
-        prefiller.signal_engine(signal.SIGSTOP)  # so no READ can end
+        prefiller.signal_engine(signal.SIGSTOP)  # now no READ can end
         stream = Stream(decode.url, prompt, 12, kv_transfer_params=params)
         stream.wait_for_events(1)  # the first token arrives before any KV
         assert decode.metrics()["baton_requests_receiving"] <= 1
         prefiller.signal_engine(signal.SIGKILL)
         stream.assert_tokens(expected)
         wait_until(decode.all_blocks_free)
-        # The server ends after its engine died. The proxy continues without it.
+        # The prefill server ends after its engine has died. The proxy continues without
+        # it.
         assert prefiller.child.exited.wait(30)
         assert prefiller.child.process.returncode == 1
         answer = complete(killed_cluster.url, prompt, 12)
@@ -128,9 +129,10 @@ def test_prefill_server_killed_during_a_transfer_costs_no_answer(
 
 
 def _stop_during_a_request(server: Server, prompt: list[int], seconds: float) -> None:
-    """Stop the HTTP process for longer than an engine may be silent.
+    """Suspend the HTTP process for longer than --hang-timeout-s allows an engine to be
+    silent.
 
-    The engine keeps sending in this time.
+    The engine sends all the time, so it must not be regarded as hanging.
     """
     body = greedy(prompt, 400, stream=True)
     with http.stream(
@@ -164,7 +166,7 @@ _KILLED = "decode.{}: killed by SIGKILL"
 
 
 def _rank_pid(server: Server, rank: int) -> int:
-    """Return the pid of one rank."""
+    """Return the pid of this rank's process."""
     for pid in server.engine_pids():
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if argv[argv.index(b"--rank") + 1] == str(rank).encode():
@@ -173,7 +175,7 @@ def _rank_pid(server: Server, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tp", "rank", "number", "message"),
+    ("tp", "rank", "signum", "message"),
     [
         pytest.param(
             2, 1, signal.SIGKILL, _KILLED.format(1), id="a follower is killed"
@@ -205,14 +207,14 @@ def _rank_pid(server: Server, rank: int) -> int:
     ],
 )
 def test_lost_rank_ends_its_engine_with_one_error(
-    tiny_model, prompt, tp, rank, number, message
+    tiny_model, prompt, tp, rank, signum, message
 ):
-    hang_s = "2" if number == signal.SIGSTOP else "60"
+    hang_s = "2" if signum == signal.SIGSTOP else "60"
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):
         complete(decode.url, prompt, 2)
         stream = Stream(decode.url, prompt, 400).wait_for_events()
-        stopping.send(_rank_pid(decode, rank), number)
+        stopping.send(_rank_pid(decode, rank), signum)
         stream.join(60)
         error = json.loads(stream.events[-1])["error"]
         assert error["code"] == "engine_died"

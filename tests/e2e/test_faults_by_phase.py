@@ -1,7 +1,7 @@
-"""Servers are killed or stopped, and clients leave, in every phase of a request.
+"""Servers are killed or suspended, and clients disconnect, in every phase of a request.
 
-After each fault every block is free, the client has had one end, and the next answer is
-right.
+After each fault, every block must be free, a client must have received exactly one end,
+and the next answer must be right.
 """
 
 import asyncio
@@ -45,15 +45,16 @@ from tests.rigs.cluster import (
     wait_until,
 )
 
-# A block that is freed sooner was released, and its lease did not expire.
+# A block that becomes free within a test was released, because its lease has not
+# expired by then.
 _LEASE_S = 120
-# One step per token takes seconds for a long prompt.
+# With one step per token, the prefill of a long prompt takes seconds.
 _SLOW_PREFILL = ("--max-num-batched-tokens", "1")
 
 
 @pytest.fixture(scope="module")
 def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """A cluster with slow prefills. It works again after each test."""
+    """A cluster with slow prefills. Each test must leave it working."""
     argv = ("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)
     with cluster(tiny_model, prefill_argv=argv) as slow:
         yield slow
@@ -63,7 +64,7 @@ def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
 def _request_until_exit(
     server: Server, body: dict[str, Any]
 ) -> Iterator[socket.socket]:
-    """Send a request. The client closes the connection when the block ends."""
+    """Send a request. Close its connection when the block ends."""
     data = json.dumps(greedy(**body)).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
@@ -72,10 +73,10 @@ def _request_until_exit(
         yield connection
 
 
-def _stop(server: Server, number: int) -> None:
-    """Send a signal to the HTTP process of a server and to its engine."""
+def _stop(server: Server, signum: int) -> None:
+    """Send a signal to the engine processes of a server and to its HTTP process."""
     for pid in (*server.engine_pids(), server.child.pid):
-        stopping.send(pid, number)
+        stopping.send(pid, signum)
 
 
 def _is_busy(server: Server) -> bool:
@@ -154,8 +155,8 @@ def test_kv_is_freed_when_the_client_leaves_a_stopped_decode_server(
 def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
     tiny_model, tiny_cluster, tiny_reference, transfer, stopped_s
 ):
-    """The lease expires while the server is stopped. Then it continues and reuses the
-    blocks.
+    """The lease expires while the prefill server is suspended. Then the server
+    continues and reuses the blocks of the lease.
     """
     timeouts = ["--fence-timeout-s", "3", "--pull-timeout-s", "5"]
     p = partial(
@@ -184,8 +185,8 @@ def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
         assert_idle(prefiller, decode)
 
         def pulls() -> bool:
-            """Whether KV is pulled. A lease may expire between the legs on a slow
-            machine.
+            """Run a request with a new prompt. Return whether its KV was pulled: on a
+            slow machine, a lease may expire between the legs.
             """
             other = fresh_prompt()
             params = prefill(prefiller.url, other)
@@ -199,9 +200,10 @@ def test_prefill_server_that_stops_and_continues_corrupts_no_answer(
 def test_queued_requests_move_to_another_server_with_their_leases(
     tiny_cluster, tiny_model, tiny_reference
 ):
-    """A decode server ends while requests wait for it.
+    """A decode server ends while requests are in its queue.
 
-    Another server pulls the KV that was prefilled once, and no lease expires.
+    The other server takes the requests over and pulls their KV. No prompt is prefilled
+    again, and no lease expires.
     """
     prefiller = tiny_cluster.prefill[0]
     wait_until(prefiller.all_blocks_free)
@@ -217,12 +219,12 @@ def test_queued_requests_move_to_another_server_with_their_leases(
     full_prompt = fresh_prompt()
     left_prompt = fresh_prompt()
 
-    def leases() -> list[float]:
-        """The increase of each counter since the start of the test."""
+    def lease_increases() -> list[float]:
+        """Return the increase of each of the `events` since the start of the test."""
         counts = map(prefiller.leases, events)
         return [count - start for count, start in zip(counts, before, strict=True)]
 
-    def waits(server: Server, num: int) -> None:
+    def wait_for_queue(server: Server, num: int) -> None:
         wait_until(lambda: server.metrics()["baton_requests_waiting"] == num)
 
     argv = ["--max-num-seqs", "2", "--shutdown-grace-s", "1"]
@@ -234,7 +236,7 @@ def test_queued_requests_move_to_another_server_with_their_leases(
         pool,
     ):
         ending, other = decode
-        # Both servers are full.
+        # These two requests fill both servers.
         with (
             _request_until_exit(ending, filling_body),
             _request_until_exit(other, filling_body),
@@ -243,22 +245,23 @@ def test_queued_requests_move_to_another_server_with_their_leases(
                 wait_until(
                     lambda at=server: at.metrics()["baton_requests_running"] == 2
                 )
-            # Round robin: the first of every two requests goes to the server that ends.
+            # By round robin, every other request, beginning with the first, goes to the
+            # server that will end.
             with _request_until_exit(
                 proxy, {"prompt": left_prompt, "n": 2, "max_tokens": 5}
             ):
-                waits(ending, 1)
+                wait_for_queue(ending, 1)
                 stream = Stream(proxy.url, streamed_prompt, 6)
-                waits(other, 1)
+                wait_for_queue(other, 1)
                 full_answer = pool.submit(
                     post, proxy.url, **greedy(full_prompt, 6, n=2)
                 )
-                waits(ending, 2)
+                wait_for_queue(ending, 2)
                 ending.child.signal(signal.SIGTERM)
-                waits(other, 3)
-                assert leases() == [3, 0, 0, 0]
-            waits(other, 2)
-            wait_until(lambda: leases() == [3, 0, 1, 0])
+                wait_for_queue(other, 3)
+                assert lease_increases() == [3, 0, 0, 0]
+            wait_for_queue(other, 2)
+            wait_until(lambda: lease_increases() == [3, 0, 1, 0])
         stream.assert_tokens(tiny_reference.generate(streamed_prompt, 6))
         answer = full_answer.result()
         choices = answer.json()["choices"]
@@ -266,7 +269,7 @@ def test_queued_requests_move_to_another_server_with_their_leases(
         assert [choice["token_ids"] for choice in choices] == [expected] * 2
         assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
         wait_until(lambda: prefiller.all_blocks_free() and other.all_blocks_free())
-        assert leases() == [3, 2, 1, 0]
+        assert lease_increases() == [3, 2, 1, 0]
         assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
         assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0
 
@@ -276,7 +279,9 @@ def test_no_lease_expires_when_clients_leave_at_random_times(tiny_model):
     rng = random.Random(7)
 
     async def send(port: int, leaves_after_s: float | None) -> None:
-        """Send a request and leave after some time; with None, read it to its end."""
+        """Send a request. Disconnect after this many seconds, or after the whole answer
+        if None.
+        """
         prompt: Any = fresh_prompt(rng.randrange(20, 300))
         if rng.random() < 0.2:
             prompt = [prompt, fresh_prompt(40)]
@@ -297,14 +302,14 @@ def test_no_lease_expires_when_clients_leave_at_random_times(tiny_model):
         for _ in range(4):
             await send(port, None)
         elapsed_s = asyncio.get_running_loop().time() - started_at
-        long_s = elapsed_s / 4 * 3  # the time of a request concurrent with five others
-        turns = asyncio.Semaphore(6)
+        long_s = elapsed_s / 4 * 3  # the duration of a request while five others run
+        slots = asyncio.Semaphore(6)
 
-        async def take_turn() -> None:
-            async with turns:
+        async def send_and_leave() -> None:
+            async with slots:
                 await send(port, rng.uniform(0, long_s))
 
-        await asyncio.gather(*(take_turn() for _ in range(300)))
+        await asyncio.gather(*(send_and_leave() for _ in range(300)))
 
     with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S))) as servers:
         (prefiller,) = servers.prefill

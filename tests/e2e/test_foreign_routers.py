@@ -1,6 +1,6 @@
-"""Routers of other projects between a prefill and a decode server of Baton.
+"""Routers of other projects in front of a prefill and a decode server of Baton.
 
-All KV moves, and the answers are those of the decode server decode_only.
+All KV must be transferred, and the answers must equal those of the decode server alone.
 """
 
 import shutil
@@ -72,7 +72,9 @@ def _post(
 
 
 def _choices(answer: dict[str, Any]) -> list[Any]:
-    """Return the choices without numbers that may be rounded differently in chunks."""
+    """Return the choices without logprobs, which may be rounded differently if a prompt
+    is computed in chunks.
+    """
     return [
         (choice.get("text"), choice.get("message"), choice["finish_reason"])
         for choice in answer["choices"]
@@ -99,7 +101,9 @@ _REQUESTS: dict[str, dict[str, Any]] = {
 def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
     vllm_router, tiny_cluster, name
 ):
-    """tests/protocol/test_kv_params.py tests routers that write numbers differently."""
+    """tests/protocol/test_kv_params.py covers routers that write JSON numbers
+    differently.
+    """
     body: dict[str, Any] = {"max_tokens": 12, **_REQUESTS[name]}
     if name == "a chat":
         path = "/v1/chat/completions"
@@ -126,7 +130,8 @@ def test_vllm_router_streams_the_answer_of_the_decode_server_alone(
     decode_only = stream(tiny_cluster.decode[0].url, prompt, 9, **_SAMPLED)
     assert streamed_token_ids(events) == streamed_token_ids(decode_only)
     kv = next(e["baton_kv"] for e in reversed(events[:-1]) if "baton_kv" in e)
-    # Neither server bans end tokens, so the first token of the prefill leg is used.
+    # Both legs have the same sampling parameters, so the decode server uses the first
+    # token of the prefill leg and recomputes nothing.
     assert kv == {"transferred": 70, "recomputed": 0, "skipped": 0}
 
 

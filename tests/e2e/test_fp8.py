@@ -1,4 +1,4 @@
-"""8-bit KV end to end: a cluster answers like one server, and KV can be converted."""
+"""8-bit KV end to end: a cluster answers like a single server, and can convert KV."""
 
 import zlib
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _PLAIN = Geometry(options=_SCALED)
 _OTHER = Geometry(2, 16, "LBCNHD", _SCALED)
 _SHARED = Geometry(2, options=_SCALED, dcp=2)
 _CONVERT = ("--kv-convert",)
-# The difference in logprobs that 8-bit KV makes with this model.
+# Maximum difference in logprobs that 8-bit KV causes with this model.
 _TOLERANCE = 0.3
 
 
@@ -55,7 +55,7 @@ def test_pair_equals_one_server(engines, tiny_model, tiny_cluster, p, d):
         generate(url, prompt, 1) for url in (tiny_cluster.prefill[0].url, decoder.url)
     )
     assert stored.logprobs[0] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)
-    # The stored KV is rounded.
+    # Logprobs differ, because 8-bit KV is rounded.
     assert stored.logprobs[0] != pytest.approx(exact.logprobs[0], abs=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_decode_server_with_kv_convert_requantises(
             decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
         )
         assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
-        # P computes the first token. The second is computed from the converted KV.
+        # P computed the first token. The second one was computed from the converted KV.
         exact = generate(tiny_cluster.prefill[0].url, [*prompt, pulled.token_ids[0]], 1)
         assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_TOLERANCE)
     assert_idle(prefiller, decoder)

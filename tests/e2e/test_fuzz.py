@@ -1,6 +1,8 @@
-"""schemathesis sends requests that the OpenAPI document allows, and others.
+"""schemathesis sends requests that the OpenAPI document allows, and ones that it
+forbids.
 
-No answer is a 5xx, every answer arrives in time, and afterwards every block is free.
+No answer may be a 5xx, every answer must arrive in time, and afterwards every block
+must be free.
 """
 
 import json
@@ -16,7 +18,7 @@ from tests.rigs.cluster import Cluster, assert_idle, cluster
 from tests.rigs.plain_http import http
 
 _SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # keeps answers short
-# A thousand prompts in one request take many seconds on a busy machine.
+# One request may have a thousand prompts, which take many seconds on a busy machine.
 _TIMEOUT_S = "120"
 
 
@@ -27,9 +29,10 @@ def short_cluster(tiny_model: Path) -> Iterator[Cluster]:
 
 
 def _document(url: str, path: Path) -> Path:
-    """Store the served document with the one model name that exists.
+    """Store the served OpenAPI document, changed to allow only the model name that
+    exists.
 
-    With other names most cases would be a 404.
+    With random names, most requests would get a 404.
     """
     document = http.get(f"{url}/openapi.json", timeout=30).json()
     for schema in document["components"]["schemas"].values():
@@ -75,9 +78,10 @@ def test_fuzzing_finds_no_server_error(short_cluster, tmp_path, index):
 
 
 def test_request_with_more_prompts_than_the_pool_holds_is_served(tiny_cluster):
-    """The prompts could wait for one another's blocks.
+    """No prompt may wait for blocks that other prompts of the request hold.
 
-    Each prompt keeps its blocks on the prefill server until all are answered.
+    That would be a deadlock, because on the prefill server, each prompt holds its
+    blocks until all prompts of the request are answered.
     """
     body = {
         "model": MODEL,

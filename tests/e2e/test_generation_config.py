@@ -25,7 +25,7 @@ def test_suggested_values_apply_in_a_cluster_and_on_one_server(tiny_model, tmp_p
         for seed in range(3):
             prompt = make_prompt(seed, 40 + seed)
             suggested = _draw(cluster_url, prompt, seed)
-            # P drew the same first token, so its KV is used.
+            # The KV is used only if P drew the same first token, with the same values.
             assert suggested.kv["transferred"] == len(prompt)
             assert len(suggested.token_ids) == 20
             decode_only = _draw(decode_url, prompt, seed)
@@ -40,7 +40,9 @@ def test_suggested_values_apply_in_a_cluster_and_on_one_server(tiny_model, tmp_p
 
 
 def _draw(url: str, prompt: list[int], seed: int, **members: Any) -> Answer:
-    """Return a completion without a limit or temperature, unless given."""
+    """Return a completion. `max_tokens` and `temperature` are only set if `members`
+    have them.
+    """
     defaults = {"max_tokens": None, "temperature": None}
     return complete(url, prompt, **{**defaults, "seed": seed, **members})
 
@@ -54,7 +56,8 @@ def _chat(url: str, seed: int, **members: Any) -> str:
 
 @pytest.mark.slow
 def test_server_starts_with_an_end_token_beyond_the_vocabulary(tiny_model, tmp_path):
-    """Values that no request may have do not prevent the start either.
+    """Values in the file that would be refused in a request do not prevent the start
+    either.
 
     Masks of end tokens and grammars still work.
     """

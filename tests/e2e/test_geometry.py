@@ -1,6 +1,7 @@
-"""One cell for each kind of difference between a prefill and a decode server.
+"""One pair of servers for each kind of difference between prefill and decode server.
 
-test_matrix.py has all cells; test_either_leg.py has different tensor parallelism.
+test_matrix.py has all pairs. test_either_leg.py has a pair with different tensor
+parallelism.
 """
 
 import subprocess
@@ -36,7 +37,7 @@ from tests.rigs.cluster import (
 )
 
 _PLAIN = Geometry()
-# Servers of one host use the mapped transfer.
+# Between servers of one host, `auto` uses mapped memory.
 _SMALL = Geometry(block_size=16, options=("--transfer", "auto"))
 _NHD = Geometry(block_size=16, layout="LBCNHD")
 _SHARED = Geometry(2, dcp=2)
@@ -52,7 +53,7 @@ def engines(tiny_model: Path, tiny_cluster: Cluster) -> Iterator[Farm]:
         yield servers
 
 
-# In this order, no engine is started twice.
+# The order matters: in this one, no engine is started twice.
 _CELLS = {
     "blocks of 64 to 16": (_PLAIN, _SMALL),
     "NHD blocks of 16 to head-major 64": (_NHD, _PLAIN),
@@ -88,7 +89,7 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
     prompt = make_prompt(8, 150)
     proxy = start_proxy([prefiller], [failing])
     with running(proxy):
-        # The proxy does not pair the two.
+        # The proxy does not pair these two servers.
         assert post(proxy.url, prompt, 6).status_code == 200
         name = 'baton_proxy_requests_total{path="decode_only",reason="incompatible"}'
         assert proxy.metrics()[name] == 1
@@ -98,7 +99,7 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
     assert (error["code"], error["phase"]) == ("peer_incompatible", "handshake")
     assert 'kv_dtype differs: "float32" here, "bfloat16"' in error["message"]
     _assert_counted(failing)
-    # The policy `recompute` uses neither P's KV nor its first token.
+    # With the policy `recompute`, D uses neither P's KV nor P's first token.
     recomputing = tiny_cluster.decode[0]
     reply = generate(
         recomputing.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1)
@@ -110,7 +111,9 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
 
 
 def _assert_counted(decoder: Server) -> None:
-    """Assert that /metrics counts the failure; it may lag a moment behind."""
+    """Wait until /metrics counts the failure. Its values are updated with a short
+    delay.
+    """
     names = ("kv_transfer_failures_total{code", "handshakes_total{outcome")
     counters = [f'baton_{name}="peer_incompatible"}}' for name in names]
     wait_until(lambda: all(decoder.metrics().get(name, 0) >= 1 for name in counters))
@@ -126,14 +129,15 @@ def test_decode_server_with_kv_convert_converts_dtypes_and_block_sizes(
             decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
         )
         assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
-        # The same bytes, now mostly from D's cache: conversion is deterministic. Only
-        # the first token is P's, which has computed its last block anew, in bfloat16
-        # and in another shape.
+        # Repeat the prompt, now mostly from D's cache. As conversion is deterministic,
+        # D's logprobs agree with those of the first run. The first token is P's. P has
+        # computed the last block again, in bfloat16 and with different tensor shapes,
+        # so its logprob may differ more.
         again = generate(
             decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
         )
         assert again.kv["skipped"] == length // 16 * 16
-        # Rounding KV to bfloat16 moves the logits a little; the wrong bytes would move
+        # Rounding KV to bfloat16 changes logprobs a little. Wrong bytes would change
         # them a lot.
         assert again.token_ids == pulled.token_ids
         assert again.logprobs[0] == pytest.approx(pulled.logprobs[0], abs=0.25)
@@ -151,10 +155,11 @@ def test_decode_server_with_kv_convert_converts_dtypes_and_block_sizes(
 
 @pytest.mark.parametrize("length", [5, 64, 333], ids="{} tokens".format)
 def test_all_choices_use_the_same_converted_kv(engines, tiny_model, length):
-    """Later choices share the full blocks of the prompt with the first choice.
+    """All choices share the full blocks of the prompt, with KV from the prefill server.
 
-    They compute the rest in the decode server's dtype. The first choice does the same
-    and does not read the converted rest.
+    The later choices compute the rest of the prompt in the decode server's dtype. So
+    the first choice must compute the rest too, and not use the converted KV of the
+    rest.
     """
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     prompt = make_prompt(1000 + length, length)
@@ -177,7 +182,7 @@ def test_all_choices_use_the_same_converted_kv(engines, tiny_model, length):
     assert_idle(prefiller, decoder)
 
 
-# -- another model; it comes last, because the servers above are not needed any more
+# -- another model; these tests are last, because their engines replace those above
 
 
 @pytest.mark.slow

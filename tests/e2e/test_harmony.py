@@ -1,4 +1,4 @@
-"""Messages in gpt-oss's harmony format through a prefill and a decode server."""
+"""A prefill and a decode server with messages in harmony, the format of gpt-oss."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": _PARAM
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with harmony's tags in place of its last tokens."""
+    """The tiny model, but the last tokens of its vocabulary are harmony's tags."""
     folder = tmp_path_factory.mktemp("harmony") / "model"
     shutil.copytree(tiny_model, folder)
     data = json.loads((folder / "tokenizer.json").read_text())
@@ -63,7 +63,7 @@ def servers(model: Path) -> Iterator[Cluster]:
 
 
 def _parts(message: dict[str, Any]) -> list[str]:
-    """Return the reasoning, the content and the arguments of calls."""
+    """Return the reasoning, the content and the arguments of all tool calls."""
     calls = (call["function"] for call in message.get("tool_calls", ()))
     arguments = "".join(call["arguments"] for call in calls)
     return [
@@ -85,7 +85,9 @@ def _parts(message: dict[str, Any]) -> list[str]:
 def test_grammar_makes_the_model_write_messages(
     servers, model, likely, fields, finish_reason
 ):
-    """The prefill server draws the first token, which is a part of a message head."""
+    """The first token, which the prefill server draws, is a part of the head of a
+    message.
+    """
     if finish_reason == "tool_calls":
         fields = {**fields, "tools": [_TOOL]}
     favoured = Tokenizer(model).encode(f"{likely}<|message|>", add_special_tokens=False)

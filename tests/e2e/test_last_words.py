@@ -1,6 +1,6 @@
-"""`baton up` names the process that died and the last line that it wrote.
+"""The last line of `baton up` names the process that died first, and its last line.
 
-Later lines of other processes do not matter.
+Lines that other processes write later must not replace it.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""lm_eval gets the same answers from a cluster as from its own `hf` backend.
+"""lm_eval gets the same answers from a cluster as from lm_eval's `hf` backend.
 
-Every document is compared: greedy generation and scores in float32, four requests at a
-time, through a prefill and a decode server.
+Every document is compared: greedy generation and scores, in float32, with four
+concurrent requests through a prefill and a decode server.
 """
 
 import json
@@ -30,7 +30,8 @@ def _evaluate(
     options: Sequence[str] = (),
     reference: str,
 ) -> dict[str, Any]:
-    """Return the figures of each task.
+    """Evaluate tasks. Return the report of each task, which must have no differing
+    document.
 
     Args:
         reference: name of a file in `scratch` with hf's answers. It is written if it
@@ -67,7 +68,7 @@ def _evaluate(
 
 
 def _kv_tokens(cluster: Cluster) -> dict[str, float]:
-    """Return the KV tokens of the decode server by their source."""
+    """Return the decode server's counters of KV tokens, by source."""
     metrics = cluster.decode[0].metrics()
     return {
         source: metrics.get(_KV % source, 0)
@@ -84,8 +85,8 @@ def test_local_tasks_equal_the_hf_backend_in_every_document(
 ):
     """Some outputs end with a stop string, others with an end-of-sequence token.
 
-    Texts are longer than a window of `--max-length`. Every prompt token of generation
-    tasks is pulled, or cached from an earlier request. Scoring moves no KV.
+    Texts are longer than a window of `--max-length`. In generation tasks, every prompt
+    token is pulled, or cached from an earlier request. Scoring transfers no KV.
     """
     before = _kv_tokens(tiny_cluster)
     generating = ["stories_sentence", "stories_answer"]
@@ -109,7 +110,7 @@ def test_local_tasks_equal_the_hf_backend_in_every_document(
         document["answers"][0][1]
         for document in saved["stories_likelihood"]["documents"]
     ]
-    assert False in likely  # most are True, depending on the trained weights
+    assert False in likely  # how many are True depends on the trained weights
     prompts = [document["requests"][0][0] for document in documents]
     num_tokens = sum(
         len(tiny_reference.tokenizer(prompt).input_ids) for prompt in prompts
@@ -154,7 +155,7 @@ def test_public_tasks_equal_the_hf_backend_in_every_document(
     before = _kv_tokens(evaluated_cluster)
     options = ["--limit", limit]
     if task == "local_wikitext":
-        # float32 sums over shorter windows have smaller errors.
+        # Shorter windows make smaller rounding errors in float32 sums.
         options += ["--max-length", "514"]
     name = f"{task}.json"
     figures = _evaluate(

@@ -1,6 +1,7 @@
 """Requests of one client do not block those of other clients.
 
-The servers and their proxy refuse a request that would wait for more than a second.
+The servers and their proxy refuse a request that would wait in a queue for more than a
+second.
 """
 
 import itertools
@@ -54,7 +55,7 @@ def served(cluster: Cluster) -> list[int]:
 
 @pytest.mark.parametrize("num_bytes", [300_000, 9_000_000])
 def test_too_long_prompts_block_no_other_client(short_queue_cluster, num_bytes):
-    # These requests let the servers measure their rate.
+    # From these requests, the servers measure their speed.
     assert served(short_queue_cluster) == [200] * 15
     messages = [{"role": "user", "content": "word " * (num_bytes // 5)}]
     body = {"model": "test-model", "messages": messages}
@@ -132,7 +133,8 @@ def small_queue(tiny_model: Path) -> Iterator[Server]:
 def test_prompts_with_a_shared_prefix_are_all_accepted(small_queue):
     """12 concurrent prompts share 1,500 of 1,560 tokens.
 
-    They have 18,720 tokens, and 2,528 of them are computed. The queue accepts 4,000.
+    They have 18,720 tokens, but only 2,528 need to be computed. The queue accepts
+    4,000.
     """
     shared = make_prompt(3, 1500)
     prompts = [shared + fresh_prompt(60) for _ in range(12)]

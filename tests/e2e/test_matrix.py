@@ -1,8 +1,9 @@
-"""Every prefill geometry with every decode geometry gives the tokens of one server.
+"""Any prefill geometry with any decode geometry generates the tokens of a single
+server.
 
-The oracle is a decode server with tensor parallelism 1 and no prefix cache, without a
-prefill server. Cells that share a server follow one another, so that each server starts
-once.
+The expected tokens come from a decode server with tensor parallelism 1 and without a
+prefix cache, used alone. Cells with a common server are adjacent, so that each server
+starts once.
 """
 
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def test_sizes_that_do_not_divide_one_another(engines, p, d):
     _check(engines, "gqa6", Geometry(p), Geometry(d))
 
 
-# The staging memory holds two or three blocks of the peer. Pulls have many chunks then,
-# and wait for one another.
+# The staging memory is so small that it holds only two or three blocks of the peer. So
+# pulls have many chunks and wait for one another.
 _COMBINED = [
     (
         "gqa4",

@@ -1,4 +1,4 @@
-"""OpenAI's own client understands the proxy, and the proxy understands it."""
+"""The proxy with OpenAI's Python client."""
 
 from typing import Any
 
@@ -152,7 +152,9 @@ def test_servers_expose_exactly_the_documented_metrics(client, tiny_cluster):
 
 
 def _families(server: Server) -> set[tuple[str, str]]:
-    """Return names and types in /metrics, without `_total` of counters."""
+    """Return the names and types of all metrics in /metrics, without the suffix
+    `_total`.
+    """
     lines = http.get(f"{server.url}/metrics", timeout=10).text.splitlines()
     families = (line.split()[2:] for line in lines if line.startswith("# TYPE baton_"))
     return {(name.removesuffix("_total"), kind) for name, kind in families}

@@ -15,7 +15,7 @@ from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL
 from tests.rigs.cluster import Cluster
 
-# litellm reads a deprecated attribute of pydantic's models on every chunk.
+# For every chunk, litellm reads a deprecated attribute of pydantic's models.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pydantic.warnings.PydanticDeprecatedSince211"
 )
@@ -31,11 +31,11 @@ _LIMIT = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """Import the clients here: in every process that only collects, it would take 4
-    s.
+    """Import the clients. At the top of the file, the import would take 4 s in every
+    process that collects the tests.
     """
     global ToolMessage, langchain_core, langchain_openai, litellm
-    # Otherwise litellm downloads a file.
+    # Without this variable, litellm downloads a file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import langchain_core.exceptions
     import langchain_openai
@@ -45,13 +45,13 @@ def imported() -> None:
 
 @pytest.fixture(scope="module")
 def answer(tiny_reference: Reference) -> str:
-    """The greedy answer of transformers to the messages, up to its end or _LIMIT."""
+    """The greedy answer of transformers to the messages, at most _LIMIT tokens long."""
     return tiny_reference.answer(_MESSAGES, _LIMIT)[1]
 
 
 @pytest.fixture(scope="module")
 def continuation(tiny_reference: Reference) -> str:
-    """The greedy continuation of the prompt by transformers, up to its first full
+    """The greedy continuation of the prompt by transformers, up to the first full
     stop.
     """
     return tiny_reference.text(_PROMPT, _LIMIT).partition(".")[0]
@@ -59,7 +59,7 @@ def continuation(tiny_reference: Reference) -> str:
 
 @pytest.fixture
 def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
-    """Makes langchain's chat model with the given arguments."""
+    """A function that makes langchain's chat model with the given arguments."""
 
     def make(**members: Any) -> Any:
         arguments = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, **members}
@@ -77,8 +77,8 @@ def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
 def lite(tiny_cluster: Cluster) -> Iterator[dict[str, Any]]:
     """litellm's arguments for the proxy.
 
-    litellm creates an event loop if there is none and leaves it open. pytest would then
-    blame the next test.
+    The fixture provides an event loop. Otherwise litellm creates one and leaves it
+    open, and pytest blames the next test.
     """
     with asyncio.Runner() as runner:
         asyncio.set_event_loop(runner.get_loop())
@@ -182,7 +182,7 @@ class Colour(enum.StrEnum):
 class Toy(pydantic.BaseModel):
     """A toy in the garden."""
 
-    # A tiny model would invent members until it reaches its token limit.
+    # Otherwise a tiny model would invent members until it reaches its token limit.
     model_config = pydantic.ConfigDict(extra="forbid")
 
     colour: Colour
@@ -227,7 +227,8 @@ def test_langchain_calls_tools(chat):
 
 def test_litellm_calls_tools(lite):
     lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
-    lite["parallel_tool_calls"] = False  # else it calls until it ends the message
+    # Otherwise it adds calls until it happens to end the message.
+    lite["parallel_tool_calls"] = False
     message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "find_toy"
@@ -240,7 +241,7 @@ def test_litellm_calls_tools(lite):
 
 
 def test_claude_code_gets_complete_calls_through_litellm(lite):
-    """litellm forwards only the name of an event that begins a call."""
+    """Of an event that begins a call, litellm forwards only the function's name."""
     from litellm.llms.anthropic.experimental_pass_through.adapters import (
         streaming_iterator,
     )

@@ -1,7 +1,7 @@
-"""An open loop offers three times the capacity of a cluster.
+"""A cluster gets three times as many requests as it can serve.
 
-The test prints its figures as one JSON line; docs/performance.md has those of a machine
-with no other load.
+The test prints its measurements as one line of JSON. docs/performance.md has those of a
+machine without other load.
 """
 
 import asyncio
@@ -32,12 +32,13 @@ from tests.rigs.plain_http import http
 _WARMUP_S = 15.0
 _MEASURED_S = 60.0
 _LIMITS = ("--max-queue-s", "6")
-# The cache is small, so that all of its pages are in use before memory is measured.
+# The cache is small, so that all its memory pages are in use when memory is first
+# measured.
 _SMALL_CACHE = ("--kv-cache-tokens", "8192")
 
 
 @pytest.fixture
-def bounded(default_model: Path) -> Iterator[Cluster]:
+def bounded_cluster(default_model: Path) -> Iterator[Cluster]:
     argv = ["--max-num-seqs", "8", "--threads", "1", *_SMALL_CACHE, *_LIMITS]
     prefill = start_prefill(default_model, *argv)
     decode = start_decode(default_model, *argv)
@@ -46,11 +47,11 @@ def bounded(default_model: Path) -> Iterator[Cluster]:
         yield Cluster([prefill], [decode], proxy, default_model)
 
 
-class Offered:
-    """Requests index a rate.
+class LoadGenerator:
+    """Sends requests at a rate, or from a number of clients.
 
     Attributes:
-        outcomes: status and seconds of each request.
+        outcomes: HTTP status and duration in seconds of each request.
     """
 
     def __init__(self, url: str) -> None:
@@ -74,21 +75,21 @@ class Offered:
 
     async def run(
         self, seconds: float, *, rate: float = 0.0, clients: int = 0
-    ) -> "Offered":
-        """Send requests in an open loop index `rate`, or in a closed loop of
-        `clients`.
+    ) -> "LoadGenerator":
+        """Send requests in an open loop with `rate` requests per second, or in closed
+        loops of `clients`.
         """
-        until = time.perf_counter() + seconds
+        end_s = time.perf_counter() + seconds
         connector = aiohttp.TCPConnector(limit=0)
 
         async def closed_loop() -> None:
-            while time.perf_counter() < until:
+            while time.perf_counter() < end_s:
                 if await self._send(session) != 200:
                     await asyncio.sleep(0.2)
 
         async with aiohttp.ClientSession(connector=connector) as session:
             tasks = [asyncio.create_task(closed_loop()) for _ in range(clients)]
-            while rate and time.perf_counter() < until:
+            while rate and time.perf_counter() < end_s:
                 tasks.append(asyncio.create_task(self._send(session)))
                 await asyncio.sleep(random.expovariate(rate))
             await asyncio.gather(*tasks)
@@ -109,7 +110,9 @@ class Offered:
 
 
 def _rss_mb(cluster: Cluster) -> list[int]:
-    """Return the memory of the proxy and of both processes of each server."""
+    """Return the resident memory, in MiB, of the proxy and of both processes of each
+    server.
+    """
     http_bytes = [
         int(server.metrics()["process_resident_memory_bytes"])
         for server in cluster.servers()
@@ -123,14 +126,18 @@ def _rss_mb(cluster: Cluster) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_overloaded_cluster_keeps_its_throughput_and_refuses_the_rest(bounded):
-    url = bounded.url
-    capacity = (await Offered(url).run(_WARMUP_S, clients=6)).num_served / _WARMUP_S
-    calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
-    await Offered(url).run(_WARMUP_S, rate=3.0 * capacity)
-    before = _rss_mb(bounded)
-    overload = await Offered(url).run(_MEASURED_S, rate=3.0 * capacity)
-    after = _rss_mb(bounded)
+async def test_overloaded_cluster_keeps_its_throughput_and_refuses_the_rest(
+    bounded_cluster,
+):
+    url = bounded_cluster.url
+    capacity = (
+        await LoadGenerator(url).run(_WARMUP_S, clients=6)
+    ).num_served / _WARMUP_S
+    calm = await LoadGenerator(url).run(_MEASURED_S, rate=0.9 * capacity)
+    await LoadGenerator(url).run(_WARMUP_S, rate=3.0 * capacity)
+    before = _rss_mb(bounded_cluster)
+    overload = await LoadGenerator(url).run(_MEASURED_S, rate=3.0 * capacity)
+    after = _rss_mb(bounded_cluster)
     figures = {
         "capacity_per_s": round(capacity, 2),
         "0.9x": calm.figures(),
@@ -143,13 +150,13 @@ async def test_overloaded_cluster_keeps_its_throughput_and_refuses_the_rest(boun
     assert served >= 0.5 * capacity * _MEASURED_S
     assert len(overload.outcomes) - served >= 0.3 * len(overload.outcomes)
     assert all(now - then < 100 for then, now in zip(before, after, strict=True))
-    assert_idle(*bounded.servers()[1:])
+    assert_idle(*bounded_cluster.servers()[1:])
 
 
 def test_requests_that_expire_in_any_phase_leave_no_block_and_no_lease(tiny_cluster):
-    """Requests expire in a queue, a prefill, a pull and a decode step.
+    """Timeouts end requests in a queue, in a prefill, in a pull and in a decode step.
 
-    Each has one end, and its KV is freed long before its lease expires.
+    Each client gets exactly one end, and the KV is freed long before its lease expires.
     """
 
     def send(index: int) -> tuple[int, str]:

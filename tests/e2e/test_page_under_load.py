@@ -1,6 +1,7 @@
-"""The status page next to a cluster that serves requests for ten minutes.
+"""The proxy's status page is open while a cluster serves requests for ten minutes.
 
-The page costs little, and memory grows neither in the browser nor in the proxy.
+The page must cost little CPU time, and memory must not grow in the browser or in the
+proxy.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ playwright = pytest.importorskip(
     "playwright.async_api", reason="needs the extra `browser`"
 )
 SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
-WARMUP_SHARE = 0.25  # after this share of SECONDS, histories are full
+WARMUP_SHARE = 0.25  # by this share of SECONDS, the histories of the page are full
 CLIENTS = 4
 STATE_REQUESTS = 200
 IDLE_S = 20.0
 
 
 def _cpu_s(server: Server) -> float:
-    """Return the CPU seconds of the server's HTTP process."""
+    """Return the CPU seconds that the server's HTTP process has used."""
     stat = Path(f"/proc/{server.child.pid}/stat").read_text()
     fields = stat.rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -67,10 +68,10 @@ async def _idle_share(proxy: Server) -> float:
 
 
 async def _update_share(proxy: Server, session: aiohttp.ClientSession) -> float:
-    """Return the share of its time that the proxy needs to send updates to one page."""
+    """Return the share of a core that the proxy needs for the updates of one page."""
     async with session.get(f"{proxy.url}/ui/state?since=0&epoch=") as answer:
         state = await answer.json()
-    # An update with twice the changes of an interval.
+    # The measured update has twice the changes of a usual interval.
     changes = int(2 * state["number"] / SECONDS * state["interval_s"])
     query = f"since={state['number'] - changes}&epoch={state['epoch']}"
     before = _cpu_s(proxy)
@@ -80,10 +81,12 @@ async def _update_share(proxy: Server, session: aiohttp.ClientSession) -> float:
     return (_cpu_s(proxy) - before) / STATE_REQUESTS / state["interval_s"]
 
 
-async def _measure(
+async def _measure_page(
     running: Cluster,
 ) -> tuple[list[dict[str, float]], dict[str, float], list[str]]:
-    """Return the memory after warm-up and at the end, the costs, and console lines."""
+    """Return the memory after the warm-up and at the end, the CPU costs, and the lines
+    on the browser's console.
+    """
     console: list[str] = []
     proxy = running.proxy
     until = asyncio.get_running_loop().time() + SECONDS
@@ -120,9 +123,9 @@ async def _measure(
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_page_does_not_grow_and_costs_little_of_the_proxys_time(tiny_model):
-    # The run takes longer than the limit of a test that is a coroutine.
+    # This test is no coroutine, because coroutines have a shorter time limit.
     with cluster(tiny_model) as running:
-        (warm, end), costs, console = asyncio.run(_measure(running))
+        (warm, end), costs, console = asyncio.run(_measure_page(running))
     print(json.dumps({"warm": warm, "end": end, **costs}))
     assert console == []
     assert costs["update"] + costs["open"] - costs["closed"] < 0.02

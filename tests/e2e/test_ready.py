@@ -1,6 +1,6 @@
-"""After GET /ready of the proxy returns 200, requests are disaggregated.
+"""Once GET /ready of the proxy has returned 200, requests are disaggregated.
 
-Processes are real, and the prefill server starts late.
+The tests use real processes. The prefill server is ready later than the others.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _prompts = itertools.count()
 
 
 def start_bare_proxy(prefill_url: str, decode: Server) -> Server:
-    """Start a proxy and wait until it listens, not until it has found its servers."""
+    """Start a proxy. Do not wait until it has found its servers."""
     servers = ["--prefill", prefill_url, "--decode", decode.url]
     return start("proxy", "--port", "0", "--health-interval-s", "0.2", *servers)
 
@@ -41,7 +41,9 @@ def probe(proxy: Server) -> httpx.Response:
 
 
 def wait_for_decode_server(proxy: Server) -> None:
-    """Wait until the proxy has found the decode server. It must not be ready then."""
+    """Wait until the proxy has found the decode server. GET /ready must not return 200
+    yet.
+    """
     wait_until(lambda: probe(proxy).json()["servers"]["decode-0"], TIMEOUT_S)
     response = probe(proxy)
     assert response.status_code == 503
@@ -50,7 +52,7 @@ def wait_for_decode_server(proxy: Server) -> None:
 
 def assert_first_answer_is_disaggregated(proxy: Server) -> None:
     wait_until(lambda: probe(proxy).status_code == 200, TIMEOUT_S)
-    prompt = [3 + next(_prompts), *range(5, 40)]  # no part of it is cached
+    prompt = [3 + next(_prompts), *range(5, 40)]  # no part of the prompt is cached
     body = {"model": "test-model", "prompt": prompt, "max_tokens": 2}
     response = http.post(f"{proxy.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
@@ -65,7 +67,9 @@ def decode(tiny_model: Path) -> Iterator[Server]:
 
 
 def test_first_request_after_ready_is_always_disaggregated(tiny_model, decode):
-    """P's HTTP process is stopped while the proxy starts, like a slow server."""
+    """P's HTTP process is suspended while the proxy starts, to imitate a slow
+    server.
+    """
     with started(partial(start_prefill, tiny_model)) as (prefill,):
         for _ in range(6):
             stopping.send(prefill.child.pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""Four servers compute a shared prefix once, although its prompts arrive at once."""
+"""Four servers together compute a shared prefix only once, although its prompts arrive
+at the same time.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,14 @@ def _computed(server: Server) -> float:
     return server.metrics()["baton_engine_step_prompt_tokens_total"]
 
 
-def _share(
+def _computed_share(
     model: Path, num_prefills: int, num_prefixes: int, num_prompts: int
 ) -> float:
-    """Return the computed tokens as a share of the fewest possible.
+    """Return the number of computed tokens divided by the smallest possible number.
 
-    Each of the prefixes has `num_prompts` prompts. They arrive in turn, many at once,
-    after the speed of the servers has been measured.
+    Each of the prefixes is shared by `num_prompts` prompts. Prompts of different
+    prefixes alternate, and many arrive at the same time. Before that, the servers
+    measure their speed.
     """
     argv = ["--kv-cache-tokens", "32768", "--max-queue-s", "600"]
     starts = [partial(start_prefill, model, *argv)] * num_prefills
@@ -65,4 +68,4 @@ def _share(
 def test_four_servers_of_a_real_model_compute_shared_prefixes_once(
     default_model, num_prefills
 ):
-    assert _share(default_model, num_prefills, 4, 24) <= 1.15
+    assert _computed_share(default_model, num_prefills, 4, 24) <= 1.15

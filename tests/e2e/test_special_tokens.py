@@ -1,4 +1,4 @@
-"""Both legs tokenize control tokens in messages alike, as text."""
+"""Both legs tokenize control tokens in messages equally: as ordinary text."""
 
 import pytest
 

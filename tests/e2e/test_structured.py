@@ -66,9 +66,10 @@ def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> 
 
 
 def test_answer_that_ends_with_stop_validates(client, tiny_cluster):
-    """A tiny model generates anything that the schema allows.
+    """A tiny model generates random texts, so the answers test all that the schema
+    allows.
 
-    The answers are the same through a cluster and on the decode server alone.
+    The answers of the cluster must equal those of the decode server alone.
     """
 
     def chat(number: int) -> tuple[str, str | None]:
@@ -164,7 +165,7 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
 
 @pytest.mark.slow
 def test_tensor_parallel_servers_give_the_same_answers(tiny_cluster, client):
-    """Rank 0 makes the masks and sends them to the others."""
+    """Rank 0 computes the grammar's token masks and sends them to the other ranks."""
     options: Any = {
         "max_tokens": 80,
         "presence_penalty": 0.5,

@@ -1,4 +1,6 @@
-"""Under load, servers on separate hosts are disconnected, and servers are replaced."""
+"""Under load, servers on separate hosts lose their connection, and servers are
+replaced.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,7 @@ from tests.rigs.cluster import (
     started,
     wait_until,
 )
-from tests.rigs.hosts import Hosts, why_not
+from tests.rigs.hosts import Hosts, missing_requirement
 
 _LEASE_S = 4
 
@@ -36,9 +38,9 @@ _LEASE_S = 4
 def _load(
     url: str, prompts: list[list[int]], expected: list[list[int]], num_clients: int
 ) -> Iterator[list[Load]]:
-    """Run clients until the end of the block. None of them may have a problem.
+    """Run clients until the end of the block. No client may get a wrong answer.
 
-    Each client begins with another prompt.
+    Each client begins with a different prompt.
     """
     load = [
         Load(url, prompts[i:] + prompts[:i], expected[i:] + expected[:i])
@@ -56,7 +58,7 @@ def _load(
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    if lacking := why_not():
+    if lacking := missing_requirement():
         pytest.skip(f"no namespaces: {lacking}")
     hosts = Hosts("p", "d", "x", folder=tmp_path)
     yield hosts
@@ -67,10 +69,11 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
     hosts, tiny_model, tiny_reference
 ):
-    """The two hosts are disconnected during pulls, so no connection is closed.
+    """Packets from D's host to P's host are dropped during pulls, so connections are
+    not closed.
 
-    When they are connected again, UCX may end P (docs/deployment.md). P is then
-    restarted as by a supervisor.
+    When packets pass again, UCX may end P (docs/deployment.md). The test then restarts
+    P, as a supervisor would.
     """
     model = ["--model", str(tiny_model), *ENGINE_ARGV]
     side = ["--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S)]
@@ -89,12 +92,12 @@ def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
         assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
         with _load(x.url, prompts, expected, 4) as load:
             _wait_for_more(cluster, _pulls)
-            hosts.part("d", "p")
+            hosts.drop_packets("d", "p")
             _wait_for_more(cluster, _failures, 1)
             _wait_for_more(
                 cluster, lambda _: sum(client.num_right for client in load), 8
             )
-            hosts.rejoin("d", "p")
+            hosts.stop_dropping_packets("d", "p")
             before = _pulls(cluster)
             wait_until(
                 lambda: p.child.exited.is_set() or _pulls(cluster) >= before + 4, 60
@@ -108,10 +111,11 @@ def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
 
 @pytest.mark.slow
 def test_prefill_hides_a_slow_link(hosts, default_model):
-    """Legs in sequence send all KV of a long prompt between tokens 1 and 2.
+    """With concurrent legs, most KV of a long prompt is sent while P still computes.
 
-    With concurrent legs only the last chunk is sent there: P computes a chunk in twice
-    the time that its KV needs.
+    If the legs run one after the other ("in turn"), all KV is sent between tokens 1 and
+    2. With concurrent legs ("at once"), only the last chunk is sent then, because P
+    needs twice as long to compute a chunk as the link needs for its KV.
     """
     model = ["--model", str(default_model), *ENGINE_ARGV, "--insecure"]
     chunks = [
@@ -130,7 +134,9 @@ def test_prefill_hides_a_slow_link(hosts, default_model):
         x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
         with hosts.inside("x"):
             wait_until(lambda x=x: all_ready(x))
-            # The first prompt completes the handshake, or finds that secrets differ.
+            # The first prompt completes the handshake. In the first round, it lets the
+            # proxy notice that its secret differs from the servers'. The second prompt
+            # is measured.
             for seed in (1, 2):
                 prompt = make_prompt(70_000 + seed + len(gaps_s) * 10, 2000)
                 first, second = _token_times(hosts, x.url, prompt)
@@ -141,8 +147,8 @@ def test_prefill_hides_a_slow_link(hosts, default_model):
         x.child.kill()
     gap_ms = {name: round(1000 * gap) for name, gap in gaps_s.items()}
     print(json.dumps({"gap_ms": gap_ms, "sent_bytes": sent_bytes}))
-    # The last chunk, the chunk before it, which may still be read, and the link's
-    # queue.
+    # The limit is two chunks (the last one, and the one before it, which may still be
+    # in transfer) and the queue of the link.
     assert sent_bytes["at once"] <= sent_bytes["in turn"] * 2 * 256 / 2000 + (128 << 10)
     for server in (p, d):
         with hosts.inside("x"):
@@ -157,7 +163,7 @@ class _TokenTime(NamedTuple):
 
 
 def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[_TokenTime]:
-    """Return the times of the first two tokens."""
+    """Return the arrival of the first two tokens."""
     stream = Stream(url, prompt, 2)
     times: list[_TokenTime] = []
     while len(times) < 2:
@@ -197,7 +203,7 @@ def six_ports() -> Iterator[list[int]]:
 
 @pytest.mark.slow
 def test_clients_do_not_notice_a_rolling_restart(tiny_model, tiny_reference, six_ports):
-    """Servers end and are replaced, one after another."""
+    """One server after the other is stopped and replaced."""
     starts = [
         partial(start_prefill, tiny_model, *prefill_ports(*six_ports[at : at + 2]))
         for at in (0, 2)

@@ -1,4 +1,6 @@
-"""Programs serve and end although nothing reads their output and its pipe is full."""
+"""Programs serve and end although their output goes to a full pipe that nothing
+reads.
+"""
 
 import sys
 from pathlib import Path
@@ -9,8 +11,8 @@ from tests.rigs.client import MODEL, TIMEOUT_S
 from tests.rigs.cluster import Cluster, Server, running, start, wait_until
 from tests.rigs.plain_http import http
 
-# Fills a pipe, and then executes its arguments with the pipe as output. The reading end
-# of the pipe stays open.
+# This program fills a pipe and then executes its arguments, with the pipe as their
+# output. The reading end of the pipe stays open.
 _WITH_FULL_PIPE = """
 import os, sys
 reader, writer = os.pipe()
@@ -54,7 +56,7 @@ def _assert_completes(server: Server) -> None:
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
 def test_server_with_unread_output_serves_and_ends(tiny_model: Path, module: str):
     argv = ["--model", str(tiny_model), *_ENGINE, *_NAMED]
-    server = start(module, *argv, by=_UNREAD)
+    server = start(module, *argv, wrapper=_UNREAD)
     with running(server):
         for _ in range(3):
             _assert_completes(server)
@@ -66,7 +68,9 @@ def test_proxy_with_unread_output_serves_and_ends(tiny_cluster: Cluster):
         *("--prefill", tiny_cluster.prefill[0].url),
         *("--decode", tiny_cluster.decode[0].url),
     ]
-    proxy = start("proxy", "--port", "0", "--log-level", "debug", *urls, by=_UNREAD)
+    proxy = start(
+        "proxy", "--port", "0", "--log-level", "debug", *urls, wrapper=_UNREAD
+    )
     with running(proxy):
         wait_until(
             lambda: http.get(f"{proxy.url}/ready", timeout=10).status_code == 200

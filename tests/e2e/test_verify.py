@@ -1,4 +1,4 @@
-"""KV that is corrupted between two real servers is not used, and is reported."""
+"""KV that is corrupted between two real servers is detected, reported and not used."""
 
 import mmap
 import os
@@ -14,7 +14,7 @@ from tests.rigs.cluster import Server, assert_idle, running, start_decode, wait_
 
 
 def pool_of(server: Server) -> mmap.mmap:
-    """Map the memory of a server's KV (kvcache/shared_memory.py)."""
+    """Map the shared memory that holds a server's KV (kvcache/shared_memory.py)."""
     files = (
         file
         for pid in server.engine_pids()
@@ -28,9 +28,11 @@ def pool_of(server: Server) -> mmap.mmap:
 
 
 def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
-    """A bit of the prefill server's memory is wrong while the decode server copies it.
+    """One bit of the prefill server's KV is flipped while the decode server copies the
+    KV.
 
-    The prefill server is stopped at that time.
+    The prefill server is suspended until the bit is right again, and computes its
+    digest only then.
     """
     (p,) = tiny_cluster.prefill
     d = start_decode(tiny_cluster.model, "--transfer", "mapped", "--kv-verify", "all")
@@ -45,12 +47,12 @@ def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
         before = np.frombuffer(p_pool[:], np.uint8)
         params = prefill(p.url, prompt, logprobs=1)
         p.signal_engine(signal.SIGSTOP)
-        at = int(np.flatnonzero(before != np.frombuffer(p_pool[:], np.uint8))[0])
-        p_pool[at] ^= 4
-        row = p_pool[at - at % 32 : at - at % 32 + 32]
+        offset = int(np.flatnonzero(before != np.frombuffer(p_pool[:], np.uint8))[0])
+        p_pool[offset] ^= 4
+        row = p_pool[offset - offset % 32 : offset - offset % 32 + 32]
         answer = thread.submit(generate, d.url, prompt, 8, params)
         wait_until(lambda: d_pool.find(row) >= 0)
-        p_pool[at] ^= 4
+        p_pool[offset] ^= 4
         p.signal_engine(signal.SIGCONT)
         reply = answer.result(60)
         assert reply.token_ids == generate(p.url, prompt, 8).token_ids

@@ -1,6 +1,7 @@
-"""Programs work in a directory with files named like modules of Baton and Python.
+"""Programs work in a directory that has files named like modules of Baton and Python.
 
-`python -m` and `python -c` put the working directory first on sys.path.
+This is not obvious, because `python -m` and `python -c` put the working directory first
+on sys.path.
 """
 
 import json
@@ -20,7 +21,7 @@ MODULES = (
     "torch numpy nixl transformers tokenizers llguidance yaml uvicorn"
 ).split()
 PACKAGES = ("engine", "tests", "pydantic")
-# The script that pip creates for the entry point `baton`.
+# The same script as pip creates for the entry point `baton`.
 CONSOLE_SCRIPT = """\
 import sys
 from deploy.cli import main
@@ -111,7 +112,7 @@ def test_server_started_by_its_module_serves(module, home, tiny_model):
 )
 def test_tools_work(argv, baton, home):
     commands = [baton]
-    if argv[0] != "doctor":  # it measures for many seconds
+    if argv[0] != "doctor":  # doctor takes many seconds, so it runs only once
         commands.append((sys.executable, "-m", "deploy.cli"))
     for command in commands:
         done = subprocess.run(

@@ -15,7 +15,7 @@ from engine.core.scheduler import Plan
 from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
 from protocol.messages import AbortRequest
-from tests.rigs.engines import smallest
+from tests.rigs.engines import min_num_blocks
 from tests.rigs.examples import examples
 from tests.rigs.shadow import (
     add,
@@ -64,7 +64,7 @@ def test_no_step_reads_blocks_before_its_windows(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5))
     step_tokens = data.draw(st.sampled_from([4, 7, 16]))
     retains_kv = data.draw(st.booleans())
-    min_blocks = smallest(groups, step_tokens, block_size, 40)
+    min_blocks = min_num_blocks(groups, step_tokens, block_size, 40)
     core, _, out = make_core(
         groups=groups,
         block_size=block_size,

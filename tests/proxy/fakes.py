@@ -1,7 +1,8 @@
 """HTTP servers that imitate prefill and decode servers, and a proxy in front of them.
 
-Everything runs in one event loop, over loopback: use `async with Rig(...)` in a test
-that is a coroutine. The `behave` coroutine of a fake answers its generation requests.
+Everything runs in the event loop of the test, over loopback. A test is a coroutine and
+uses `async with Rig(...)`. A fake's `behave` coroutine, called a behaviour, answers its
+generation requests.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ KV_PARAMS = {
     "lease_s": 30.0,
     "signature": "00ff",
 }
-LENT = {"sender_releases": True, **KV_PARAMS}  # the form that decode servers receive
+LENT = {"sender_releases": True, **KV_PARAMS}  # as decode servers receive them
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return when the condition holds; the time limit of the test ends the wait."""
+    """Wait until the condition holds. There is no timeout except that of the test."""
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -88,13 +89,13 @@ class Call:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def disconnected(self) -> None:
-        """Return when the other side has closed the connection."""
+        """Wait until the client of the fake (the proxy) has closed the connection."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
 
 class Drop(Exception):
-    """Raised by a behaviour to close the connection in the middle of a body."""
+    """Raised by a behaviour to close the connection without another byte."""
 
 
 Behave = Callable[[Call], Awaitable[None]]
@@ -103,7 +104,9 @@ Behave = Callable[[Call], Awaitable[None]]
 def answers(
     status: int, value: object, headers: dict[str, str] | None = None
 ) -> Behave:
-    """Return a behaviour that answers every request with this response."""
+    """Return a behaviour that answers each request with this status, JSON value and
+    headers.
+    """
 
     async def behave(call: Call) -> None:
         await call.answer(status, value, headers)
@@ -131,13 +134,13 @@ class Waits:
     """A behaviour that waits in the middle of a request.
 
     Args:
-        then: the behaviour that continues when `go` is set; None: the request ends when
-            the other side disconnects.
-        sends: the start of a stream that is sent before the wait.
+        then: the behaviour that answers the request after the test has set `go`. If it
+            is None, the request ends when the proxy disconnects.
+        sends: the beginning of a stream, sent before the wait.
 
     Attributes:
         begun: set when a request has arrived and `sends` has been sent.
-        left: set when the other side has disconnected.
+        left: set when the proxy has disconnected, if `then` is None.
     """
 
     def __init__(self, then: Behave | None = None, sends: bytes = b"") -> None:
@@ -168,7 +171,8 @@ def streams(*events: bytes, ends: bool = True) -> Behave:
     """Return a behaviour that streams these events.
 
     Args:
-        ends: False: it drops the connection after the events.
+        ends: whether the stream ends correctly. If not, the connection is dropped after
+            the events.
     """
 
     async def behave(call: Call) -> None:
@@ -183,7 +187,7 @@ def streams(*events: bytes, ends: bool = True) -> Behave:
 
 
 async def breaks_off(call: Call) -> None:
-    """Answer with a body that ends before its announced length."""
+    """Answer with a body that is shorter than its Content-Length."""
     await call.start(200, {"content-type": "application/json", "content-length": "100"})
     await call.write(b'{"kv_tr')
     raise Drop
@@ -202,16 +206,16 @@ async def decodes(call: Call) -> None:
 
 
 class Fake:
-    """One server.
+    """A fake prefill or decode server.
 
     Attributes:
-        details: additional members of its answer at GET /ready.
-        pages: behaviours by path, which take precedence over everything else.
-        calls: the generation requests that it received.
-        releases: the requests to release KV that it received.
-        stats_calls: the requests for statistics that the proxy's page caused.
-        polls: number of health checks.
-        silent: it does not answer health checks.
+        details: additional members of its answer to GET /ready.
+        pages: maps a path to a behaviour, which takes precedence over all others.
+        calls: the generation requests that were received.
+        releases: the requests to release KV that were received.
+        stats_calls: the requests for statistics, which the proxy sends for its page.
+        polls: number of health checks that were received.
+        silent: if true, health checks are not answered.
     """
 
     def __init__(
@@ -296,14 +300,14 @@ class Fake:
             log_config=None,
             access_log=False,
             http=_DroppingProtocol,
-            # A connection is not idle only because the shared event loop is delayed.
+            # A delay of the shared event loop must not make a connection look idle.
             timeout_keep_alive=600,
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.listener]))
 
     async def stop(self) -> None:
-        """End it like a crash: connections break, and the port refuses new ones."""
+        """Stop as in a crash: open connections break, and the port refuses new ones."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = self._server.force_exit = True
             for connection in list(self._server.server_state.connections):
@@ -322,7 +326,9 @@ class _QuietServer(uvicorn.Server):
 
 
 class _DroppingProtocol(HttpToolsProtocol):
-    """Lets an application close its connection without another byte."""
+    """The HTTP protocol of uvicorn, but the application can close a connection without
+    another byte.
+    """
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -330,14 +336,15 @@ class _DroppingProtocol(HttpToolsProtocol):
 
 
 class Rig:
-    """Fakes, a proxy, and a client of the proxy.
+    """Fake servers, a proxy in front of them, and a client of the proxy.
 
     Args:
-        ready: wait until the proxy has the same readiness of every fake as the fake.
-        fixed_series: check at the end that no request has added a metric series.
+        ready: wait at the start until the proxy has noticed which fakes are ready.
+        fixed_series: check at the end that no request has added a time series to the
+            metrics.
 
     Attributes:
-        series: the metric series that are exposed at the start.
+        series: the time series of the metrics at the start.
     """
 
     def __init__(
@@ -385,11 +392,15 @@ class Rig:
 
     def _all_polled(self) -> bool:
         fakes = (*self.prefill, *self.decode)
-        return all(self.is_ready(at) == fake.ready for at, fake in enumerate(fakes))
+        return all(
+            self.is_ready(index) == fake.ready for index, fake in enumerate(fakes)
+        )
 
-    def is_ready(self, at: int) -> bool:
-        """Whether the proxy considers a fake ready; prefill servers come first."""
-        return self.app.fleet.servers[at].health.ready
+    def is_ready(self, index: int) -> bool:
+        """Whether the proxy considers a fake ready. `index` counts prefill servers
+        first, then decode servers.
+        """
+        return self.app.fleet.servers[index].health.ready
 
     def in_flight(self) -> float:
         name = "baton_proxy_upstream_in_flight"
@@ -403,11 +414,13 @@ class Rig:
         await self.task
         await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
         if self._fixed_series:
-            # All series are exposed before they count anything.
+            # All series must be exposed from the start, before they count anything.
             assert self._counter_series() == self.series
 
     def _counter_series(self) -> set[str]:
-        """Return the names and labels of the proxy's metrics with labels."""
+        """Return the series of the proxy's metrics that have labels, each as its name
+        and labels.
+        """
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
         self.app._members.update_metrics()
         lines = self.app.metrics.expose().decode().splitlines()

@@ -1,4 +1,4 @@
-"""A server that answers byte by byte as scripted, and an HTTP client of it."""
+"""A server that sends exactly the scripted bytes, and an HTTP client for it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +17,9 @@ async def read_request(reader: Reader) -> bytes:
 
 
 class Script:
-    """A server that answers the n-th request with script n, and counts connections."""
+    """A server that answers its n-th request with the n-th of `answers`, and counts
+    connections.
+    """
 
     def __init__(
         self, *answers: bytes | Callable[[Reader, Writer], Awaitable[None]]
@@ -65,6 +67,6 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
 
 
 async def until_closed(script: Script, num: int) -> None:
-    """Return when this many connections of the server have ended."""
+    """Wait until this many connections of the server have ended."""
     while script.num_closed < num:
         await asyncio.sleep(0.002)

@@ -1,4 +1,6 @@
-"""Full queues, deadlines and clients that do not read, with fake servers."""
+"""Full queues, deadlines, and clients that do not read their answers, with fake
+servers.
+"""
 
 import asyncio
 import json
@@ -38,11 +40,12 @@ def fleet(*behaviours: Behave) -> list[Fake]:
     [
         ((full(9), prefills), (decodes,), 200, None, (1, 1, 1)),
         ((prefills,), (full(9), decodes), 200, None, (1, 1, 1)),
-        # The decode server does not compute the prompt instead.
+        # If all prefill servers are full, the decode server does not compute the prompt
+        # instead.
         ((full(9), full(4)), (decodes,), 429, "4", (1, 1, 0)),
         ((prefills,), (full(9), full(20)), 429, "9", (1, 1, 1)),
         ((), (full(9),), 429, "9", (1,)),
-        # The limit of an API key is no full queue.
+        # A 429 for the limit of an API key does not mean that the queue is full.
         ((prefills,), (full(7, "access"), decodes), 429, "7", (1, 1, 0)),
     ],
 )
@@ -80,7 +83,9 @@ async def test_full_server_still_receives_shorter_and_more_urgent_requests():
 
 
 async def test_foreign_prefill_servers_are_full_by_estimate():
-    """Servers such as vLLM's have no admission control. The prompt takes 0.1 s."""
+    """Servers such as vLLM's have no admission control, so the proxy estimates their
+    queues. A prompt takes 0.1 s here.
+    """
     waits = Waits(prefills_as_vllm)
     prefill = vllm(waits, "m")
     decode = vllm(decodes_as_vllm, "m")
@@ -111,7 +116,9 @@ def refuses_then(then: Behave) -> Behave:
 
 
 async def test_prompt_that_will_be_refused_counts_as_one_full_context():
-    """Its bytes may be many tokens, and its server may take long to refuse it."""
+    """A prompt of many bytes may be far longer than the context. The server will refuse
+    it, but may take long to do so.
+    """
     waits = Waits(refuses_then(prefills))
     prefill = Fake(waits, max_model_len=CONTEXT)
     decode = Fake(decodes, max_model_len=CONTEXT)
@@ -130,7 +137,7 @@ async def test_prompt_that_will_be_refused_counts_as_one_full_context():
         for number in range(5):
             refused = await rig.complete(prompt=f"{number}" * 20_000)
             assert refused.status_code == 400
-        # The refused prompts leave nothing behind.
+        # The load tracker keeps nothing of the refused prompts.
         assert (len(load_tracker._prefixes), len(load_tracker._tails)) == sizes
         assert not load_tracker._pending_blocks
         assert load_tracker.loads[server].num_prompts == 0
@@ -180,16 +187,16 @@ async def test_full_trial_queue_refuses_only_requests_with_new_schemas(kind):
             assert (await rig.complete()).status_code == 200
 
 
-@pytest.mark.parametrize("bound", ["max_in_flight", "max_held_bytes"])
-async def test_requests_in_flight_have_a_limit(bound):
+@pytest.mark.parametrize("limit_option", ["max_in_flight", "max_held_bytes"])
+async def test_requests_in_flight_have_a_limit(limit_option):
     waits = Waits(decodes)
-    async with Rig([], fleet(waits), **{bound: 1}) as rig:
+    async with Rig([], fleet(waits), **{limit_option: 1}) as rig:
         first = asyncio.create_task(rig.complete())
         await waits.begun.wait()
         for path in ("/v1/completions", "/tokenize"):
             refused = await rig.client.post(path, json={"prompt": "a"})
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-            assert f"--{bound}".replace("_", "-") in refused.text
+            assert f"--{limit_option}".replace("_", "-") in refused.text
         waits.go.set()
         assert (await first).status_code == 200
         assert (await rig.complete()).status_code == 200
@@ -197,8 +204,8 @@ async def test_requests_in_flight_have_a_limit(bound):
 
 # -- deadlines
 
-SOON = {"x-request-timeout-s": "0.2"}
-SOON_LINE = "x-request-timeout-s: 0.02"
+SHORT_TIMEOUT = {"x-request-timeout-s": "0.2"}
+SHORT_TIMEOUT_LINE = "x-request-timeout-s: 0.02"
 
 
 @pytest.mark.parametrize("timeout", ["0", "soon", "-3"])
@@ -210,11 +217,11 @@ async def test_invalid_timeout_is_refused(timeout):
         assert not rig.prefill[0].calls
 
 
-@pytest.mark.parametrize("default", [False, True])
-async def test_servers_receive_the_time_that_is_left(default):
-    options = {"request_timeout_s": 50.0} if default else {}
+@pytest.mark.parametrize("has_default_timeout", [False, True])
+async def test_servers_receive_the_time_that_is_left(has_default_timeout):
+    options = {"request_timeout_s": 50.0} if has_default_timeout else {}
     async with Rig(**options) as rig:
-        headers = None if default else {"x-request-timeout-s": "50"}
+        headers = None if has_default_timeout else {"x-request-timeout-s": "50"}
         assert (await rig.complete(headers=headers)).status_code == 200
         times_left_s = [
             float(fake.calls[0].headers["x-request-timeout-s"])
@@ -222,26 +229,27 @@ async def test_servers_receive_the_time_that_is_left(default):
         ]
         assert 51.0 >= times_left_s[0] >= times_left_s[1] > 1.0
     now = asyncio.get_running_loop().time()
-    # Servers get one second more, so that the proxy ends the request first.
+    # Servers get one second more than is left, so that the proxy ends the request
+    # first.
     for left_s, header in ((0, b"1.000"), (MAX_S, b"1000000.000")):
         assert Deadline(50.0, now + left_s).header()[1] == header
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "gives_back"),
+    ("prefill", "decode", "released_by"),
     [(hangs, decodes, "transfer_id"), (prefills, hangs, "remote_engine_id")],
     ids=["in prefill", "in decode"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_expired_request_is_504_and_its_legs_end(
-    prefill, decode, gives_back, stream
+    prefill, decode, released_by, stream
 ):
     async with Rig(fleet(prefill), fleet(decode)) as rig:
-        answer = await rig.complete(headers=SOON, stream=stream)
+        answer = await rig.complete(headers=SHORT_TIMEOUT, stream=stream)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         await until(lambda: len(rig.prefill[0].releases) == 1)
-        assert gives_back in rig.prefill[0].releases[0].body["kv_transfer_params"]
+        assert released_by in rig.prefill[0].releases[0].body["kv_transfer_params"]
         assert rig.in_flight() == 0
         assert rig.is_ready(0) and rig.is_ready(1)
 
@@ -249,7 +257,7 @@ async def test_expired_request_is_504_and_its_legs_end(
 async def test_expired_stream_ends_with_an_error_event():
     waits = Waits(sends=b'data: {"text": "one"}\n\ndata: {"te')
     async with Rig(decode=fleet(waits)) as rig:
-        answer = await rig.complete(headers=SOON, stream=True)
+        answer = await rig.complete(headers=SHORT_TIMEOUT, stream=True)
         first, last = answer.text.removesuffix("\n\n").split("\n\n")
         assert first == 'data: {"text": "one"}'
         name, _, data = last.partition("\ndata: ")
@@ -266,7 +274,7 @@ async def test_body_that_arrives_too_late_is_504():
             "POST /v1/completions HTTP/1.1",
             "Host: x",
             "Content-Length: 9",
-            SOON_LINE,
+            SHORT_TIMEOUT_LINE,
         )
         writer.write("\r\n".join((*lines, "", "")).encode())
         assert b" 504 " in await reader.readline()
@@ -275,7 +283,9 @@ async def test_body_that_arrives_too_late_is_504():
 
 
 async def test_client_that_does_not_read_slows_its_server_down():
-    """The proxy buffers a bounded amount: the server's own connection fills up."""
+    """The proxy buffers a bounded number of bytes, then no longer reads from the
+    server.
+    """
     sent = 0
     is_over = False
     piece = b'data: {"text": "' + b"x" * 60_000 + b'"}\n\n'
@@ -296,10 +306,12 @@ async def test_client_that_does_not_read_slows_its_server_down():
         )
         sock.sendall(head + body)
         before = -1
-        while before < sent or not sent:  # until nothing is sent for half a second
+        # Wait until the server sends nothing for half a second.
+        while before < sent or not sent:
             before = sent
             await asyncio.sleep(0.5)
-        # Five sockets hold less than this, however large the system lets them grow.
+        # The buffers of five sockets are smaller than this, even at the system's
+        # maximum size.
         assert sent < 64 << 20
         is_over = True
         sock.close()

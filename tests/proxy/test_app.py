@@ -1,4 +1,4 @@
-"""The proxy's own answers, the ends of requests, and the shutdown of the proxy."""
+"""Answers that the proxy gives itself, log lines of requests, and the shutdown."""
 
 import asyncio
 import json
@@ -152,7 +152,7 @@ async def test_responses_contain_no_address_of_a_server(caplog):
             assert f"-0 {fake.url}" in caplog.text, "operators see addresses"
 
 
-async def test_server_named_as_the_other_kind_receives_no_request(caplog):
+async def test_server_listed_under_the_wrong_kind_receives_no_request(caplog):
     prefill = [Fake(decodes, role="decode")]
     decode = [Fake(prefills, role="prefill")]
     async with Rig(prefill, decode, ready=False) as rig:
@@ -219,7 +219,8 @@ async def test_every_line_about_a_request_carries_its_id():
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
-    assert ids == ["mine", "mine"]  # the failed leg, and the end
+    # One line is about the failed leg, one about the end of the request.
+    assert ids == ["mine", "mine"]
 
 
 # -- shutdown
@@ -337,6 +338,7 @@ async def test_metrics_count_only_the_requests_of_this_proxy():
             ),
             ("baton_proxy_requests_in_progress 0.0", False),
             ("baton_proxy_request_seconds_count 2.0", True),
-            ("baton_proxy_first_byte_seconds_count 0.0", False),  # nothing was streamed
+            # No response was a stream.
+            ("baton_proxy_first_byte_seconds_count 0.0", False),
         ):
             assert line in lines and (line in others) is not is_new

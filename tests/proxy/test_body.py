@@ -1,4 +1,4 @@
-"""The bodies of both legs, made from the body of a client."""
+"""The request bodies of both legs, which the proxy makes from the client's body."""
 
 import json
 from typing import Any
@@ -95,7 +95,7 @@ def test_decode_server_gets_what_the_client_sent(body):
         (b"[{ }, 7]", b"[{ }, 7]"),
     ],
 )
-def test_decode_leg_says_that_the_proxy_releases_the_lease(params, lent):
+def test_decode_leg_is_marked_as_released_by_the_proxy(params, lent):
     parsed = params_of(b'{"kv_transfer_params":' + params + b"}")
     assert parsed is not None
     assert decode_leg({}, parsed) == b'{"kv_transfer_params":' + lent + b"}"
@@ -125,9 +125,11 @@ def test_kv_transfer_params_of_clients_are_dropped_and_counted(name, params, cou
 @pytest.mark.parametrize("has_keys", [True, False])
 @pytest.mark.parametrize("cache_salt", [{}, {"cache_salt": None}, {"cache_salt": "s"}])
 async def test_servers_get_a_salt_that_is_derived_from_the_key(cache_salt, has_keys):
-    """Both legs get the same salt, and no client can use the salt of another key.
+    """Both legs get the same cache salt. No client can use the salt of another client's
+    key.
 
-    The keys are the proxy's, or those of its servers, which the proxy passes on.
+    Either the proxy checks the keys, or its servers do and the proxy passes the keys
+    on.
     """
     keys = [f"sk-{name}-0123456789" for name in ("alice", "bob")]
     options: dict[str, Any] = {"cache_salt_by_key": True}
@@ -140,7 +142,8 @@ async def test_servers_get_a_salt_that_is_derived_from_the_key(cache_salt, has_k
         for key in (*keys, keys[0]):
             headers = {"authorization": f"Bearer {key}"}
             if len(salts) == 1:
-                # The second client may know the salt of the first: servers may log it.
+                # The second client may know the first client's salt, because servers
+                # may log it.
                 cache_salt = {"cache_salt": salts[0]}
             assert (await rig.complete(headers, **cache_salt)).status_code == 200
             prefill_salt, decode_salt = (
@@ -179,7 +182,7 @@ def test_both_legs_have_the_same_value_of_a_repeated_member():
             {"max_tokens": 1},
         ),
         ({"stream": None}, {"max_tokens": 1}),
-        # Invalid values stay, for the prefill server to refuse.
+        # Invalid values are not replaced, so that the prefill server refuses them.
         ({"max_tokens": 0}, {"max_tokens": 0}),
         ({"max_tokens": -1}, {"max_tokens": -1}),
         ({"max_tokens": "9"}, {"max_tokens": "9"}),

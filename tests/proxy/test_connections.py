@@ -1,7 +1,7 @@
-"""Connections of clients that are silent, slow, do not read, or disconnect.
+"""Clients that are silent, slow, do not read, or disconnect, and limits of HTTP.
 
-They hold bounded resources of the proxy and its servers. Also: the limits of what
-clients may send, and other versions of HTTP.
+Such clients must occupy only bounded resources of the proxy and its servers. Further
+tests check the limits of what clients may send, and versions of HTTP besides 1.1.
 """
 
 import asyncio
@@ -62,7 +62,8 @@ async def connected(
 async def test_head_that_arrives_byte_by_byte_has_one_timeout():
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
         for byte in HEAD:
-            if reader.at_eof() or writer.is_closing():  # the server may reset it
+            # The proxy has refused the head and closed the connection.
+            if reader.at_eof() or writer.is_closing():
                 break
             writer.write(bytes([byte]))
             await asyncio.sleep(TIMEOUT_S / 10)
@@ -78,14 +79,15 @@ async def test_neither_idle_nor_active_connections_are_closed():
             waits.go.clear()
             writer.write(request())
             silent, other = await connect(rig)
-            assert await silent.read() == b""  # takes longer than the timeout
+            assert await silent.read() == b""  # returns after the timeout of a head
             other.close()
             waits.go.set()
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len(b'{"text": "onetwo"}'))
             silent, other = await connect(rig)
-            # The other connection is idle for the same time.
+            # The connection of `reader`, which had a request, is idle for the same
+            # time.
             assert await silent.read() == b""
             other.close()
         writer.close()
@@ -243,7 +245,7 @@ async def test_body_that_is_declared_too_long_is_refused_before_it_is_sent():
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(good[cut:] + request())
         await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert (await read_answer(reader))[0] == 200  # on the same connection
+        assert (await read_answer(reader))[0] == 200  # the same connection still works
         writer.close()
 
 
@@ -267,7 +269,7 @@ async def test_oldest_unfinished_body_is_refused_when_there_are_too_many():
         for _, writer in closed:
             writer.write(head(40_000) + b" " * 30_000)
             await writer.drain()
-        for reader, writer in closed:  # their memory is free again
+        for reader, writer in closed:  # this frees the memory of their bodies
             writer.write_eof()
             writer.close()
             await reader.read()
@@ -279,7 +281,8 @@ async def test_oldest_unfinished_body_is_refused_when_there_are_too_many():
         status, headers, body = await read_answer(slow[0][0])
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
         assert b"retry-after" in headers
-        slow[0][1].write(b" " * 10_000 + request())  # the rest is dropped
+        # The proxy discards the rest of the refused body.
+        slow[0][1].write(b" " * 10_000 + request())
         assert (await read_answer(slow[0][0]))[0] == 200
         for reader, writer in slow[1:]:
             writer.write(b" " * (10_000 - 15) + b'{"prompt": "x"}')

@@ -1,7 +1,7 @@
-"""Servers with different limits: a request goes to servers that can take it.
+"""Servers with different limits: each request goes to servers that allow it.
 
-The limits are the context, and the sequences of one request. Requests that only score
-their prompt are answered by the prefill server.
+The limits are the context length and the number of choices (sequences) in one request.
+Requests that only score their prompt are answered by the prefill server alone.
 """
 
 import json
@@ -23,18 +23,21 @@ async def prefills_100_tokens(call: Call) -> None:
 
 P = prefills_100_tokens
 D = decodes
-LONG = answers(400, TOO_LONG)
-NO = fails(400, "invalid_request")
+REFUSES_AS_TOO_LONG = answers(400, TOO_LONG)
+REFUSES = fails(400, "invalid_request")
 CONTEXTS = [(D, 300), (D, 500)]
-ABOVE = [(D, 200), (D, 300)]  # longer than the context of a prefill server with 100
-FEW = (P, None, 4)
-MANY = (P, None, 64)
+LONGER_CONTEXTS = [
+    (D, 200),
+    (D, 300),
+]  # longer contexts than that of a prefill server with 100
+FEW_CHOICES = (P, None, 4)
+MANY_CHOICES = (P, None, 64)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "body", "status", "calls", "reason"),
     [
-        # A decode server with too short a context receives no request.
+        # A decode server receives no request that exceeds its context.
         ([(P,)], CONTEXTS, {"max_tokens": 200}, 200, [4, 2, 2], None),
         ([(P,)], CONTEXTS, {"max_tokens": 201}, 200, [4, 0, 4], None),
         ([(P,)], CONTEXTS, {"max_completion_tokens": 201}, 200, [4, 0, 4], None),
@@ -48,39 +51,67 @@ MANY = (P, None, 64)
             [4, 0, 4],
             None,
         ),
-        # Every server would refuse this, so any of them may.
+        # Every server would refuse this request, so any of them may get it.
         ([(P,)], CONTEXTS, {"max_tokens": 10**9}, 200, [4, 2, 2], None),
         # A request that generates needs both servers.
         ([(P,)], [(D,)], {"max_tokens": 1}, 200, [4, 4], None),
         ([(P,)], [(D,)], {"max_tokens": 2, "echo": True}, 200, [4, 4], None),
         ([(P,)], [(D,)], {"echo": True}, 200, [4, 4], None),
         # A prompt that is too long only for prefill servers goes to a decode server.
-        ([(LONG, 100)], ABOVE, {}, 200, [4, 0, 4], "prefill_context"),
-        ([(LONG, 100)], ABOVE, {"max_tokens": 0}, 200, [4, 0, 4], "prefill_context"),
         (
-            [(LONG, 100)],
-            ABOVE,
+            [(REFUSES_AS_TOO_LONG, 100)],
+            LONGER_CONTEXTS,
+            {},
+            200,
+            [4, 0, 4],
+            "prefill_context",
+        ),
+        (
+            [(REFUSES_AS_TOO_LONG, 100)],
+            LONGER_CONTEXTS,
+            {"max_tokens": 0},
+            200,
+            [4, 0, 4],
+            "prefill_context",
+        ),
+        (
+            [(REFUSES_AS_TOO_LONG, 100)],
+            LONGER_CONTEXTS,
             {"max_tokens": 1, "echo": True},
             200,
             [4, 0, 4],
             "prefill_context",
         ),
-        ([(LONG, 300)], ABOVE, {}, 400, [4, 0, 0], None),
-        ([(LONG, 300)], ABOVE, {"max_tokens": 0}, 400, [4, 0, 0], None),
-        ([(LONG,)], ABOVE, {}, 400, [4, 0, 0], None),
-        # Another prefill server has a longer context.
-        ([(LONG, 100), (P, 200)], [(D, 300)], {}, 200, [..., 4, 4], None),
+        ([(REFUSES_AS_TOO_LONG, 300)], LONGER_CONTEXTS, {}, 400, [4, 0, 0], None),
         (
-            [(LONG, 100), (D, 200)],
+            [(REFUSES_AS_TOO_LONG, 300)],
+            LONGER_CONTEXTS,
+            {"max_tokens": 0},
+            400,
+            [4, 0, 0],
+            None,
+        ),
+        ([(REFUSES_AS_TOO_LONG,)], LONGER_CONTEXTS, {}, 400, [4, 0, 0], None),
+        # Another prefill server has a longer context.
+        (
+            [(REFUSES_AS_TOO_LONG, 100), (P, 200)],
+            [(D, 300)],
+            {},
+            200,
+            [..., 4, 4],
+            None,
+        ),
+        (
+            [(REFUSES_AS_TOO_LONG, 100), (D, 200)],
             [(D, 100)],
             {"max_tokens": 0},
             200,
             [..., 4, 0],
             None,
         ),
-        # Requests with many choices go to servers that allow them.
+        # Requests with many choices go to servers that allow as many.
         (
-            [FEW, (P, None, 5)],
+            [FEW_CHOICES, (P, None, 5)],
             [(D, None, 4), (D, None, 64)],
             {"n": 5},
             200,
@@ -88,7 +119,7 @@ MANY = (P, None, 64)
             None,
         ),
         (
-            [FEW, (P, None, 5)],
+            [FEW_CHOICES, (P, None, 5)],
             [(D, None, 4), (D,)],
             {"best_of": 5},
             200,
@@ -96,7 +127,7 @@ MANY = (P, None, 64)
             None,
         ),
         (
-            [FEW, MANY],
+            [FEW_CHOICES, MANY_CHOICES],
             [(D, None, 4), (D,)],
             {"n": 2, "best_of": 5},
             200,
@@ -104,18 +135,19 @@ MANY = (P, None, 64)
             None,
         ),
         (
-            [(LONG, 100)],
+            [(REFUSES_AS_TOO_LONG, 100)],
             [(D, 500, 4), (D, 300, 8)],
             {"n": 5},
             200,
             [4, 0, 4],
             "prefill_context",
         ),
-        # If one kind allows too few choices, a decode server gets the request alone.
-        ([FEW], [(D, None, 64)], {"n": 5}, 200, [0, 4], "prefill_choices"),
-        ([FEW], [(D, None, 64)], {"n": 4}, 200, [4, 4], None),
-        ([MANY], [(NO, None, 4)], {"n": 5}, 400, [0, 4], "decode_choices"),
-        ([MANY], [(NO, None, 4)], {"n": 4}, 400, [4, 4], None),
+        # If all prefill servers allow too few choices, a decode server gets the request
+        # alone.
+        ([FEW_CHOICES], [(D, None, 64)], {"n": 5}, 200, [0, 4], "prefill_choices"),
+        ([FEW_CHOICES], [(D, None, 64)], {"n": 4}, 200, [4, 4], None),
+        ([MANY_CHOICES], [(REFUSES, None, 4)], {"n": 5}, 400, [0, 4], "decode_choices"),
+        ([MANY_CHOICES], [(REFUSES, None, 4)], {"n": 4}, 400, [4, 4], None),
         # The prefill server is not ready.
         ([(P, None, 4, False)], [(D,)], {"n": 5}, 200, [0, 4], "no_prefill_server"),
     ],
@@ -125,8 +157,9 @@ async def test_requests_go_to_servers_that_can_take_them(
 ):
     """Four requests are sent.
 
-    A server is (behaviour, context, sequences per request, is ready). `calls` has the
-    number of requests of each server; any number is right for `...`.
+    `prefill` and `decode` list servers: (behaviour, context length, maximum choices, is
+    ready). `calls` has the expected number of requests to each server; `...` allows any
+    number. `reason` is the expected reason for decode-only requests.
     """
 
     def fake(
@@ -153,7 +186,7 @@ async def test_requests_go_to_servers_that_can_take_them(
 @pytest.mark.parametrize("limits", [{}, {"max_tokens": 0}])
 async def test_body_too_large_for_prefill_servers_goes_to_a_decode_server_only(limits):
     async def refuses(call: Call) -> None:
-        # A gateway's 413, for example.
+        # This may be the answer of a gateway in front of the server.
         await call.start(413, {"content-type": "text/html"})
         await call.write(b"<h1>413</h1>", more=False)
 
@@ -165,7 +198,7 @@ async def test_body_too_large_for_prefill_servers_goes_to_a_decode_server_only(l
         rig.decode[0].behave = refuses
         assert (await rig.complete(**limits)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
-        # No other server can take the request.
+        # A scoring request needs a prefill server, so no server is left.
         assert (await rig.complete(max_tokens=0)).status_code == 413
 
 

@@ -1,4 +1,4 @@
-"""A proxy at its limit of file descriptors: connections wait, and none is reset."""
+"""A proxy at its limit of file descriptors: new connections wait, and none is reset."""
 
 import asyncio
 import queue
@@ -12,7 +12,7 @@ LIMIT = 64
 NUM_CONNECTIONS = 3 * LIMIT
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 TIMEOUT_S = 60.0
-# Like `python -m proxy`, with few file descriptors.
+# A program like `python -m proxy`, but with a low limit of file descriptors.
 PROXY = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))

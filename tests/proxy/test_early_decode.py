@@ -1,4 +1,4 @@
-"""Both legs of a request opened together, at servers that support it."""
+"""Both legs of a request start together if both servers support early decode legs."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ BODY = {"prompt": "p", "max_tokens": 7, "temperature": 0}
 
 
 def fake(behave: Behave, name: str = "", **details: Any) -> Fake:
-    """Return a server that supports early decode legs, unless `details` differ."""
+    """Return a server that supports early decode legs, unless `details` change that."""
     all_details = {
         "engine_id": name or str(time.monotonic_ns()),
         "incarnation": "i",
@@ -67,7 +67,7 @@ async def test_decode_server_may_answer_before_the_prefill_server():
     p = Waits(prefills)
 
     async def reads(call: Call) -> None:
-        await p.begun.wait()  # there is no KV before that
+        await p.begun.wait()  # there is no KV to pull before that
         await decodes(call)
 
     async with early([fake(p, "P")], [fake(reads)]) as rig:
@@ -84,7 +84,7 @@ async def test_decode_server_may_answer_before_the_prefill_server():
             "kv_transfer_params": params_of(decode_call),
         }
         assert decode_call.body == BODY | added
-        # No server will pull the KV any more.
+        # The KV is released, because no server will pull it any more.
         await until(lambda: bool(rig.prefill[0].releases))
         (release,) = rig.prefill[0].releases
         assert params_of(release)["transfer_id"] == offered.transfer_id
@@ -93,7 +93,9 @@ async def test_decode_server_may_answer_before_the_prefill_server():
 
 @pytest.mark.parametrize("by_prefill", [True, False])
 async def test_refusal_of_one_leg_is_the_answer_and_ends_the_other_leg(by_prefill):
-    """Only the decode leg has the client's token limit. Either leg may be refused."""
+    """The legs differ, so either may be refused: only the decode leg has the client's
+    token limit, for example.
+    """
     refusing = Waits(fails(400, "invalid_request"))
     other = Waits()
     prefill = refusing if by_prefill else other
@@ -132,7 +134,9 @@ async def test_new_decode_leg_names_the_server_that_replaces_a_lost_prefill_serv
 async def test_refused_offer_is_followed_by_the_prefill_servers_params(
     refusal, cooldown_s, monkeypatch
 ):
-    """A server that rejects a signature gets no offers until a cooldown or restart."""
+    """A server that rejected a signature gets no offers until a cooldown has passed or
+    it has restarted.
+    """
     monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", cooldown_s)
 
     async def refuses_offers(call: Call) -> None:
@@ -167,7 +171,7 @@ async def test_refused_offer_is_followed_by_the_prefill_servers_params(
 
 @pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
 async def test_server_without_early_decode_gets_the_prefill_servers_params(fails):
-    """Such as a server of another version."""
+    """For example, a server of another version does not support early decode legs."""
     async with early(
         [fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]
     ) as rig:
@@ -179,7 +183,7 @@ async def test_server_without_early_decode_gets_the_prefill_servers_params(fails
 @pytest.mark.parametrize(
     ("details", "members"),
     [
-        ({"subscribes": 0}, {}),  # another version of the server
+        ({"subscribes": 0}, {}),  # of another version
         ({"side_channel_port": None}, {}),
         ({}, {"prompt_logprobs": 1}),
         ({}, {"echo": True, "logprobs": 1}),
@@ -197,7 +201,7 @@ async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
 
 
 def fails_in_turn(*outcomes: Behave) -> list[Fake]:
-    """Return decode servers. The n-th request to them gets the n-th outcome."""
+    """Return decode servers. The n-th request to any of them gets the n-th outcome."""
     turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
     num_servers = len(outcomes) + 1
     return [
@@ -208,8 +212,10 @@ def fails_in_turn(*outcomes: Behave) -> list[Fake]:
 @pytest.mark.parametrize(
     ("outcomes", "max_resumes", "offers", "answer"),
     [
-        ([drops, decodes], 3, [1, 1], "onetwo"),  # another server gets the same offer
-        ([drops, drops], 1, [1, 1], "decode_server_lost"),  # the limit is reached
+        # The second server gets the same offer.
+        ([drops, decodes], 3, [1, 1], "onetwo"),
+        # The limit of servers is reached.
+        ([drops, drops], 1, [1, 1], "decode_server_lost"),
         ([drops], 0, [1], "decode_server_lost"),
         ([fails(502, "x"), decodes], 3, [1, 0], "onetwo"),
         ([fails(502, "x")], 0, [1], "x"),
@@ -221,7 +227,7 @@ def fails_in_turn(*outcomes: Behave) -> list[Fake]:
 async def test_number_of_decode_servers_that_get_a_request_is_limited(
     outcomes, max_resumes, offers, answer
 ):
-    """At most 1 + --max-resumes servers, with an offer or without.
+    """At most 1 + --max-resumes servers get the request, with or without an offer.
 
     If all fail, the prefill server's KV is released.
     """
@@ -257,7 +263,7 @@ async def test_no_kv_is_released_if_both_legs_succeed():
 
 @pytest.mark.parametrize("names", ["", "1"])
 async def test_prefill_is_not_repeated_for_an_answer_that_has_begun(names):
-    """The request does not count as decode-only either."""
+    """The request must not be counted as decode-only either."""
     lost = Waits(drops)
     decode = Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     others = [fake(prefills, name) for name in names]

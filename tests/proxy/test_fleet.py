@@ -1,4 +1,4 @@
-"""Health, circuits, retries and turns of servers, without I/O."""
+"""Health, circuit breakers, retries and round robin of servers, without I/O."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.upstream import Failure
 
 READY = Health(ready=True, reason="")
-YES = HealthReport(True)
+READY_REPORT = HealthReport(True)
 STARTING = HealthReport(False, "the engine is starting")
 
 
@@ -50,8 +50,8 @@ def test_limits_of_a_server_are_those_of_its_last_report_with_limits():
 def test_health_check_that_started_before_a_connection_error_is_void():
     down = unreachable(READY, "refused", now=5.0)
     assert not down.ready
-    assert not polled(down, YES, 4.9).ready
-    assert polled(down, YES, 5.1).ready
+    assert not polled(down, READY_REPORT, 4.9).ready
+    assert polled(down, READY_REPORT, 5.1).ready
 
 
 def test_server_that_misses_few_health_checks_stays_ready():
@@ -59,7 +59,7 @@ def test_server_that_misses_few_health_checks_stays_ready():
     for _ in range(SILENCES - 1):
         health = silent(health, "no answer")
         assert health.ready
-    assert polled(health, YES, 1.0) == READY
+    assert polled(health, READY_REPORT, 1.0) == READY
     health = silent(health, "no answer")
     assert (health.ready, health.reason) == (False, "no answer")
     assert not silent(Health(), "no answer").ready
@@ -83,30 +83,30 @@ def test_failures_open_the_circuit_and_failed_trials_double_the_cooldown():
         trying = began(health, now)
         assert not admits(trying, now + 0.1)
         assert admits(succeeded(trying), now + 0.1)
-        # A trial without a result is forgotten.
+        # If a trial has no result, the next trial is allowed after the cooldown.
         assert admits(trying, now + COOLDOWN_S)
         health = failed(trying, now)
     assert cooldowns == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
-MOVES: dict[str, Any] = {
+EVENTS: dict[str, Any] = {
     "failed": lambda health, now: failed(health, now),
     "succeeded": lambda health, _: succeeded(health),
     "began": began,
     "unreachable": lambda health, now: unreachable(health, "gone", now),
-    "polled": lambda health, now: polled(health, YES, now),
+    "polled": lambda health, now: polled(health, READY_REPORT, now),
 }
 
 
-@given(st.lists(st.tuples(st.sampled_from([*MOVES]), st.floats(0, 20))))
+@given(st.lists(st.tuples(st.sampled_from([*EVENTS]), st.floats(0, 20))))
 def test_server_that_works_again_is_used_again_after_any_events(events):
     health = Health()
     now = 0.0
     for event, passed in events:
         now += passed
-        health = MOVES[event](health, now)
+        health = EVENTS[event](health, now)
     later = now + MAX_COOLDOWN_S
-    health = polled(health, YES, later)
+    health = polled(health, READY_REPORT, later)
     assert health.ready and admits(health, later)
     closed = replace(READY, changed_at=health.changed_at)
     assert succeeded(began(health, later)) == closed
@@ -132,7 +132,9 @@ def test_server_that_works_again_is_used_again_after_any_events(events):
     ],
 )
 def test_5xx_is_a_failure_and_only_500_counts_for_the_circuit(status, code, failure):
-    """503 is the answer of a full server, and 502 and 504 are failures of its peer."""
+    """503 is the answer of a full server. 502 and 504 report failures of a server's
+    peer.
+    """
     assert failure_of(status, b'{"error": {"code": "%s"}}' % code.encode()) is failure
     if failure in (Failure.ERROR, Failure.BUSY):
         assert trips_breaker(failure, status) is (status == 500)
@@ -140,7 +142,7 @@ def test_5xx_is_a_failure_and_only_500_counts_for_the_circuit(status, code, fail
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_prefill_is_always_retried_and_decode_only_without_a_second_wait(failure):
+def test_prefill_is_always_retried_but_decode_not_after_a_timeout_or_error(failure):
     assert may_retry(Kind.PREFILL, [failure])
     expected = failure not in (Failure.TIMEOUT, Failure.ERROR)
     assert may_retry(Kind.DECODE, [failure]) is expected
@@ -160,7 +162,7 @@ def fleet_of(prefill: str, decode: str = "", ready: str = "", **options: Any) ->
     """Return a fleet of servers with one-letter URLs.
 
     Args:
-        ready: the servers that are ready; all if it is empty.
+        ready: URLs of the servers that are ready. If it is empty, all are ready.
     """
     fleet = Fleet(
         {Kind.PREFILL: prefill, Kind.DECODE: decode},
@@ -168,7 +170,7 @@ def fleet_of(prefill: str, decode: str = "", ready: str = "", **options: Any) ->
     )
     for server in fleet.servers:
         if not ready or server.url in ready:
-            fleet.polled(server, YES, 0.0)
+            fleet.polled(server, READY_REPORT, 0.0)
     return fleet
 
 
@@ -217,7 +219,8 @@ def test_usable_servers_get_equal_shares(num_servers, data):
 
 
 def test_choice_is_among_untried_servers_of_one_kind():
-    fleet = fleet_of("ab", "a")  # one URL may be of both kinds
+    # One URL may be that of a prefill and of a decode server.
+    fleet = fleet_of("ab", "a")
     p1, p2 = fleet.of[Kind.PREFILL]
     (d1,) = fleet.of[Kind.DECODE]
     assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [p1, p2, p1]

@@ -63,7 +63,7 @@ async def test_headers_are_forwarded_in_both_directions():
 
 
 async def test_white_space_around_header_values_is_not_forwarded():
-    """HTTP forbids it, but some clients without a key send `Bearer `."""
+    """HTTP forbids such space, but some clients without a key send `Bearer `."""
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(
@@ -185,7 +185,7 @@ async def test_decode_only_request_without_a_usable_prefill_is_counted(behave, r
 @pytest.mark.parametrize(
     "behave", [answers(500, {}), answers(503, {}), drops, breaks_off]
 )
-async def test_failed_prefill_is_retried_at_another_server(behave):
+async def test_failed_prefill_is_retried_at_a_second_server(behave):
     async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
         assert (await rig.complete()).status_code == 200
         assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
@@ -223,7 +223,8 @@ async def test_prefill_is_not_repeated_for_unreachable_and_full_decode_servers()
 @pytest.mark.parametrize(
     ("behave", "status", "code", "num_calls"),
     [
-        (drops, 502, "decode_server_lost", 3),  # the request may have crashed them
+        # The request may have crashed these servers, so max_resumes limits them.
+        (drops, 502, "decode_server_lost", 3),
         (_died, 503, "engine_died", 3),
         (fails(503, "overloaded"), 503, "overloaded", 4),
         (fails(500, "transfer_failed"), 500, "transfer_failed", 1),
@@ -299,7 +300,9 @@ async def test_concurrent_requests_are_spread_over_all_servers():
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
     ],
 )
-async def test_other_requests_take_no_turn_of_a_completion(method, path, body):
+async def test_requests_other_than_completions_do_not_advance_the_round_robin(
+    method, path, body
+):
     decode = [Fake(answers(200, {})), Fake(answers(200, {}))]
     async with Rig([Fake(prefills), Fake(prefills)], decode) as rig:
         for _ in range(4):

@@ -91,33 +91,37 @@ async def test_silent_server_times_out_and_a_partial_answer_is_an_error(
             assert code != "decode_server_timeout" or "0.2 s" in response.text
 
 
-@pytest.mark.parametrize("others", [0, 1])
-async def test_proxy_gives_up_a_prefill_server_that_answers_no_health_checks(others):
-    """The server is stopped: its connections stay open, and nothing arrives."""
+@pytest.mark.parametrize("num_others", [0, 1])
+async def test_proxy_gives_up_a_prefill_server_that_answers_no_health_checks(
+    num_others,
+):
+    """The server is suspended: its connections stay open, but no bytes arrive."""
     stopped = Fake(hangs)
-    fakes = [stopped, *(Fake(prefills) for _ in range(others))]
+    fakes = [stopped, *(Fake(prefills) for _ in range(num_others))]
     async with Rig(fakes, health_timeout_s=0.05, read_timeout_s=3600.0) as rig:
         request = asyncio.create_task(rig.complete())
         await until(lambda: len(stopped.calls) == 1)
         stopped.silent = True
         assert (await request).status_code == 200
-        assert rig.decode_only("lost") == (not others)
+        assert rig.decode_only("lost") == (not num_others)
         assert rig.in_flight() == 0
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("begun", [False, True])
-async def test_proxy_gives_up_a_decode_server_that_is_silent_for_long(begun, others):
+@pytest.mark.parametrize("num_others", [0, 1])
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_proxy_gives_up_a_decode_server_that_is_silent_for_long(
+    has_begun, num_others
+):
     async def stops(call: Call) -> None:
         stopped.silent = True
-        await Waits(sends=_ONE if begun else b"")(call)
+        await Waits(sends=_ONE if has_begun else b"")(call)
 
     stopped = Fake(stops)
-    fakes = [stopped, *(Fake(decodes) for _ in range(others))]
+    fakes = [stopped, *(Fake(decodes) for _ in range(num_others))]
     async with Rig(decode=fakes, health_timeout_s=0.05, read_timeout_s=3600.0) as rig:
         answer = await rig.complete(stream=True)
-        assert answer.status_code == (200 if begun or others else 502)
-        if others and not begun:
+        assert answer.status_code == (200 if has_begun or num_others else 502)
+        if num_others and not has_begun:
             assert answer.text.endswith("data: [DONE]\n\n")
         else:
             assert '"decode_server_lost"' in answer.text
@@ -161,7 +165,7 @@ async def test_disconnect_of_a_client_ends_the_leg_in_flight(leg):
         assert rig.is_ready(0) and rig.is_ready(1)
 
 
-async def test_client_that_closes_the_connection_at_done_is_no_disconnect():
+async def test_client_that_closes_after_done_is_not_counted_as_disconnect():
     lingers = Waits(sends=_ONE + b"data: [DONE]\n\n")
     async with Rig(decode=[Fake(lingers)]) as rig:
         body = {"prompt": "x", "stream": True}
@@ -179,25 +183,25 @@ async def test_client_that_closes_the_connection_at_done_is_no_disconnect():
 async def test_kv_is_released_when_clients_leave_a_decode_server_that_hangs(
     refused_before, stream
 ):
-    """A stopped decode server cannot release the KV itself, so the proxy does.
+    """A suspended decode server cannot release the KV itself, so the proxy does.
 
-    The decode server's connection is closed first: a decode server that runs must not
-    lose the lease before it notices. A server that refused the request does not release
-    the KV.
+    The proxy closes the connection to the decode server first, so that a server that
+    still runs notices the end of the request before its lease ends. Servers that
+    refused the request before do not release the KV either.
     """
-    begun = asyncio.Event()
+    has_begun = asyncio.Event()
     prefill = Fake(prefills)
     num_releases_at_disconnect: list[int] = []
 
     async def is_stopped(call: Call) -> None:
-        begun.set()
+        has_begun.set()
         await call.disconnected()
         num_releases_at_disconnect.append(len(prefill.releases))
 
     refuses = [Fake(fails(503, "overloaded"))] if refused_before else []
     async with Rig([prefill], [*refuses, Fake(is_stopped)]) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
-        await begun.wait()
+        await has_begun.wait()
         request.cancel()
         await until(lambda: len(prefill.releases) == 1)
         assert num_releases_at_disconnect == [0]
@@ -230,11 +234,13 @@ async def _stops_before_the_last_byte(call: Call) -> None:
     "stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte]
 )
 async def test_prefill_with_an_incomplete_answer_is_cancelled(stops, end):
-    """The prefill server may have leased KV that only its answer names."""
-    begun = asyncio.Event()
+    """The prefill server may have leased KV, but the lease ID is in the part of the
+    answer that did not arrive. So the proxy cancels by transfer ID.
+    """
+    has_begun = asyncio.Event()
 
     async def behaves(call: Call) -> None:
-        begun.set()
+        has_begun.set()
         if end == "the connection breaks":
             call.disconnected = partial(asyncio.sleep, 0)  # type: ignore[method-assign]
         await stops(call)
@@ -243,7 +249,7 @@ async def test_prefill_with_an_incomplete_answer_is_cancelled(stops, end):
     read_timeout_s = 0.2 if end == "time is up" else 3600.0
     async with Rig([Fake(behaves)], read_timeout_s=read_timeout_s) as rig:
         request = asyncio.create_task(rig.complete())
-        await begun.wait()
+        await has_begun.wait()
         if end == "the client leaves":
             request.cancel()
         await until(lambda: len(rig.prefill[0].releases) == 1)
@@ -263,7 +269,7 @@ async def test_no_client_waits_for_a_slow_release_of_kv():
         slow.go.set()
 
 
-async def test_no_kv_is_released_of_prefills_that_were_not_sent_or_were_used():
+async def test_kv_is_not_released_if_prefill_was_not_sent_or_its_kv_was_used():
     async with Rig([Fake(prefills), Fake(prefills)], health_interval_s=60.0) as rig:
         await rig.prefill[0].stop()
         for stream in (False, True):
@@ -290,7 +296,9 @@ JSON_ANSWER = (
 
 
 class Dying:
-    """A server that sends only `position` bytes of answers other than to GET /ready."""
+    """A server that sends only the first `position` bytes of each answer, except to GET
+    /ready.
+    """
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
@@ -309,8 +317,10 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, JSON_ANSWER])
-async def test_client_gets_one_end_at_whichever_byte_a_server_dies(answer, monkeypatch):
-    # There is no other server to wait for.
+async def test_client_gets_exactly_one_end_wherever_the_server_dies(
+    answer, monkeypatch
+):
+    # The proxy need not wait, because there is no second server.
     monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
 
     async def send_requests(rig: Rig, dying: Dying) -> None:
@@ -332,14 +342,15 @@ async def test_client_gets_one_end_at_whichever_byte_a_server_dies(answer, monke
 
     dying = Dying(answer)
     async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
-        fake = Fake(decodes)  # it receives no request; the rig needs its place
+        # It receives no request: the next line replaces its address.
+        fake = Fake(decodes)
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Rig(prefill=[], decode=[fake]) as rig:
             await send_requests(rig, dying)
 
 
 async def test_expired_deadline_is_reported_when_the_client_reads_again():
-    """The connection is full of an earlier answer that the client has not read yet."""
+    """An earlier answer, which the client has not read yet, fills the connection."""
     text = "x" * (1 << 24)
     body = b'{"model": "m", "prompt": "hello"}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"

@@ -1,7 +1,7 @@
 """vLLM's servers behind the proxy.
 
-The fakes answer in the shapes that were recorded from vLLM's NixlConnector and its
-OpenAI server. The proxy sends them nothing that vLLM's own proxies do not send.
+The fakes' answers have the form of recorded answers of vLLM's NixlConnector and OpenAI
+server. The proxy must send these servers nothing that vLLM's own proxies do not send.
 """
 
 import pytest
@@ -216,7 +216,7 @@ async def test_incompatible_and_unhealthy_foreign_servers_receive_no_request():
     ],
 )
 def test_foreign_server_is_recognized_by_its_list_of_models(status, body, is_foreign):
-    """The list may be hidden from requests without a key."""
+    """The server may refuse to send the list of models without a key."""
     report = _parse_foreign(200, status, body)
     assert report.ready == report.is_foreign == is_foreign
     assert report.models == ()

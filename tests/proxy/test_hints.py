@@ -1,4 +1,4 @@
-"""Pull hints name the server that has more of a prompt's KV."""
+"""A pull hint names the peer that has more of a prompt's KV than the server."""
 
 import json
 import time
@@ -51,7 +51,9 @@ def server(kind: Kind, index: int, **health: Any) -> Server:
 
 
 class Fleet:
-    """Two prefill and two decode servers; the first of each kind has turn 1 cached."""
+    """Two prefill servers (p, q) and two decode servers (d, e). p and d have TURN_1
+    cached.
+    """
 
     def __init__(self, **health: Any) -> None:
         self.clock = Clock()
@@ -74,24 +76,28 @@ class Fleet:
         lenders = self.load_tracker.lenders(reader, profile(messages))
         return pull_hint(reader, lenders)
 
-    def named(self, reader: Server, messages: Any = TURN_2) -> str | None:
-        """Return the engine that a hint for this server names."""
+    def hinted_engine(self, reader: Server, messages: Any = TURN_2) -> str | None:
+        """Return the engine ID in the hint that `reader` gets, or None without a
+        hint.
+        """
         hint = self.hint(reader, messages)
         return hint.engine_id if hint else None
 
 
 def test_hint_names_the_server_with_the_longest_cached_prefix():
     fleet = Fleet()
-    # The decode server also has the answer.
-    assert fleet.named(fleet.p) == "engine decode0"
-    assert fleet.named(fleet.q) == fleet.named(fleet.e) == "engine decode0"
-    assert fleet.named(fleet.d) is None, "no server has more"
-    assert fleet.named(fleet.p, TURN_1) is None
+    # The decode server has more cached than p: it also has the answer.
+    assert fleet.hinted_engine(fleet.p) == "engine decode0"
+    assert (
+        fleet.hinted_engine(fleet.q) == fleet.hinted_engine(fleet.e) == "engine decode0"
+    )
+    assert fleet.hinted_engine(fleet.d) is None, "no server has more"
+    assert fleet.hinted_engine(fleet.p, TURN_1) is None
     branch = [{**TURN_1[0], "content": TURN_1[0]["content"] + "and more"}, *TURN_2[1:]]
-    # The cached answer does not follow this question.
-    assert fleet.named(fleet.p, branch) is None
-    assert fleet.named(fleet.q, branch) in ("engine prefill0", "engine decode0")
-    assert fleet.named(fleet.q, [{"content": "new"}]) is None
+    # The cached answer is useless after a changed question.
+    assert fleet.hinted_engine(fleet.p, branch) is None
+    assert fleet.hinted_engine(fleet.q, branch) in ("engine prefill0", "engine decode0")
+    assert fleet.hinted_engine(fleet.q, [{"content": "new"}]) is None
     hint = fleet.hint(fleet.q)
     assert hint is not None and (hint.host, hint.port) == ("host-decode0", 7000)
 
@@ -102,29 +108,31 @@ def test_prompt_counts_as_cached_only_after_it_was_computed():
     load_tracker = fleet.load_tracker
     prefill = {"computes": True, "generates": False}
     computed = load_tracker.start(fleet.p, profile(prompt), **prefill)
-    assert fleet.named(fleet.q, prompt) is None
+    assert fleet.hinted_engine(fleet.q, prompt) is None
     load_tracker.on_answer(computed)
-    assert fleet.named(fleet.q, prompt) == "engine prefill0"
+    assert fleet.hinted_engine(fleet.q, prompt) == "engine prefill0"
     pulling = load_tracker.start(fleet.q, profile(prompt), **prefill)
-    # The KV is still on its way to this server, for another request.
-    assert fleet.named(fleet.q, prompt) == "engine prefill0"
+    # The first pull to q has not ended, so a second request gets the same hint.
+    assert fleet.hinted_engine(fleet.q, prompt) == "engine prefill0"
     load_tracker.on_answer(pulling)
-    assert fleet.named(fleet.q, prompt) is None
+    assert fleet.hinted_engine(fleet.q, prompt) is None
     for busy, idle in ((fleet.p, "engine prefill1"), (fleet.q, "engine prefill0")):
         long = profile([{"content": "long " * 9000}])
         assignment = load_tracker.start(busy, long, **prefill)
-        assert fleet.named(fleet.e, prompt) == idle, "the lender that replies first"
+        assert fleet.hinted_engine(fleet.e, prompt) == idle, (
+            "the lender that replies first"
+        )
         load_tracker.end(assignment)
     stream = load_tracker.start(
         fleet.d, profile(prompt), computes=False, generates=True
     )
-    assert fleet.named(fleet.d, prompt) == "engine prefill0"
+    assert fleet.hinted_engine(fleet.d, prompt) == "engine prefill0"
     load_tracker.on_answer(stream)
-    assert fleet.named(fleet.d, prompt) is None
+    assert fleet.hinted_engine(fleet.d, prompt) is None
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "hinted_engine"),
     [
         ({"ready": False}, "engine prefill0"),
         ({"open_until": 5.0}, "engine prefill0"),
@@ -134,29 +142,29 @@ def test_prompt_counts_as_cached_only_after_it_was_computed():
         ({}, "engine decode0"),
     ],
 )
-def test_hint_never_names_a_server_that_cannot_lend(change, named):
+def test_hint_never_names_a_server_that_cannot_lend(change, hinted_engine):
     fleet = Fleet()
     fleet.d.health = replace(fleet.d.health, **change)
-    assert fleet.named(fleet.q) == named
+    assert fleet.hinted_engine(fleet.q) == hinted_engine
 
 
 @pytest.mark.parametrize("change", [{"is_foreign": True}, {"subscribes": False}])
 def test_servers_that_cannot_pull_receive_no_hint(change):
     fleet = Fleet()
     fleet.q.health = replace(fleet.q.health, **change)
-    assert fleet.named(fleet.q) is None
+    assert fleet.hinted_engine(fleet.q) is None
 
 
 def test_hint_names_no_server_that_has_restarted_or_left():
     """Without a cluster secret there are no hints either."""
     fleet = Fleet()
     fleet.load_tracker.forget_cache(fleet.d)
-    assert fleet.named(fleet.q) == "engine prefill0"
+    assert fleet.hinted_engine(fleet.q) == "engine prefill0"
     fleet.load_tracker.remove(fleet.p)
-    assert fleet.named(fleet.q) is None
+    assert fleet.hinted_engine(fleet.q) is None
     fleet = Fleet()
     fleet.load_tracker.pulls = False
-    assert fleet.named(fleet.q) is None
+    assert fleet.hinted_engine(fleet.q) is None
 
 
 def test_pulled_prefix_shortens_the_estimated_wait():

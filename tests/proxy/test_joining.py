@@ -1,4 +1,6 @@
-"""Members from a file, DNS, registrations and operators, over HTTP to a proxy."""
+"""Servers that join and leave a running proxy: by file, DNS, registration and
+operators.
+"""
 
 import asyncio
 import itertools
@@ -31,7 +33,7 @@ def ends(*_: object) -> Any:
 
 
 def record(url: str, **fields: Any) -> Record:
-    """Return a record that is newer than all earlier ones, with these fields."""
+    """Return a registration record that is newer than all records before it."""
     issued_ms = int(time.time() * 1000) + next(_issued)
     defaults: dict[str, Any] = {
         "role": "decode",
@@ -81,7 +83,8 @@ async def test_registered_server_serves_and_leaves_without_losing_a_stream():
         await until(ready(rig, other.url))
         assert {(await rig.complete()).status_code for _ in range(3)} == {200}
         assert (len(slow.calls), len(other.calls)) == (1, 3)
-        assert names(rig) == ["decode-0", "decode-1"]  # decode-0 still has a stream
+        # decode-0 stays while it has a stream.
+        assert names(rig) == ["decode-0", "decode-1"]
         slow.behave.go.set()  # type: ignore[attr-defined]
         assert (await stream).text == "data: 1\n\n" + END.decode()
         await until(lambda: names(rig) == ["decode-1"])
@@ -92,7 +95,7 @@ async def test_registered_server_serves_and_leaves_without_losing_a_stream():
 
 @pytest.mark.parametrize("details", [{}, {"model": "m", "kv_digest": "a.b.c"}])
 async def test_server_that_joins_during_a_prefill_can_generate_the_answer(details):
-    """The decode server that was a member at first leaves during the prefill."""
+    """The only decode server leaves during the prefill, while a new one joins."""
     slow = Waits(prefills)
     prefill = Fake(slow, details=details)
     old = Fake(decodes, details=details)
@@ -132,7 +135,7 @@ async def test_registration_expires_unless_renewed_or_the_proxy_shuts_down(caplo
 async def test_registration_renewed_while_the_proxy_is_suspended_does_not_expire(
     caplog,
 ):
-    """What arrived while the proxy's machine was suspended is in time."""
+    """A renewal that arrived while the proxy was suspended counts as in time."""
     async with rig_of(fixed_series=False) as rig:
         await register(rig, record("http://d:1", ttl_s=1.0))
         renewal = seal(record("http://d:1", ttl_s=60.0), SECRET.encode())
@@ -244,7 +247,7 @@ async def test_registrar_tries_proxies_until_one_accepts(caplog):
 
 
 async def test_server_registers_with_every_proxy_behind_a_name(monkeypatch):
-    # The address that received each request, and its Host header.
+    # For each request, the address that received it and the request's Host header.
     requests = list[tuple[str, str]]()
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -268,7 +271,7 @@ async def test_server_registers_with_every_proxy_behind_a_name(monkeypatch):
         await registrar.leave()
         by_address = sorted(requests)
         assert by_address == [("127.0.0.2", name)] * 2 + [("127.0.0.3", name)] * 2
-    # One address of each family is one proxy.
+    # The IPv4 and the IPv6 address of one proxy do not count as two proxies.
     assert await addresses_of(URL("http://localhost:1")) == ["localhost"]
 
 
@@ -319,7 +322,8 @@ async def test_operator_drains_and_undrains_a_server():
             assert status == expected_status
             assert words in answer["error"]["message"]
         assert (await rig.client.get("/admin/members/drain")).status_code == 405
-        # These headers come from a browser or a proxy on the same machine.
+        # With these headers, a request may come from a web page or from a distant
+        # client.
         for header in ("origin", "x-forwarded-for"):
             headers = {header: "http://elsewhere"}
             response = await rig.client.post(

@@ -1,7 +1,7 @@
-"""`python -m proxy` as a process, which is also suspended for a while.
+"""`python -m proxy` as a process. Some tests suspend it for a while.
 
-The suspension is longer than the timeouts. What arrives during it must count as if the
-process had been running.
+The suspension is longer than all timeouts. Data that arrives during a suspension must
+count as arrived in time.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SUSPENDED_S = 3 * TIMEOUT_S
 _BODY = b'{"prompt": "x", "stream": true}'
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
 _HEAD += b"Content-Length: %d\r\n" % len(_BODY)
-# Like `python -m proxy`, but idle connections are closed soon.
+# A program like `python -m proxy`, but with a short timeout of idle connections.
 _PROXY = f"""
 import sys
 from proxy import __main__ as main
@@ -88,7 +88,7 @@ def test_failed_start_reports_what_is_missing(argv, words, status):
 
 @contextlib.asynccontextmanager
 async def suspended(child: lifecycle.Child) -> AsyncIterator[None]:
-    """Suspend the process during the block, and for longer than its timeouts."""
+    """Suspend the process during the block, and until its timeouts have passed."""
     await asyncio.to_thread(stopping.send, child.pid, signal.SIGSTOP)
     try:
         yield

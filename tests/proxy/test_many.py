@@ -1,6 +1,7 @@
-"""Many connections and streams at a proxy process, which must still serve others.
+"""Many connections and streams at a proxy process, which must still serve new clients.
 
-Clients are idle, slow, or do not read. Memory and descriptors stay bounded.
+The clients are idle, slow, or do not read. The proxy's memory and file descriptors must
+stay bounded.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ class Proxy:
             return int(file.read().split()[1]) * resource.getpagesize()
 
     async def serves(self) -> None:
-        """Check that another client receives a complete stream."""
+        """Check that a new client receives a complete stream."""
         assert len(await read_stream(self.port, 20, 0.001)) == 20
 
 
@@ -68,13 +69,13 @@ async def connected(
 )
 async def test_idle_connections_take_little_memory(connections):
     async with proxied() as proxy:
-        before = proxy.memory_bytes
+        memory_before = proxy.memory_bytes
         async with connected(proxy.port, connections) as opened:
-            # Connections after a request take more memory than new ones.
+            # Send a request on each, because connections that had one take more memory.
             for reader, writer in opened:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 await reader.readuntil(b'{"status":"ok"}')
-            bytes_each = (proxy.memory_bytes - before) / connections
+            bytes_each = (proxy.memory_bytes - memory_before) / connections
             print(f"{connections} idle connections: {bytes_each / 1024:.1f} KiB each")
             await proxy.serves()
             assert bytes_each < 64 << 10
@@ -103,51 +104,58 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("each", [25, pytest.param(250, marks=pytest.mark.slow)])
-async def test_slow_and_non_reading_clients_are_disconnected_and_others_served(each):
+@pytest.mark.parametrize("num_each", [25, pytest.param(250, marks=pytest.mark.slow)])
+async def test_slow_and_non_reading_clients_are_disconnected_and_others_served(
+    num_each,
+):
     async with proxied("--client-timeout-s", "1") as proxy:
-        before = proxy.memory_bytes
-        async with connected(proxy.port, (len(SLOW) + 1) * each) as opened:
+        memory_before = proxy.memory_bytes
+        async with connected(proxy.port, (len(SLOW) + 1) * num_each) as opened:
             kinds = list(SLOW.values())
             dripping = [
                 asyncio.create_task(drip(writer, kinds[index % len(kinds)], 0.3))
-                for index, (_, writer) in enumerate(opened[each:])
+                for index, (_, writer) in enumerate(opened[num_each:])
             ]
-            for _, writer in opened[:each]:
+            for _, writer in opened[:num_each]:
                 writer.transport.pause_reading()  # this client does not read
                 writer.write(HEAD + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY))
             await proxy.serves()
-            slow = [reader.read() for reader, _ in opened[each:]]
+            slow = [reader.read() for reader, _ in opened[num_each:]]
             answers = await asyncio.gather(*slow, return_exceptions=True)
             statuses = {answer[9:12] for answer in answers if isinstance(answer, bytes)}
             assert statuses <= {b"", b"408"}, statuses
             await proxy.serves()
-            assert proxy.memory_bytes - before < (32 << 20) + each * (1 << 20)
+            assert proxy.memory_bytes - memory_before < (32 << 20) + num_each * (
+                1 << 20
+            )
             await asyncio.gather(*dripping)
 
 
 @pytest.mark.parametrize(
-    ("idle", "busy", "interval_s"),
+    ("num_idle", "num_busy", "interval_s"),
     [(60, 20, 0.02), pytest.param(1000, 200, 0.1, marks=pytest.mark.slow)],
 )
 async def test_idle_and_busy_streams_all_complete_in_bounded_memory(
-    idle, busy, interval_s
+    num_idle, num_busy, interval_s
 ):
-    raise_descriptor_limit(idle + busy)
+    raise_descriptor_limit(num_idle + num_busy)
     async with proxied() as proxy:
-        before = proxy.memory_bytes
-        turn = asyncio.Semaphore(20)
-        idle_streams = [read_stream(proxy.port, 3, -1, turn) for _ in range(idle)]
+        memory_before = proxy.memory_bytes
+        start_limit = asyncio.Semaphore(20)
+        idle_streams = [
+            read_stream(proxy.port, 3, -1, start_limit) for _ in range(num_idle)
+        ]
         waiting = asyncio.gather(*idle_streams)
         busy_streams = [
-            read_stream(proxy.port, 50, interval_s, turn) for _ in range(busy)
+            read_stream(proxy.port, 50, interval_s, start_limit)
+            for _ in range(num_busy)
         ]
         assert {len(delays) for delays in await asyncio.gather(*busy_streams)} == {50}
         assert not waiting.done()
-        num_bytes = proxy.memory_bytes - before
-        kib_each = num_bytes / (idle + busy) / 1024
-        print(f"{idle} idle, {busy} busy streams: {kib_each:.1f} KiB each")
-        assert num_bytes < (32 << 20) + (128 << 10) * (idle + busy)
+        num_bytes = proxy.memory_bytes - memory_before
+        kib_each = num_bytes / (num_idle + num_busy) / 1024
+        print(f"{num_idle} idle, {num_busy} busy streams: {kib_each:.1f} KiB each")
+        assert num_bytes < (32 << 20) + (128 << 10) * (num_idle + num_busy)
         async with connected(proxy.fake_port, 1) as ((_, writer),):
             writer.write(b"GET /go HTTP/1.1\r\n\r\n")
             assert {len(delays) for delays in await waiting} == {3}

@@ -1,4 +1,4 @@
-"""Servers that join and leave: the members, their state, and what ends with them."""
+"""Servers that join and leave the fleet, and the state that is removed with them."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.request_profile import profile_prompt
 
-YES = HealthReport(True)
+READY_REPORT = HealthReport(True)
 PROFILE = profile_prompt(b"", b"x" * 4096, 1)
 STEPS = st.lists(
     st.tuples(
@@ -50,7 +50,7 @@ def test_member_stays_until_no_source_names_it_and_its_requests_have_ended(steps
         match step:
             case "join":
                 named.setdefault(url, set()).add(source)
-                fleet.polled(fleet.join(Kind.DECODE, url, source), YES, 0.0)
+                fleet.polled(fleet.join(Kind.DECODE, url, source), READY_REPORT, 0.0)
             case "leave" if server is not None:
                 named[url].discard(source)
                 fleet.leave(server, source)
@@ -82,7 +82,7 @@ def test_new_member_gets_the_smallest_free_index():
     assert [each.name for each in fleet.servers] == ["decode-0", "decode-2"]
     assert str(fleet.join(Kind.DECODE, "d", "file")) == "decode-1 d"
     for server in fleet.servers:
-        fleet.polled(server, YES, 0.0)
+        fleet.polled(server, READY_REPORT, 0.0)
     turns = [fleet.choose(Kind.DECODE) for _ in range(4)]
     assert [each and each.url for each in turns] == ["a", "d", "c", "a"]
 
@@ -106,9 +106,9 @@ def test_server_of_role_both_is_a_member_of_both_kinds(kind):
         assert members() == [(each, "a") for each in Kind]
         assert all(len(fleet.ready(each)) == 1 for each in Kind)
         poll(HealthReport(False, "busy"))
-        # It may be ready again soon.
+        # A busy server may be ready again soon, so it stays a member of both kinds.
         assert members() == [(each, "a") for each in Kind]
-        poll(YES)  # it was restarted with one role
+        poll(READY_REPORT)  # it was restarted with one role
         assert members() == [(kind, "a")]
     poll(both)
     fleet.leave(server, "listed")
@@ -153,7 +153,7 @@ def test_each_change_of_a_circuit_is_reported():
     for _ in range(6):
         fleet.failed(server)
     now = 5.0
-    fleet.polled(server, YES, 5.0)
+    fleet.polled(server, READY_REPORT, 5.0)
     fleet.succeeded(server)
     assert states == ["open", "half_open", "closed"]
 
@@ -163,7 +163,7 @@ def test_each_change_of_a_circuit_is_reported():
 )
 def test_pool_has_the_servers_that_serve_its_model_now(steps):
     fleet = Fleet({Kind.DECODE: "abc"})
-    # By URL; absent: the server is not ready, or it has not reported its model.
+    # Maps a server's URL to the model that it last reported.
     serves: dict[str, str] = {}
     for url, model in steps:
         server = fleet.find(Kind.DECODE, url)

@@ -76,7 +76,7 @@ async def test_single_model_needs_no_name_and_is_listed_without_ready_servers():
         (card,) = (await rig.client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("a", None)
         assert (await rig.client.get("/v1/models/a")).json() == card
-        # A server that has not reported its model might serve any model.
+        # A server that has never reported its model might serve any model.
         unreachable = {"role": "prefill", "url": "http://127.0.0.1:1"}
         response = await rig.client.post("/admin/members", json=unreachable)
         assert response.status_code == 200
@@ -95,7 +95,7 @@ async def test_single_model_needs_no_name_and_is_listed_without_ready_servers():
         (["1.1.1", "1.1.2"], ["1.1.1", "1.1.2"], {(0, 0), (1, 1)}),
         (["1.1.1", "1.2.1"], ["1.1.1"], {(0, 0)}),
         (["1.1.1"], ["1.2.1", "1.1.1"], {(0, 1)}),
-        (["1.1.1"], [""], {(0, 0)}),  # an older version reports no digest
+        (["1.1.1"], [""], {(0, 0)}),  # a server of an older version reports no digest
     ],
 )
 async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs):
@@ -120,7 +120,7 @@ async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs
 
 
 def _positions(fakes: list[Fake], request_id: str) -> list[int]:
-    """Return the positions of the servers with this id in the last request."""
+    """Return the indices of the fakes that got this request last."""
     return [
         index
         for index, fake in enumerate(fakes)

@@ -1,4 +1,4 @@
-"""Placement by load estimates, with fake servers, and the LoadTracker alone."""
+"""Placement by load estimates: with fake servers, and by the LoadTracker alone."""
 
 import asyncio
 import json
@@ -28,7 +28,9 @@ SERVERS = ("a", "b", "c")
 
 
 def profile_text(num_bytes: int, letter: bytes = b"x") -> RequestProfile:
-    """The profile of a prompt of equal letters with up to 9 output tokens."""
+    """Return the profile of a request: `num_bytes` times this letter, up to 9 output
+    tokens.
+    """
     return profile_prompt(b"", letter * num_bytes, 9)
 
 
@@ -49,7 +51,7 @@ async def test_prompt_goes_to_the_server_with_its_prefix_unless_that_is_busy():
         blocked.go.set()
         await running
         await rig.complete(prompt=much_longer)
-        assert len(cached.calls) == 6  # it is idle again
+        assert len(cached.calls) == 6  # `cached` is idle again
 
 
 async def test_cached_prefix_counts_only_for_requests_with_the_same_cache_salt():
@@ -112,7 +114,7 @@ async def test_prompts_that_arrive_together_do_not_all_go_to_one_server():
         host, port = rig.listener.getsockname()
         connections = [await asyncio.open_connection(host, port) for _ in range(64)]
         head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
-        # The proxy reads all requests before it sends any of them on.
+        # The proxy must read all requests before it forwards any of them.
         for number, (_, writer) in enumerate(connections):
             body = json.dumps({"model": "m", "prompt": f"{number:02} {LONG_PROMPT}"})
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -136,7 +138,9 @@ async def test_disaggregation_policy_is_followed(policy):
 
 
 async def test_new_placement_of_a_request_ends_its_earlier_reservation():
-    """A failover may place a request again before its reserved leg has started."""
+    """A failover may place a request again before the leg of its first placement has
+    started.
+    """
     async with Rig(disaggregate="auto") as rig:
         tracker = rig.app.load_tracker
         request = PDRequest(
@@ -217,9 +221,10 @@ def test_speed_of_a_server_follows_from_its_step_counters():
     rng = random.Random(1)
     totals = StepTotals()
     one_stream_s = 0.012 / (1 + 8 / 96)
-    for _ in range(60):  # up to 100 prompt tokens per step with streams
+    for _ in range(60):  # steps have up to 100 prompt tokens, besides streams
         tokens = rng.randrange(100)
-        streams = rng.choice([2, 14])  # streams started and ended between two reports
+        # The number of streams changes between two reports.
+        streams = rng.choice([2, 14])
         step_s = one_stream_s * (1 + streams / 96)
         mixed = [50, 50 * (streams + tokens), 50 * (step_s + tokens * 4e-4)]
         with_prompts = [mixed[0], mixed[1], 50 * tokens, mixed[2]]
@@ -232,7 +237,9 @@ def test_speed_of_a_server_follows_from_its_step_counters():
 
 
 def test_short_prompts_do_not_make_a_server_look_slow():
-    """Each step has one prompt and takes at least 13 ms; lengths come in any order."""
+    """Each step has one prompt of random length and takes at least 13 ms, so a short
+    prompt costs much more per token than a long one.
+    """
     rng = random.Random(1)
     tracker = LoadTracker("auto", "auto")
     totals = StepTotals()
@@ -289,7 +296,9 @@ def test_server_that_does_not_answer_is_not_taken_for_idle():
 
 
 def test_removed_server_lends_nothing_though_its_other_member_stays():
-    """One server is a member of both kinds, and one of these members is removed."""
+    """One server is a member as a prefill and as a decode server. The decode member is
+    removed.
+    """
     tracker = LoadTracker("auto", "auto")
     profile = profile_text(40_000)
     tracker.pulls = True
@@ -366,7 +375,7 @@ wrong_counts = st.sampled_from(
     st.sampled_from([None, -(10**400), -5, 0, 1, 10**400]),
     st.sampled_from([None, 1e-320, 1e300]),
 )
-# A kernel was compiled during one step.
+# In this report, a step took 6 s because a kernel was compiled.
 @example([("b", [1, 30, 30, 6.0, 1, 30, 6.0])], None, None)
 @settings(max_examples=15, deadline=None)
 def test_no_server_is_left_out_for_good_after_a_wrong_report(

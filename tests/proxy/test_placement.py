@@ -1,4 +1,6 @@
-"""Placement: a usable server for any load estimates, and the cheapest by estimate."""
+"""Placement: any load estimates lead to a usable server, sensible ones to the
+cheapest.
+"""
 
 import math
 import random
@@ -42,7 +44,7 @@ def number_servers(servers: list[ServerLoad], first: int) -> None:
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
     st.tuples(numbers, numbers, numbers),
 )
-# More blocks are lendable than the prompt has.
+# Here peers can lend more blocks than the prompt has.
 @example([], [ServerLoad(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0))
 def test_any_load_estimates_lead_to_an_allowed_server(
     prefills, decodes, tokens, depths, times
@@ -76,16 +78,18 @@ def decoding(streams: int, step_s: float = 0.005, index: int = 1) -> ServerLoad:
 @pytest.mark.parametrize(
     ("tokens", "prefills", "decodes", "cached", "expected"),
     [
-        # The shorter queue computes, unless a cached prefix is worth the longer one.
+        # The server with the shorter queue computes, unless the other one has a cached
+        # prefix that saves more time than its queue costs.
         (4096, [queued(100_000), IDLE], [BUSY], {}, (1, 2)),
         (8192, [queued(4000), IDLE], [BUSY], {0: 12}, (0, 2)),
         (8192, [queued(30_000), IDLE], [BUSY], {0: 12}, (1, 2)),
         # A prompt that is nearly all cached goes to the decode server alone.
         (8192, [ServerLoad(0)], [decoding(8)], {1: 16}, (None, 1)),
-        # Decode servers help while prefill servers are the bottleneck.
+        # Decode servers compute prompts too, but only while prefill servers are the
+        # bottleneck.
         (4096, [queued(0)], [decoding(16)], {}, (0, 1)),
         (4096, [queued(200_000)], [decoding(16)], {}, (None, 1)),
-        # The decode server with the shorter steps helps.
+        # Of two decode servers, the one with the shorter steps computes the prompt.
         (
             2048,
             [queued(60_000)],
@@ -93,7 +97,7 @@ def decoding(streams: int, step_s: float = 0.005, index: int = 1) -> ServerLoad:
             {},
             (None, 2),
         ),
-        # A decode server does not help if its streams need all of its time.
+        # A decode server gets prompts as long as its streams leave it time for them.
         (128, [queued(24_000)], [decoding(64, step_s=0.004)], {}, (None, 1)),
         (128, [queued(24_000)], [decoding(64, step_s=0.024)], {}, (0, 1)),
     ],
@@ -135,11 +139,12 @@ def test_idle_prefill_server_computes_a_prefix_that_only_busy_decode_servers_hav
 ):
     """A decode server has most of the prompt cached and would compute 700 tokens.
 
-    For few streams this is one step of 18 ms, which is within the limit of 25 ms for a
-    step. The prefill server would need 325 ms for the whole prompt, so the client would
-    wait much longer, and the streams would gain little. Many streams lose more in total
-    than this prefill costs. The prefill server then also has the prefix for later
-    prompts. A prefill server with a queue has no time for a prefix.
+    With few streams, the decode server computes these tokens in one step of 18 ms,
+    within the limit of 25 ms for a step. The prefill server would need 325 ms for the
+    whole prompt: the client would wait longer, and the streams would gain little. With
+    many streams, the delay of all streams together costs more than the prefill, and
+    later prompts can use the prefix that the prefill server then has. A prefill server
+    with a queue has no time to compute prefixes that are cached elsewhere.
     """
     prefill = ServerLoad(0, num_prompts=num_queued, free_at=0.05 * num_queued)
     decode = decoding(num_streams)
@@ -155,7 +160,9 @@ def test_server_without_enough_kv_is_the_last_choice():
 
 
 class BoundedCaches:
-    """A model of PrefixIndex: the blocks of each server, in the order of their use."""
+    """A simple reference for PrefixIndex: the blocks of each server, least recently
+    used first.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[int, OrderedDict[int, None]] = {}
@@ -195,7 +202,7 @@ def test_index_equals_bounded_caches(seed):
             caches.add(server, prompt, 6)
         query = rng.choice(prompts)
         assert index.depths(query) == caches.depths(query)
-    index.add(0, [])  # deletes the blocks of removed servers
+    index.add(0, [])  # also deletes the blocks of removed servers
     assert len(index) == sum(map(len, caches.blocks.values()))
 
 

@@ -1,4 +1,4 @@
-"""What health checks mean for a server, in particular unanswered ones."""
+"""The effect of health checks on a server's state, in particular of unanswered ones."""
 
 import pytest
 
@@ -14,7 +14,7 @@ DECODE = {Kind.DECODE: ["http://d1"]}
 
 
 class Failing:
-    """An upstream on which every request fails with the given error.
+    """An HTTP client on which every request fails with the given error.
 
     Attributes:
         num_polls: number of requests so far.
@@ -97,6 +97,8 @@ def test_reason_says_that_an_address_is_not_of_a_baton_server():
         (b"[]", None, None),
     ],
 )
-def test_only_positive_numbers_of_the_right_type_are_used(body, room, itl_target_s):
+def test_only_positive_numbers_of_the_right_type_in_reports_are_used(
+    body, room, itl_target_s
+):
     report = _parse_ready(Kind.DECODE, 200, body)
     assert (report.room, report.itl_target_s) == (room, itl_target_s)

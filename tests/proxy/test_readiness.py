@@ -1,4 +1,4 @@
-"""GET /ready of the proxy: the servers that it waits for, and the end of the wait."""
+"""GET /ready of the proxy: which servers it waits for, and when the wait ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ async def probe(rig: Rig) -> tuple[int, list[str]]:
 
 
 async def all_polled(rig: Rig) -> None:
-    """Return when the proxy has checked every server after the start of this call."""
+    """Wait until the proxy has checked the health of every server once more."""
     num_polls = {fake: fake.polls for fake in (*rig.prefill, *rig.decode)}
     await until(
         lambda: all(fake.polls > before + 1 for fake, before in num_polls.items())
@@ -49,7 +49,7 @@ async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggre
             assert len(late.calls) == 1
 
 
-async def test_ready_stays_when_every_prefill_server_is_lost_later():
+async def test_proxy_stays_ready_when_every_prefill_server_is_lost_later():
     async with Rig() as rig:
         rig.prefill[0].ready = False
         await until(lambda: not rig.is_ready(0))
@@ -59,7 +59,7 @@ async def test_ready_stays_when_every_prefill_server_is_lost_later():
         assert (await probe(rig))[0] == 503
 
 
-async def test_ready_stays_if_the_prefill_server_is_lost_before_the_first_probe():
+async def test_proxy_is_ready_if_the_prefill_server_is_lost_before_the_first_probe():
     async with Rig() as rig:
         await rig.prefill[0].stop()
         await until(lambda: not rig.is_ready(0))
@@ -117,7 +117,7 @@ async def test_ready_does_not_wait_for_a_drained_prefill_server():
 
 @asynccontextmanager
 async def serving(*fakes: Fake) -> AsyncIterator[None]:
-    """Run servers that are not in the options of a proxy."""
+    """Run servers that are not in the options of any proxy."""
     for fake in fakes:
         fake.start()
     try:

@@ -1,4 +1,6 @@
-"""Events that arrive in arbitrary pieces, and headers that are not relayed."""
+"""Relaying of events that arrive in arbitrary pieces, and headers that are not
+relayed.
+"""
 
 import itertools
 import re

@@ -1,4 +1,6 @@
-"""Failover of streams after the loss of a decode server. The servers send frames."""
+"""Failover of streams after the loss of a decode server. Servers send events in frames,
+with the token ids that another server needs to continue.
+"""
 
 import asyncio
 import json
@@ -33,12 +35,14 @@ _EVENTS.append(b"data: 4\n\ndata: [DONE]\n\n")
 
 
 def _texts(start: int, stop: int) -> list[Any]:
-    """Return the frame texts of these events."""
+    """Return the texts (token ids by choice) in the frames of events [start, stop)."""
     return [[[0, [number]]] for number in range(start, stop)]
 
 
 def _framed(start: int, stop: int) -> bytes:
-    """Return the frames of these events, after the origin if they are the first."""
+    """Return the frames of events [start, stop). If `start` is 0, the frame with the
+    origin comes first.
+    """
     frames = [] if start else [resume.frame(_json(_ORIGIN), b"")]
     for text, event in zip(_texts(start, stop), _EVENTS[start:stop], strict=True):
         frames.append(resume.frame(_json(text), event))
@@ -50,7 +54,9 @@ def _json(value: Any) -> bytes:
 
 
 def _num_received(call: Call) -> int:
-    """Return how many events the client of a resumed stream has already."""
+    """Return how many events the client had received before this request for the
+    rest.
+    """
     texts = call.body.get(MEMBER, {"texts": [None]})["texts"]
     return len(texts) - 1
 
@@ -59,8 +65,10 @@ def _sends(data: bytes, *, drops: bool = False, piece_bytes: int = 7) -> Behave:
     """Return a behaviour that sends frames in small pieces.
 
     Args:
-        data: the frames; empty: the events that the client does not have yet.
-        drops: close the connection afterwards, without an end.
+        data: the frames. If it is empty, the events that the client has not received
+            yet.
+        drops: whether to close the connection after `data`, without the end of the
+            body.
     """
 
     async def behave(call: Call) -> None:
@@ -92,15 +100,16 @@ def _silent(begun: bytes) -> Behave:
     return behave
 
 
-def _of(*behaves: Behave) -> list[Fake]:
+def _servers_of(*behaves: Behave) -> list[Fake]:
     """Return one server for each behaviour, all with the same model."""
     return [Fake(behave, details={"kv_digest": "a.b.c"}) for behave in behaves]
 
 
 def _in_turn(*behaves: Behave) -> Behave:
-    """Return a behaviour for several servers: the n-th request gets the n-th one.
+    """Return a behaviour for several servers: their n-th request in total gets the n-th
+    of `behaves`.
 
-    Later requests get the last one.
+    Later requests get the last of `behaves`.
     """
     remaining: Iterator[Behave] = iter(behaves)
     last = behaves[-1]
@@ -112,7 +121,8 @@ def _in_turn(*behaves: Behave) -> Behave:
 
 
 _LOSSES: dict[str, tuple[Behave, int, str]] = {
-    # The behaviour of the first server, how many of its frames count, and the reason.
+    # The behaviour of the lost server, the number of its frames that are used, and the
+    # reason in the metric.
     "it drops the connection": (_DROPS, 2, "lost"),
     "in the middle of a frame": (_sends(_framed(0, 3)[:-4], drops=True), 2, "lost"),
     "in the middle of a comment": (
@@ -135,7 +145,7 @@ _LOSSES: dict[str, tuple[Behave, int, str]] = {
 async def test_another_server_continues_and_the_client_does_not_notice(name):
     first, num_frames, reason = _LOSSES[name]
     both = _in_turn(first, _CONTINUES)
-    async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
+    async with Rig(decode=_servers_of(both, both), cluster_secret=_SECRET) as rig:
         forged = {MEMBER: {"texts": [], "mac": "forged"}}
         answer = await rig.complete(stream=True, **forged)
         assert answer.content == b"".join(_EVENTS)
@@ -156,11 +166,13 @@ async def test_another_server_continues_and_the_client_does_not_notice(name):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_failover_does_not_need_a_prefill_server(stream):
-    """All prefill servers are full, so the next decode server computes the prompt."""
+    """All prefill servers are full, so the decode server that continues computes the
+    prompt.
+    """
     full = answers(429, {"error": {"phase": "admission"}})
     both = _in_turn(_DROPS, _CONTINUES) if stream else _in_turn(breaks_off, decodes)
     prefill = Fake(_in_turn(prefills, full))
-    async with Rig([prefill], _of(both, both), cluster_secret=_SECRET) as rig:
+    async with Rig([prefill], _servers_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete(stream=stream)
         content = b"".join(_EVENTS) if stream else b'{"text": "onetwo"}'
         assert (answer.status_code, answer.content) == (200, content)
@@ -177,14 +189,14 @@ async def test_stream_of_a_silent_server_continues_at_another_server():
         "read_timeout_s": 3600.0,
         "cluster_secret": _SECRET,
     }
-    async with Rig(decode=_of(stops, _CONTINUES), **settings) as rig:
+    async with Rig(decode=_servers_of(stops, _CONTINUES), **settings) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
 
 
-# The last id is not UTF-8.
+# The third id is not valid UTF-8.
 @pytest.mark.parametrize("request_id", [b"r", b"\xc3\xa9", b"\xe9"])
-# The other server has another model.
+# A second server, if there is one, has an incompatible model.
 @pytest.mark.parametrize("others", [[], ["x.b.c"]])
 async def test_server_that_only_broke_a_connection_continues_itself(request_id, others):
     async def drops(call: Call) -> None:
@@ -192,7 +204,7 @@ async def test_server_that_only_broke_a_connection_continues_itself(request_id, 
         server.polls = 0
         await _DROPS(call)
 
-    (server,) = _of(_in_turn(drops, _CONTINUES))
+    (server,) = _servers_of(_in_turn(drops, _CONTINUES))
     fakes = [server]
     for digest in others:
         fakes.append(Fake(_REFUSES, details={"kv_digest": digest}))
@@ -209,7 +221,9 @@ async def test_server_that_only_broke_a_connection_continues_itself(request_id, 
 
 @pytest.mark.parametrize("is_written", [True, False])
 async def test_slow_client_gets_the_end_of_a_stream_whose_server_was_lost(is_written):
-    """If the server could not write the end, the client gets an error instead."""
+    """If the server was lost before it had written the end, the client gets an error
+    instead.
+    """
     reads = asyncio.Event()
     end = resume.frame(b"[]", _EVENTS[-1])
     large = resume.frame(b"[]", b"data: %b\n\n" % (b"x" * (1 << 24)))
@@ -223,7 +237,7 @@ async def test_slow_client_gets_the_end_of_a_stream_whose_server_was_lost(is_wri
         server.silent = True
         await call.disconnected()
 
-    fakes = _of(behave)
+    fakes = _servers_of(behave)
     async with Rig(
         decode=fakes,
         cluster_secret=_SECRET,
@@ -249,7 +263,7 @@ async def test_number_of_lost_servers_per_request_is_limited(stream):
         await breaks_off(call)
 
     async with Rig(
-        decode=_of(*[breaks] * 6), cluster_secret=_SECRET, max_resumes=2
+        decode=_servers_of(*[breaks] * 6), cluster_secret=_SECRET, max_resumes=2
     ) as rig:
         answer = await rig.complete(stream=stream)
         assert sum(len(fake.calls) for fake in rig.decode) == 3
@@ -265,7 +279,7 @@ async def test_number_of_lost_servers_per_request_is_limited(stream):
 
 async def test_answer_that_breaks_off_is_generated_again():
     both = _in_turn(breaks_off, decodes)
-    async with Rig(decode=_of(both, both)) as rig:
+    async with Rig(decode=_servers_of(both, both)) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
 
 
@@ -273,12 +287,14 @@ _REFERENCE = {"do_remote_prefill": True, "remote_num_tokens": 7}
 _MOVED = resume.MOVED + json.dumps(_REFERENCE).encode()
 
 
-def _moves(start: int, stop: int) -> Behave:
+def _hands_over(start: int, stop: int) -> Behave:
     return _sends(_framed(start, stop) + resume.frame(_MOVED, _ERROR))
 
 
-def _moves_answer() -> Behave:
-    """Return the behaviour of a server that hands over an answer without a stream."""
+def _hands_over_answer() -> Behave:
+    """Return a behaviour that hands over a request without a stream, after two
+    events.
+    """
     texts = [_ORIGIN, *_texts(0, 2)]
     frames = [resume.frame(_json(text), b"") for text in texts]
     return _sends(b"".join([*frames, resume.frame(_MOVED, _ERROR)]))
@@ -288,9 +304,11 @@ def _moves_answer() -> Behave:
     "others", [[_CONTINUES], [fails(503, "resume_refused"), _CONTINUES], []]
 )
 async def test_stream_that_is_handed_over_continues_with_its_kv(others):
-    """It continues at another server; if there is none, at the same server."""
-    first = _in_turn(_moves(0, 2), *others, _CONTINUES)
-    fakes = _of(*[first] * (1 + len(others)))
+    """The stream continues at another server, or at the same one if there is no
+    other.
+    """
+    first = _in_turn(_hands_over(0, 2), *others, _CONTINUES)
+    fakes = _servers_of(*[first] * (1 + len(others)))
     async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=1) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert len(rig.prefill[0].calls) == 1, "the prompt is not computed again"
@@ -308,11 +326,13 @@ async def test_stream_that_is_handed_over_continues_with_its_kv(others):
 
 
 async def test_stream_returns_to_the_last_server_of_its_model_after_that_has_left():
-    """It does not count for a new server that got the same name."""
+    """A new server that got the name of the removed one must not get its requests
+    counted.
+    """
 
     async def leaves(call: Call) -> None:
         rig.app.fleet.leave(server, LISTED)
-        await _moves(0, 2)(call)
+        await _hands_over(0, 2)(call)
 
     async def successor_joins(call: Call) -> None:
         new = rig.app.fleet.join(Kind.DECODE, "http://127.0.0.1:1", LISTED)
@@ -338,10 +358,10 @@ async def test_stream_returns_to_the_last_server_of_its_model_after_that_has_lef
 
 @pytest.mark.parametrize("is_refused", [False, True])
 async def test_answer_without_a_stream_is_handed_over_too(is_refused):
-    """If all servers refuse to continue it, it is generated again."""
+    """If all servers refuse to continue the answer, it is generated again."""
     refusals = [_REFUSES, _REFUSES] if is_refused else []
-    both = _in_turn(_moves_answer(), *refusals, decodes)
-    async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
+    both = _in_turn(_hands_over_answer(), *refusals, decodes)
+    async with Rig(decode=_servers_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
         calls = [
@@ -360,10 +380,12 @@ async def test_answer_without_a_stream_is_handed_over_too(is_refused):
 
 
 async def test_answer_with_too_long_a_history_is_generated_again(monkeypatch):
-    """The tokens of its KV are not recorded, so the KV cannot be used."""
+    """The proxy has not recorded all its tokens, so no server could use the KV that is
+    handed over.
+    """
     monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
-    both = _in_turn(_moves_answer(), decodes)
-    async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
+    both = _in_turn(_hands_over_answer(), decodes)
+    async with Rig(decode=_servers_of(both, both), cluster_secret=_SECRET) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
         calls = [call for fake in rig.decode for call in fake.calls]
         assert [call.body["kv_transfer_params"] for call in calls] == [LENT, LENT]
@@ -375,14 +397,14 @@ async def test_moves_do_not_count_as_losses_and_are_limited(num_moves, reason):
         nonlocal num_moves
         num_moves -= 1
         if num_moves < 0:
-            await _DROPS_LATER(call)
+            await _DROPS_AFTER_EVENT_1(call)
             return
         start = _num_received(call)
         stop = 1 if start == 0 else start
-        await _moves(start, stop)(call)
+        await _hands_over(start, stop)(call)
 
     async with Rig(
-        decode=_of(moves, moves), cluster_secret=_SECRET, max_resumes=1
+        decode=_servers_of(moves, moves), cluster_secret=_SECRET, max_resumes=1
     ) as rig:
         answer = await rig.complete(stream=True)
         assert answer.content.count(b"event: error") == 1
@@ -396,7 +418,7 @@ async def test_moves_do_not_count_as_losses_and_are_limited(num_moves, reason):
         await until(lambda: sum(len(fake.releases) for fake in rig.decode) == moved)
 
 
-_DROPS_LATER = _sends(_framed(1, 2), drops=True)
+_DROPS_AFTER_EVENT_1 = _sends(_framed(1, 2), drops=True)
 _REFUSES = fails(503, "resume_refused")
 
 
@@ -421,7 +443,7 @@ async def test_stream_that_cannot_continue_ends_with_one_error(
 ):
     if outcome == "not_resumable":
         monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
-    if outcome is None:  # the proxy does not request frames
+    if outcome is None:  # max_resumes is 0, so the proxy does not request frames
 
         async def drops(call: Call) -> None:
             assert HEADER not in call.headers
@@ -433,7 +455,7 @@ async def test_stream_that_cannot_continue_ends_with_one_error(
     both = _in_turn(first, then)
     max_resumes = 0 if outcome is None else 3
     async with Rig(
-        decode=_of(both, both), cluster_secret=_SECRET, max_resumes=max_resumes
+        decode=_servers_of(both, both), cluster_secret=_SECRET, max_resumes=max_resumes
     ) as rig:
         answer = await rig.complete(stream=True)
         events = answer.content.split(b"\n\n")

@@ -1,4 +1,4 @@
-"""Both servers of a request truncate a prompt that is too long equally."""
+"""Both servers of a request truncate a long prompt to the same length."""
 
 import json
 from typing import Any
@@ -15,7 +15,9 @@ AUTO = {"input": "a", "truncation": "auto"}
 
 
 def limited(path: str, body: dict[str, Any], context: int | None = 1000) -> Any:
-    """Return the prompt limit that servers get; nothing else of the body changes."""
+    """Return the prompt limit in the bodies that servers get. No other member
+    changes.
+    """
     parsed = parse_body(json.dumps(body).encode())
     leg = with_prompt_limit(parsed, path, lambda: context)
     members = {name: json.loads(bytes(value)) for name, value in leg.items()}
@@ -31,16 +33,17 @@ def limited(path: str, body: dict[str, Any], context: int | None = 1000) -> Any:
         (COMPLETIONS, {LIMIT: -1, "max_tokens": 0}, 1000),
         (COMPLETIONS, {LIMIT: -1}, 750),
         (COMPLETIONS, {LIMIT: -1, "max_tokens": None}, 750),
-        (COMPLETIONS, {LIMIT: -1, "max_tokens": 1000}, 1),  # servers refuse it
+        # Servers refuse 1000 output tokens.
+        (COMPLETIONS, {LIMIT: -1, "max_tokens": 1000}, 1),
         (COMPLETIONS, {LIMIT: 7, "max_tokens": 100}, 7),
         (COMPLETIONS, {"max_tokens": 100}, None),
-        (COMPLETIONS, {"truncation": "auto"}, None),  # not a member of this endpoint
+        (COMPLETIONS, {"truncation": "auto"}, None),  # this endpoint has no such member
         (RESPONSES, {**AUTO, "max_output_tokens": 100}, 900),
         (RESPONSES, {**AUTO, "max_tokens": 100}, 750),
         (RESPONSES, {**AUTO, LIMIT: 7}, 7),
         (RESPONSES, {**AUTO, LIMIT: -1}, 750),
         (RESPONSES, {**AUTO, "truncation": "disabled"}, None),
-        # Invalid values stay, for a server to refuse.
+        # Invalid values are not replaced, so that a server refuses them.
         (COMPLETIONS, {LIMIT: "x"}, "x"),
         (COMPLETIONS, {LIMIT: -1, "max_tokens": "x"}, -1),
         (COMPLETIONS, {LIMIT: -1, "max_tokens": -5}, -1),
@@ -65,7 +68,9 @@ def test_servers_truncate_by_themselves_if_the_proxy_knows_no_context():
     ],
 )
 async def test_both_legs_have_the_same_limit(path, body, contexts, limit):
-    """The shortest context counts, because any of the servers may decode."""
+    """The limit follows from the shortest context, because any of the servers may
+    decode.
+    """
     decode = [Fake(decodes, max_model_len=context) for context in contexts]
     async with Rig([Fake(prefills, max_model_len=800)], decode) as rig:
         response = await rig.client.post(path, json={"model": "m", **body})
@@ -92,7 +97,9 @@ def test_profile_of_a_truncated_prompt_is_bounded_by_the_limit():
 
 
 def test_truncated_prompt_shares_no_blocks_with_its_text():
-    """A prompt is truncated at its beginning."""
+    """A prompt loses its beginning, so its blocks differ from those of the full
+    text.
+    """
     text = "x" * 40_000
     assert profile_of(prompt=text).hashes
     assert not profile_of(prompt=text, **{LIMIT: 100}).hashes

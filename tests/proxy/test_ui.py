@@ -1,4 +1,6 @@
-"""The files of the proxy's page and its data: content, access, polling and limits."""
+"""The proxy's page for operators: its files and its data, access, polling and
+limits.
+"""
 
 import asyncio
 import re
@@ -27,8 +29,8 @@ GEOMETRY = {
 }
 
 
-def served(number: int, request_id: str, **times: float) -> dict[str, Any]:
-    """Return a finished request as a server reports it."""
+def finished_request(number: int, request_id: str, **times: float) -> dict[str, Any]:
+    """Return a finished request as servers report it at GET /stats."""
     return {
         "number": number,
         "id": request_id,
@@ -61,7 +63,7 @@ class Stats:
 
 
 async def poll(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
-    """Return the data of the page."""
+    """Return the data that the page gets when it polls."""
     response = await rig.client.get(
         site.STATE_PATH, params={"since": since, "epoch": epoch}
     )
@@ -72,7 +74,7 @@ async def poll(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
 
 
 async def poll_until(rig: Rig, condition: Any) -> dict[str, Any]:
-    """Return the data of the page when the condition on it holds."""
+    """Poll until the condition holds for the page's data. Return the data."""
     while True:
         page_state = await poll(rig)
         if condition(page_state):
@@ -122,10 +124,10 @@ async def test_request_is_shown_with_its_legs_and_the_reports_of_its_servers():
         request_id = "é".encode().decode("latin-1")
         await rig.complete(headers={"x-request-id": b"\xe9"}, prompt="SECRET")
         stats.served = [
-            served(6, request_id, admitted=0.1, end=0.4),
-            served(5, "another proxy's"),
+            finished_request(6, request_id, admitted=0.1, end=0.4),
+            finished_request(5, "another proxy's"),
         ]
-        page_state = await poll_until(rig, lambda each: each["requests"][0]["served"])
+        page_state = await poll_until(rig, lambda data: data["requests"][0]["served"])
         (request,) = page_state["requests"]
         assert [name for name, _ in request["legs"]] == ["prefill-0", "decode-0"]
         assert request["id"] == request_id
@@ -137,7 +139,7 @@ async def test_request_is_shown_with_its_legs_and_the_reports_of_its_servers():
         assert values == {"baton_requests_running": 1.0}
         decode = page_state["servers"]["decode-0"]
         assert (decode["tp"], decode["state"], decode["reason"]) == (2, "ready", "")
-        # The prefill server has no statistics.
+        # The prefill server has no path /stats.
         assert "404" in page_state["servers"]["prefill-0"]["reason"]
         await poll_until(
             rig, lambda _: "since=7" in rig.decode[0].stats_calls[-1].query
@@ -146,7 +148,7 @@ async def test_request_is_shown_with_its_legs_and_the_reports_of_its_servers():
         assert not [text for text in hidden if text in str(page_state)]
 
 
-async def test_page_gets_what_is_new_and_everything_from_a_new_proxy():
+async def test_page_gets_only_changes_except_from_a_restarted_proxy():
     async with Rig() as rig:
         await rig.complete()
         first = await poll(rig)
@@ -166,18 +168,18 @@ async def test_running_and_broken_requests_are_shown_with_their_status():
         task = asyncio.create_task(rig.complete())
         await until(lambda: bool(rig.decode[0].calls))
         page_state = await poll_until(
-            rig, lambda each: len(each["requests"][0]["legs"]) == 2
+            rig, lambda data: len(data["requests"][0]["legs"]) == 2
         )
         assert page_state["running"] == [1]
         assert page_state["requests"][0]["status"] is None
         assert page_state["servers"]["decode-0"]["in_flight"] == 1
         task.cancel()
-        page_state = await poll_until(rig, lambda each: not each["running"])
+        page_state = await poll_until(rig, lambda data: not data["running"])
         # The client has disconnected.
         assert page_state["requests"][0]["status"] == "none"
         await rig.decode[0].stop()
         page_state = await poll_until(
-            rig, lambda each: each["servers"]["decode-0"]["state"] == "not_ready"
+            rig, lambda data: data["servers"]["decode-0"]["state"] == "not_ready"
         )
         assert "127.0.0.1" not in page_state["servers"]["decode-0"]["reason"]
 
@@ -186,9 +188,9 @@ async def test_server_of_role_both_is_shown_twice_and_counted_once():
     both = Fake(decodes, role="both")
     both.on_stats = Stats(baton_requests_running=3.0)
     async with Rig([both], [], fixed_series=False) as rig:
-        await poll_until(rig, lambda each: "decode-0" in each["names"])
+        await poll_until(rig, lambda data: "decode-0" in data["names"])
         page_state = await poll_until(
-            rig, lambda each: each["servers"]["decode-0"]["values"]
+            rig, lambda data: data["servers"]["decode-0"]["values"]
         )
         assert len(page_state["names"]) == 2
         point = page_state["points"][-1]
@@ -202,7 +204,7 @@ async def test_recorded_data_is_bounded(monkeypatch):
         for _ in range(5):
             await rig.complete(headers={"x-request-id": "the same"})
         rig.decode[0].on_stats = Stats(**dict.fromkeys("abcde", 1.0))
-        page_state = await poll_until(rig, lambda each: len(each["columns"]) == 3)
+        page_state = await poll_until(rig, lambda data: len(data["columns"]) == 3)
         assert len(page_state["points"][-1]["decode"]) == 3
         assert len(page_state["points"]) <= 3
         assert [request["number"] for request in page_state["requests"]] == [3, 4, 5]
@@ -240,7 +242,7 @@ async def test_servers_are_queried_only_while_a_page_polls(monkeypatch):
         for _ in range(2):
             await poll(rig)
             num_queries.append(0)
-            # Until there is no query during ten health checks.
+            # Wait until there was no query during ten health checks.
             while len(fake.stats_calls) > num_queries[-1]:
                 num_queries[-1] = len(fake.stats_calls)
                 polls = fake.polls
@@ -265,11 +267,11 @@ async def test_files_are_public_and_data_needs_an_admin_key():
             headers = {"authorization": f"Bearer {key}"} if key else {}
             response = await rig.client.get(site.STATE_PATH, headers=headers)
             assert response.status_code == status
-        # A request without a key is refused and not shown.
+        # A request without a key is refused and must not be shown.
         assert (await rig.complete()).status_code == 401
         (await rig.complete({"x-api-key": "client's"})).raise_for_status()
         response = await rig.client.get(site.STATE_PATH, headers=headers)
-        assert [each["status"] for each in response.json()["requests"]] == ["200"]
+        assert [request["status"] for request in response.json()["requests"]] == ["200"]
 
 
 async def test_queries_carry_the_upstream_api_key():

@@ -1,4 +1,4 @@
-"""The page in a real browser: its content, its controls, and its console."""
+"""The proxy's page in a real browser: its content, its controls, and its console."""
 
 import asyncio
 import shutil
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]
-# The browser logs failed requests; the page shows them itself.
+# The browser logs failed requests to the console, in addition to the page's report.
 STATUS = "Failed to load resource: the server responded"
 WICKED = '<img src=x onerror="document.title=1">'
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
@@ -36,7 +36,9 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
 
 @asynccontextmanager
 async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
-    """Yield the page of the rig's proxy. It must log nothing to the console."""
+    """Yield the page of the rig's proxy. Check that it has logged nothing to the
+    console.
+    """
     messages: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(
@@ -117,7 +119,8 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
         async with opened(rig) as page:
             await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
             await page.keyboard.press("Tab")
-            await page.keyboard.press("Enter")  # the first link skips to the chat
+            # The first link on the page jumps to the chat.
+            await page.keyboard.press("Enter")
             await page.keyboard.type("Hello")
             await page.keyboard.press("Enter")
             await page.wait_for_selector(".told >> text=7 / 0 / 1")

@@ -1,4 +1,4 @@
-"""The texts of the page in a browser: times, numbers, gaps, and API keys."""
+"""The texts of the proxy's page in a browser: times, numbers, gaps, and API keys."""
 
 import asyncio
 import re
@@ -21,7 +21,9 @@ NEGATIVE = re.compile(r"[-−]\d[\d.]* (?:µs|ms|s)\b")  # noqa: RUF001
 
 
 async def call(page: Any, module: str, expression: str) -> Any:
-    """Return the value of an expression in which `m` is a module of the page."""
+    """Return the value of a JavaScript expression, in which `m` is this module of the
+    page.
+    """
     return await page.evaluate(
         f"async () => {{ const m = await import('/ui/{module}'); {expression} }}"
     )
@@ -32,7 +34,8 @@ async def test_times_of_running_requests_are_never_negative():
     async with Rig(decode=[decode]) as rig, opened(rig) as page:
         await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
         tasks = []
-        for number in range(1, 6):  # at different times since the last point
+        # The requests differ in the time since the chart's last point.
+        for number in range(1, 6):
             tasks.append(asyncio.create_task(rig.complete()))
             await until(lambda number=number: len(decode.calls) == number)
             await page.wait_for_selector(f".request:nth-child({number})")
@@ -47,7 +50,7 @@ async def test_times_of_running_requests_are_never_negative():
             task.cancel()
 
 
-async def test_times_of_servers_that_contradict_the_proxys_are_cut():
+async def test_server_times_outside_of_the_proxys_times_are_clipped():
     row = """{at: 100, first_s: null, end_s: null, legs: [["prefill-0", 0.1]],
               served: {"prefill-0": {
                   times: {admitted: -0.2, drawn: 9, end: 9}, generated: 1}}}"""
@@ -113,7 +116,7 @@ async def test_page_mentions_keys_that_servers_require():
         await page.wait_for_selector("#code-curl >> text=Bearer $BATON_API_KEY")
 
 
-async def test_numbers_agree_with_their_nouns():
+async def test_nouns_are_singular_or_plural_as_their_number_requires():
     async with Rig() as rig, opened(rig) as page:
         await page.wait_for_selector("#track-told >> text=no request has ended yet")
         await rig.complete()

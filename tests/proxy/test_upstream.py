@@ -39,7 +39,7 @@ async def post(client: HttpUpstream, script: Script) -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", 1),
         (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"ok", 1),
         (OK.replace(b"X-A: 1", b"connection: close"), b"ok", 2),
-        # The surplus response answers no other request.
+        # A surplus response must not answer a later request.
         (OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],
@@ -70,7 +70,7 @@ async def test_partial_head_after_a_response_is_not_used(rest):
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("answer", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK])
 async def test_server_may_die_at_any_byte_of_its_response(answer, resets):
-    """The request is not sent again, and the connection is not reused."""
+    """The request must not be sent again, nor the connection be reused."""
 
     async def dies(position: int, _: Reader, writer: Writer) -> None:
         writer.write(answer[:position])
@@ -88,7 +88,7 @@ async def test_server_may_die_at_any_byte_of_its_response(answer, resets):
             assert await post(client, script) == b"ok"
             with pytest.raises(Lost) as raised:
                 await post(client, script)
-            # The error quotes no received headers and invents no status.
+            # The error must not quote received headers or invent a status.
             assert "headers" not in str(raised.value)
             assert "400" not in str(raised.value)
             assert len(script.requests) == 2
@@ -99,7 +99,7 @@ async def test_server_may_die_at_any_byte_of_its_response(answer, resets):
     "sent", [b"garbage\r\n\r\n", b"\x00" * 100, b"HTTP/1.1 200 OK\r\nx: "]
 )
 async def test_error_does_not_quote_an_invalid_head(sent):
-    """It may be part of another client's response."""
+    """The head may be part of another client's response."""
 
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(sent if sent[:1] != b"H" else sent + b"a" * 10_000)
@@ -114,7 +114,9 @@ async def test_error_does_not_quote_an_invalid_head(sent):
 
 @pytest.mark.parametrize("status", [101, 304, 307, 600])
 async def test_status_that_no_server_sends_is_an_error(status):
-    """A redirect of a gateway would make clients send their keys to another host."""
+    """For example, a redirect by a gateway would make clients send their keys to
+    another host.
+    """
     script = Script(b"HTTP/1.1 %d X\r\nlocation: http://inside\r\n\r\n" % status, OK)
     async with serving(script) as client:
         with pytest.raises(Lost, match=f"it answers with status {status}"):
@@ -152,8 +154,8 @@ async def test_surplus_response_does_not_answer_the_next_request(surplus_id):
 async def test_connection_whose_end_was_not_noticed_is_not_reused(body):
     """The proxy was suspended between a response and the next request.
 
-    A body in pieces is not sent again, because some of it may have been delivered. The
-    message for the client contains no address.
+    A request with a body in pieces is not sent again, because some pieces may have been
+    delivered. The error message for the client must contain no address.
     """
     links: list[int] = []
 
@@ -202,7 +204,7 @@ async def test_closed_port_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-    # localhost often has several addresses.
+    # Also with "localhost", which often has several addresses.
     for server in (url, url.replace("127.0.0.1", "localhost")):
         with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
             await client.send(server, "GET", "/")
@@ -211,7 +213,7 @@ async def test_closed_port_is_unreachable():
     await client.close()
 
 
-async def test_lack_of_descriptors_is_no_failure_of_the_server():
+async def test_lack_of_descriptors_is_not_a_failure_of_the_server():
     script = Script(OK)
     async with serving(script) as client:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,7 +229,7 @@ async def test_lack_of_descriptors_is_no_failure_of_the_server():
 
 
 async def test_delay_of_the_event_loop_makes_no_server_unreachable():
-    """A thousand requests that arrive at once delay it."""
+    """The delay comes from a thousand requests that arrive at once."""
     script = Script(OK)
     async with serving(script, connect_timeout_s=0.1) as client:
         request = asyncio.create_task(post(client, script))
@@ -255,7 +257,8 @@ async def test_server_that_accepts_no_connections_is_unreachable():
 async def test_server_that_does_not_read_the_request_times_out():
     script = Script()
     async with serving(script, read_timeout_s=0.3) as client:
-        with pytest.raises(TimedOut):  # the body is larger than the socket buffers
+        # The body is larger than the socket buffers.
+        with pytest.raises(TimedOut):
             await client.send(script.url, "POST", "/", body=bytes(64 << 20))
 
 
@@ -268,7 +271,7 @@ async def test_malformed_chunk_ends_the_body_at_once():
         )
         await read.wait()
         writer.write(b"ZZ\r\n")
-        await reader.read()  # until the client disconnects
+        await reader.read()  # returns when the client disconnects
 
     script = Script(answer)
     async with serving(script, read_timeout_s=60) as client:
@@ -288,7 +291,7 @@ async def test_data_before_the_break_of_a_body_is_read():
     script = Script(answer)
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
-        # A slow client delays the reading until the connection has ended.
+        # The test reads late, like a slow client: the connection has ended before that.
         while response._response.content.exception() is None:
             await asyncio.sleep(0)
         assert await response.next_chunk() == b"all of it"
@@ -335,7 +338,7 @@ async def test_server_that_sends_more_than_is_read_is_slowed_down():
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
         before = -1
-        while before != written:  # until the server makes no more progress
+        while before != written:  # until the server sends no more
             before = written
             await asyncio.sleep(0.05)
         assert written < size // 2

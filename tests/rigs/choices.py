@@ -1,4 +1,4 @@
-"""What must hold between two rounds of an engine core for the choices of a request."""
+"""Invariants of a request's choices between two rounds of an engine core."""
 
 from engine.core.core import EngineCore
 from engine.core.sequence import Phase, Sequence

@@ -161,7 +161,7 @@ class Stream(threading.Thread):
             self.error = error
 
     def wait_for_events(self, num_events: int = 3) -> "Stream":
-        """Wait until `num_events` events have arrived. Return the stream."""
+        """Wait until `num_events` events have arrived. Return `self`."""
         while len(self.events) < num_events:
             assert self.is_alive(), (self.events, self.error)
             self.join(0.02)
@@ -179,7 +179,7 @@ class Stream(threading.Thread):
 
 
 class Load(threading.Thread):
-    """A client that sends one completion after another until `done` is set.
+    """A client that sends completions, one after the other, until `done` is set.
 
     Attributes:
         num_right: number of answers with the expected tokens.

@@ -4,10 +4,10 @@ import time
 
 
 class Clock:
-    """Real time plus the time that a test has skipped.
+    """The monotonic clock plus the seconds that a test has skipped.
 
-    A test waits until an event has happened, and then skips to the end of a time limit.
-    So a slow machine does not reach the limit before the event.
+    A test waits until an event has happened, and only then skips to the end of a time
+    limit. So the limit cannot end before the event, even on a slow machine.
     """
 
     def __init__(self) -> None:
@@ -17,9 +17,11 @@ class Clock:
     def __call__(self) -> float:
         return (self._stopped_at_s or time.monotonic()) + self._skipped_s
 
-    def stand(self, still: bool) -> None:
-        """Stop the clock, or let it continue. No limit ends while it is stopped."""
-        self._stopped_at_s = time.monotonic() if still else None
+    def set_stopped(self, is_stopped: bool) -> None:
+        """Stop the clock, or let it continue. No time limit ends while the clock is
+        stopped.
+        """
+        self._stopped_at_s = time.monotonic() if is_stopped else None
 
     def skip(self, seconds: float) -> None:
         self._skipped_s += seconds

@@ -1,4 +1,6 @@
-"""Real servers as processes, for end-to-end tests. They always end with the test."""
+"""Real servers as processes, for end-to-end tests. They end with the test, also if it
+fails.
+"""
 
 import contextlib
 import os
@@ -36,12 +38,16 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def kill(self) -> None:
-        """Send SIGKILL to the program. Its engine processes then end by themselves."""
+        """Send SIGKILL to the program. Its engine processes notice this and end by
+        themselves.
+        """
         self.child.signal(signal.SIGKILL)
         assert self.child.exited.wait(30)
 
     def engine_pids(self) -> list[int]:
-        """Return the pids of this program's rank processes."""
+        """Return the pids of the program's child processes, which are its engine's
+        ranks.
+        """
         path = Path(f"/proc/{self.child.pid}/task")
         tasks = [task / "children" for task in path.iterdir()]
         return [int(pid) for task in tasks for pid in task.read_text().split()]
@@ -51,7 +57,9 @@ class Server:
             stopping.send(pid, number)
 
     def free_blocks(self) -> float:
-        """Return the number of blocks that are free or only cached."""
+        """Return the number of blocks that no request uses: free or in the prefix
+        cache.
+        """
         metrics = self.metrics()
         states = ("free", "cached")
         return sum(metrics[f'baton_kv_blocks{{state="{state}"}}'] for state in states)
@@ -67,7 +75,9 @@ class Server:
         return self.child.process.returncode
 
     def metrics(self) -> dict[str, float]:
-        """Return the samples of /metrics by name, with labels as written there."""
+        """Return the values of /metrics. A key is a name with its labels, as written
+        there.
+        """
         text = http.get(f"{self.url}/metrics", timeout=10).text
         samples = (
             line.rsplit(" ", 1)
@@ -78,12 +88,17 @@ class Server:
 
 
 def start(
-    module: str, *argv: str, name: str | None = None, by: Sequence[str] = (), **env: str
+    module: str,
+    *argv: str,
+    name: str | None = None,
+    wrapper: Sequence[str] = (),
+    **env: str,
 ) -> Server:
     """Start `python -m module argv` and wait until it reports that it is ready.
 
     Args:
-        by: a command that runs other commands, such as unshare; it runs the program.
+        wrapper: a command that runs the command after it, such as `unshare`; it then
+            runs the program.
 
     Raises:
         AssertionError: the program ended or was not ready in time.
@@ -92,7 +107,7 @@ def start(
     name = name or module
     variables = {"BATON_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1", **env}
     child = lifecycle.spawn(
-        [*by, sys.executable, "-m", module, *argv],
+        [*wrapper, sys.executable, "-m", module, *argv],
         name=name,
         env=variables,
         on_event=events.put,
@@ -162,7 +177,7 @@ def start_proxy(
     for server in decode:
         urls += ["--decode", server.url]
     proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
-    # The proxy is ready before its first health check of the servers.
+    # The proxy reports that it is ready before it has checked the servers' health.
     wait_until(lambda: all_ready(proxy))
     return proxy
 
@@ -208,7 +223,9 @@ def cluster(
 
 
 def assert_idle(*servers: Server, timeout_s: float = 30.0) -> None:
-    """Wait until every block is free or cached, and assert that no request is left."""
+    """Wait until every block of each server is free or cached and no request is
+    left.
+    """
     for server in servers:
         wait_until(server.all_blocks_free, timeout_s)
         metrics = server.metrics()

@@ -1,7 +1,8 @@
-"""A TCP relay in front of a decode server. It holds a request at a token of its stream.
+"""A TCP relay in front of a decode server, which stops a request at a token of its
+stream.
 
 The relay passes on all bytes before the frame with that token. It passes on the frame
-itself only if the fault loses nothing.
+itself only if `Hold.loses_bytes` is false.
 """
 
 import contextlib
@@ -22,30 +23,34 @@ HOLD_S = 120.0
 
 @dataclass
 class Hold:
-    """The point at which one request is held, once.
+    """The point at which the relays stop a request until the test releases it.
 
-    It is held at whichever server is the first to send more than `after` tokens.
+    A request may run on several servers. Only the relay of the server that first sends
+    more than `after` tokens stops the request.
 
     Args:
-        after: number of tokens that are passed on before. AT_REQUEST holds the request
-            before it is sent, AT_ANSWER holds the answer before its first byte.
-        loses: whether the bytes that are on their way back at that point are lost.
+        after: number of tokens that are passed on before the stop. AT_REQUEST stops the
+            request before it is sent, AT_ANSWER stops the answer before its first byte.
+        loses_bytes: whether the relay discards the bytes that the server has sent
+            beyond this point.
 
     Attributes:
-        requested: set when a server got the request.
-        reached: set when the request is held.
+        requested: set when a relay has received the request.
+        reached: set when the request is stopped.
         go: set by the test to release the request.
     """
 
     after: int
-    loses: bool = True
+    loses_bytes: bool = True
     requested: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def holds(self, num_tokens: int) -> bool:
-        """Wait if the request is to be held here. Return True to one caller only."""
+    def stop_here(self, num_tokens: int) -> bool:
+        """Stop the caller here if `num_tokens` is beyond `after` and no caller was
+        stopped before. Return whether the caller was stopped.
+        """
         with self._lock:
             if self.reached.is_set() or num_tokens <= self.after:
                 return False
@@ -53,7 +58,7 @@ class Hold:
         return self.go.wait(HOLD_S)
 
 
-# The hold of a connection's latest request, or no element.
+# A list with the hold of a connection's latest request, or empty if it has none.
 _Holds = list[Hold]
 
 
@@ -61,7 +66,7 @@ class Cutter:
     """Relays connections to a port until `close`.
 
     Args:
-        holds: holds by request id.
+        holds: maps a request id to its hold.
 
     Attributes:
         target: the port to which new connections go.
@@ -144,7 +149,7 @@ class Cutter:
                     holds[:] = self._holds_of(data)
                     for hold in holds:
                         hold.requested.set()
-                        hold.holds(AT_ANSWER)
+                        hold.stop_here(AT_ANSWER)
                 self._passes.wait()
                 far.sendall(data)
 
@@ -158,16 +163,16 @@ class Cutter:
     def _pass_answers(
         self, far: socket.socket, near: socket.socket, holds: _Holds
     ) -> None:
-        """Pass on answers, and hold them at the frames of `holds`."""
+        """Pass on answers, and stop each at the frame that its hold names."""
         num_tokens = 0
         unparsed = b""  # the end of the data, which may be a partial frame
         is_lost = False
 
-        def hold_up() -> None:
+        def stop_at_hold() -> None:
             nonlocal is_lost
             for hold in holds:
-                if hold.holds(num_tokens):
-                    is_lost = hold.loses
+                if hold.stop_here(num_tokens):
+                    is_lost = hold.loses_bytes
 
         def send(data: bytes) -> None:
             self._passes.wait()
@@ -179,7 +184,7 @@ class Cutter:
                 if data.startswith(b"HTTP/"):  # the next answer of this connection
                     num_tokens = 0
                     unparsed = b""
-                hold_up()
+                stop_at_hold()
                 num_before = len(unparsed)
                 parsed = 0
                 sent = 0
@@ -190,14 +195,14 @@ class Cutter:
                     send(data[sent:start])
                     sent = start
                     num_tokens += sum(len(entry[1]) for entry in json.loads(frame[1]))
-                    hold_up()
+                    stop_at_hold()
                 send(data[sent:])
                 unparsed = unparsed[parsed:][-_MAX_PARTIAL_FRAME_BYTES:]
 
 
 @contextlib.contextmanager
 def _ending(*ends: socket.socket) -> Iterator[None]:
-    """Shut down both sockets when one of them has ended."""
+    """Shut down all `ends` when the block ends, also by an OSError of one of them."""
     with contextlib.suppress(OSError):
         yield
     for end in ends:

@@ -1,6 +1,7 @@
 """A prefill and a decode engine in one process. `RealPair` runs a real model on both.
 
-Whatever fails, the output must be the continuation of the request's own prompt.
+Tests make parts of them fail. The output of a request must be the continuation of its
+prompt in any case.
 """
 
 import random
@@ -29,13 +30,15 @@ _SHARED_OPTIONS = {
 
 
 class Pair(Group):
-    """P lends and D borrows. A test drives both, one round at a time.
+    """A lending engine P and a borrowing engine D. A test drives both, one round at a
+    time.
 
     Args:
-        make: makes an engine.
-        lease_s: duration of P's leases, by a clock that only the test moves.
-        options: options of P have the prefix "p_". Options in _SHARED_OPTIONS are for
-            both engines, all others for D.
+        make: function that creates an engine.
+        lease_s: duration of P's leases. P's clock is `now_s`, which only the test
+            advances.
+        options: options of the engines. Names with the prefix "p_" are for P, those in
+            _SHARED_OPTIONS for both engines, all others for D.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class Pair(Group):
             "lease_clock": lambda: self.now_s,
             "port": port,
         }
-        # A READ that hangs may still refer to the memory of an engine that ended.
+        # These engines are kept, because a READ that hangs may still refer to their
+        # memory.
         self._ended_engines: list[Engine] = []
         self.d = make(**{**shared, **d_options})
         self._start_prefill()
@@ -81,7 +85,7 @@ class Pair(Group):
         self.engines = [self.p, self.d]
 
     def restart_prefill(self) -> None:
-        """End P and start another engine at its address."""
+        """End P and start a new engine at P's address."""
         self.p.end()
         self._ended_engines.append(self.p)
         self._start_prefill()
@@ -109,12 +113,13 @@ class Pair(Group):
         redrawn: bool = False,
         **members: Any,
     ) -> str:
-        """Submit a request with a reference to P's KV to D. Return its name.
+        """Submit a request to D, with a reference to P's KV. Return the request's name.
 
         Args:
-            params: the reference; P computes the prompt if it is None.
-            redrawn: remove the first tokens from the reference.
-            aborted: abort the request in the same round.
+            params: the reference. If it is None, P computes the prompt first.
+            redrawn: remove the first tokens from the reference, so that D must draw
+                them itself.
+            aborted: abort the request in the round in which it is submitted.
         """
         name = f"d{next(_names)}"
         params = self.prefill(prompt) if params is None else params
@@ -141,7 +146,7 @@ class Pair(Group):
         transfer_id: str = "",
         **members: Any,
     ) -> tuple[str, str]:
-        """Submit a request to P and to D. Return its name on each.
+        """Submit a request to P and to D. Return its names on P and on D.
 
         Args:
             order: "p" and "d" submit to that side, in this order; "." runs rounds until
@@ -180,11 +185,13 @@ class Pair(Group):
         run_round(self.coordinator)
 
     def end(self, name: str) -> TokenDelta:
-        """Return the only terminal delta of a request of D."""
+        """Return the terminal delta of a request on D, which must have exactly one."""
         return self.end_of(self.d, name)
 
     def failed(self, name: str, code: str) -> str:
-        """Return the message of the error that ended a request."""
+        """Return the message of the error that ended a request on D, which must have
+        this code.
+        """
         error = self.end(name).error
         assert error is not None and error.code == code
         return error.message
@@ -200,13 +207,15 @@ class Pair(Group):
 
 
 class RealPair(Pair):
-    """Both engines run `model` in float32 and answer one request at a time."""
+    """A pair that runs `model` in float32, one request at a time."""
 
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(make=partial(RealEngine, model), **options)
 
     def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:
-        """Run a request on P, then on D with P's reference. Return D's output."""
+        """Run a request on P, then on D with P's reference. Return the messages of D's
+        core.
+        """
         name = f"p{next(_names)}"
         self.p.core.round(
             [replace(request, request_id=name, max_tokens=1, retain_kv=True)]

@@ -1,8 +1,9 @@
 """Engines that lend and borrow KV, in one process.
 
 Lender, borrower, leases, side channels, coordinators, pull workers and KV pools are
-real. The model is a shadow: its KV holds the tokens that it should hold. The transport
-is the in-memory agent, which can stall and fail on command.
+real. The model is a shadow (tests/rigs/shadow.py): a slot of its KV holds a token id,
+so that wrong KV shows in the output. The transport is the in-memory agent, which can
+stall and fail on command.
 """
 
 import itertools
@@ -56,7 +57,7 @@ from tests.rigs.workers import Workers
 
 SECRET = b"in-process secret"
 COMPAT = compat(model_fingerprint="shadow", num_layers=2, total_kv_heads=2, head_dim=4)
-ANOTHER = replace(COMPAT, model_fingerprint="another")
+OTHER_COMPAT = replace(COMPAT, model_fingerprint="another")
 _names = itertools.count()
 
 
@@ -72,13 +73,13 @@ def make_config(**changes: Any) -> EngineConfig:
     return EngineConfig(**fields)
 
 
-def smallest(groups: KVGroups, step: int, size: int, max_len: int) -> int:
-    """Return the fewest blocks with which an engine accepts sequences of `max_len`
+def min_num_blocks(groups: KVGroups, step: int, size: int, max_len: int) -> int:
+    """Return the minimum number of blocks of an engine for sequences of `max_len`
     tokens.
 
     Args:
-        step: maximum tokens of a step.
-        size: tokens of a block.
+        step: maximum number of tokens in a step.
+        size: number of tokens in a block.
     """
     config = make_config(max_num_batched_tokens=step, block_size=size)
     num_blocks = 1
@@ -91,8 +92,8 @@ def smallest(groups: KVGroups, step: int, size: int, max_len: int) -> int:
 class Movers:
     """The agents and placers that move bytes to the ranks of an engine.
 
-    They stall and fail on command. If there are several ranks, `stall` and `fail`
-    choose some of them at random.
+    Agents and placers stall and fail on command. If there are several ranks, `stall`
+    and `fail` choose some of the ranks at random.
     """
 
     agents: list[MemoryAgent]
@@ -127,15 +128,16 @@ class Engine:
     """One engine. A test drives it, one round at a time.
 
     Args:
-        compat: compatibility record of its KV; the pools follow it.
+        compat: compatibility record of the engine's KV, which also determines the
+            shapes of its pools.
         dcp: number of ranks, which share the tokens of sequences.
-        coordinator_dcp: the number of ranks that its coordinator is configured with, if
-            it differs from `dcp`.
-        convert: whether it accepts KV of another dtype.
-        launch_bytes: if set, it copies from the mapped memory of peers, at most this
-            many bytes in a launch; otherwise it reads with the agents.
-        rng: chooses the ranks that stall and fail.
-        lease_clock, port: clock and port of its lease server.
+        coordinator_dcp: the value of `dcp` that the pull coordinator gets, if it
+            differs from `dcp`.
+        convert: whether the engine accepts KV with a dtype different from its own.
+        launch_bytes: if set, the engine copies from the mapped memory of peers, at most
+            this many bytes in a launch. Otherwise it reads with the agents.
+        rng: source of the random choice of ranks that stall and fail.
+        lease_clock, port: clock and port of the engine's lease server.
         limits: arguments of `make_core`.
     """
 
@@ -264,7 +266,9 @@ class Engine:
         return PoolExecutor(self.pools, stripes, depth)
 
     def hint(self, num_tokens: int, **changes: Any) -> KVHint:
-        """Return a hint that this engine may have `num_tokens` tokens of a prompt."""
+        """Return a hint to a peer: this engine may have KV of a prompt's first
+        `num_tokens` tokens.
+        """
         host, port = self.leases.address
         fields = {
             "host": host,
@@ -276,7 +280,7 @@ class Engine:
         return KVHint(**{**fields, **changes})
 
     def offer(self, transfer_id: str, prompt: Sequence[int]) -> RemotePrefill:
-        """Return a reference to a prompt that this engine computes now."""
+        """Return a reference to a prompt's KV that this engine is still computing."""
         host, port = self.leases.address
         offer = Offer(
             transfer_id=transfer_id,
@@ -288,7 +292,9 @@ class Engine:
         return offer.to_remote(0, prompt)
 
     def reference(self, name: str) -> RemotePrefill:
-        """Return a reference to the KV that is lent of a request that has finished."""
+        """Return the reference in the final delta of a request: its KV, which is now
+        lent.
+        """
         params = [
             delta.kv_transfer_params
             for delta in self.out.terminals(name)
@@ -298,7 +304,9 @@ class Engine:
         return kv_params.to_remote_prefill(kv_params.parse(reference))
 
     def kv(self, name: str) -> tuple[int, int, int]:
-        """Return how many prompt tokens were transferred, recomputed and skipped."""
+        """Return how many prompt tokens of a finished request were transferred,
+        recomputed and skipped.
+        """
         usage = self.out.terminals(name)[0].usage
         assert usage is not None
         return usage.transferred, usage.recomputed, usage.skipped
@@ -322,7 +330,7 @@ class Engine:
 class WindowedEngine(Engine):
     """An engine of a model with several KV groups.
 
-    A slot holds a hash of all tokens that its token attends to.
+    A slot holds a hash of all tokens that the slot's token attends to.
     """
 
     def __init__(self, groups: KVGroups, **options: Any) -> None:
@@ -413,22 +421,26 @@ class Group:
         return name
 
     def end_of(self, engine: Engine, name: str) -> TokenDelta:
-        """Return the only terminal delta of a request, which may be an error."""
+        """Run rounds until a request ends. Return its only terminal delta, which may be
+        an error.
+        """
         self.until(lambda: bool(engine.out.terminals(name)))
         (end,) = engine.out.terminals(name)
         return end
 
     def tokens_of(self, engine: Engine, name: str) -> list[int]:
-        """Return the output of a request that must end without an error."""
+        """Run rounds until a request ends without an error. Return its output
+        tokens.
+        """
         assert self.end_of(engine, name).error is None
         return engine.out.tokens(name)
 
     def complete(
         self, engine: Engine, prompt: Sequence[int], max_tokens: int = 3, **members: Any
     ) -> tuple[list[int], tuple[int, int, int]]:
-        """Run a request. Return its output and where its KV came from.
+        """Run a request. Return its output tokens and the result of `Engine.kv` for it.
 
-        The output must be the continuation of the prompt.
+        The output is checked: it must be the continuation of the prompt.
         """
         name = self.begin(engine, prompt, max_tokens, **members)
         tokens = self.tokens_of(engine, name)
@@ -436,7 +448,7 @@ class Group:
         return tokens, engine.kv(name)
 
     def round(self, times: int = 1) -> None:
-        """Run rounds of each engine, whether or not they progress."""
+        """Run `times` rounds of each engine, even if they make no progress."""
         for _ in range(times):
             for engine in self.engines:
                 engine.core.round([])

@@ -1,4 +1,4 @@
-"""The number of examples that property tests draw."""
+"""The number of examples that property-based tests draw."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ _REPEATABLE_DIVISOR = 3
 
 
 def examples(count: int, **options: Any) -> hypothesis.settings:
-    """Return settings with `count` examples for `make test-all`, a third for `make
-    test`.
+    """Return Hypothesis settings with `count` examples for `make test-all`, and a third
+    of that for `make test`.
 
     `make test-all` draws new examples each time, `make test` the same ones.
     """

@@ -1,8 +1,9 @@
-"""A pull coordinator without threads or sockets that behaves randomly.
+"""A pull coordinator that behaves randomly, without threads or sockets.
 
-It does everything that PullCoordinator may do: it connects, reads in pieces, fails with
-and without active READs, loses leases, and hangs. A lease determines the tokens that a
-pull reads. While a pull may write, its blocks must be RECEIVING or QUARANTINED.
+FakeCoordinator does everything that PullCoordinator may do: it connects, reads in
+pieces, fails with and without active READs, loses leases, and hangs. A lease determines
+the tokens that a pull reads. While a pull may write, its blocks must be RECEIVING or
+QUARANTINED.
 """
 
 import random
@@ -30,17 +31,17 @@ from protocol.errors import (
 )
 from protocol.messages import RemotePrefill
 
-GARBAGE = 10_000  # outside of the vocabulary
+GARBAGE = 10_000  # a token id outside the vocabulary, for KV that P has overwritten
 
 
 @dataclass
 class _Pull:
-    """One pull.
+    """The state of one pull.
 
     Attributes:
-        blocks: blocks of D.
-        tokens: positions to read.
-        unread: positions that have not been read.
+        blocks: D's blocks, into which the pull writes.
+        tokens: positions of the tokens to read.
+        unread: positions that have not been read yet.
         is_reported: whether the engine got a PullFailed or PullStuck while READs were
             active.
     """
@@ -60,7 +61,7 @@ class FakeCoordinator:
     """Stands in for PullCoordinator.
 
     Args:
-        content: the tokens of each lease.
+        content: maps a lease's name to the tokens in its blocks.
         write: writes a token into a block of D: (block, offset, token).
         state_of: returns the state of a block of D.
     """
@@ -80,7 +81,7 @@ class FakeCoordinator:
         self._state_of = state_of
         self._events: list[Event] = []
         self._pulls: dict[str, _Pull] = {}
-        # Whether a PullDrained was sent, by pull.
+        # A key is an ended pull; the value is whether it ended with PullDrained.
         self._ended: dict[str, bool] = {}
         self._ready: set[str] = set()
         self._awaited: set[tuple[str, str]] = set()
@@ -121,7 +122,7 @@ class FakeCoordinator:
         self.hold(pull_id, remote)
         pull = self._pulls.get(pull_id)
         if pull is None:
-            return  # it lost its lease; the event is on its way to the engine
+            return  # the pull lost its lease; the engine has not got that event yet
         assert not pull.is_begun, "the pull was ordered twice"
         pull.is_begun = True
         pull.blocks = list(local_block_ids)
@@ -146,7 +147,7 @@ class FakeCoordinator:
                 self._events.append(PullStuck(pull_id))
 
     def drain(self) -> list[Event]:
-        """Return some of the events. The others are delayed."""
+        """Return some of the waiting events. The rest are delivered by later calls."""
         count = len(self._events)
         if self._rng.random() < 0.3:
             count = self._rng.randint(0, count)
@@ -233,7 +234,7 @@ class FakeCoordinator:
     def _advance_drain(self, pull_id: str, pull: _Pull, to_end: bool) -> None:
         """Advance the READs of a cancelled or failed pull.
 
-        They deliver whatever P has in its blocks by now.
+        These READs write what is now in P's blocks, which may be GARBAGE.
         """
         for position in pull.tokens:
             if self._rng.random() < 0.3:

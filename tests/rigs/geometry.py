@@ -1,6 +1,6 @@
-"""Random pairs of geometries, and reference results by brute force.
+"""Random pairs of KV geometries, and the expected transfers, computed by brute force.
 
-Every element of the memories has a value of its own, so that a misplaced one shows.
+Every element of P's KV has a unique value, so that a test notices if one is misplaced.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
-STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # expensive descriptors: all is staged
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # so expensive descriptors that all is staged
 GARBAGE = -7.0
 NUMPY = {"float32": np.float32, "float16": np.float16}
 
@@ -33,7 +33,7 @@ class Side:
     """The geometry and the block table of one engine.
 
     Attributes:
-        scales: scales of its KV, if its dtype has any.
+        scales: scales of the engine's KV, if the dtype has scales.
         dcp: number of ranks that share tokens. A block of the table is then one block
             on each of these ranks.
     """
@@ -112,10 +112,11 @@ class Case:
 
 
 def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Return the element offset of [head, layer, component, token, dim] in a rank's
-    pool.
+    """Return offsets in a rank's pool, in elements: [head, layer, component, token,
+    dim].
 
-    It is found by indexing an arange. Heads are those of the rank.
+    The offsets are found by indexing an arange with the layout's shape. `head` counts
+    only the rank's heads.
 
     Args:
         tokens: tokens of the sequence that the rank stores.
@@ -124,15 +125,17 @@ def element_map(case: Case, side: Side, rank: int, tokens: np.ndarray) -> np.nda
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     where = where.transpose([layout.order.index(axis) for axis in "BHLCND"])
     blocks = np.array(side.blocks, int)[tokens // side.tokens_per_block]
-    # With slices between two index arrays, numpy puts their axis first.
+    # As slices separate the two index arrays, numpy puts the indexed axis first.
     picked = where[blocks, :, :, :, tokens % side.block_size, :]
     return picked.transpose(1, 2, 3, 0, 4)
 
 
 def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
-    """Return a different number for each (head, layer, component, token, dim).
+    """Return the values of P's KV: a different number for each [head, layer, component,
+    token, dim].
 
-    If 16 bits must hold the numbers, they repeat, with a period that no stride has.
+    In 16 bits, not all numbers can be different. They then repeat, with a period that
+    differs from each stride.
 
     Args:
         heads: heads of the model.
@@ -153,7 +156,7 @@ def garbage(case: Case, side: Side, rank: int) -> np.ndarray:
 def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
     """Return the rank's pool with its part of tokens [start, stop).
 
-    All other elements are GARBAGE.
+    All elements outside of these tokens are GARBAGE.
     """
     memory = garbage(case, side, rank)
     tokens = side.stored_tokens(rank, np.arange(start, case.stop))
@@ -165,7 +168,8 @@ def memory_of(case: Case, side: Side, rank: int, start: int = 0) -> np.ndarray:
 def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
     """Execute READs with the in-memory agent.
 
-    The agent refuses addresses outside the memory that is registered with it.
+    The agent refuses addresses outside its registered memory, so this also checks
+    bounds.
     """
     agent = MemoryAgent("D")
     agent.register(into.ctypes.data, into.nbytes)
@@ -186,10 +190,10 @@ def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
 
 
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
-    """Return the rank of P from which D's rank reads a head of each token."""
+    """Return, for each token, the rank of P from which D's rank reads this head."""
     owners = [r for r in range(case.p.tp) if head in case.p.heads(r, case.heads)]
     dcp = case.p.dcp
-    # A rank of D counts blocks of the tokens that it stores.
+    # Block indices on a rank of D count only the tokens that the rank stores.
     stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
     blocks = np.searchsorted(stored, tokens) // case.p.block_size
     turns = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
@@ -197,7 +201,9 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
-    """Return the tokens after the rank's last one in the same block on both sides."""
+    """Return the tokens after the rank's last token, up to the nearer end of the last
+    token's block on P and of that on D.
+    """
     stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
     block_sizes = (case.p.block_size, case.d.block_size)
     count = min(-len(stored) % size for size in block_sizes)
@@ -205,7 +211,7 @@ def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
 
 
 def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
-    """Return the fewest READ descriptors, by brute force.
+    """Return the minimum number of READ descriptors, found by brute force.
 
     Every element is paired with its source. A descriptor ends where the next element is
     not adjacent on both sides.
@@ -265,7 +271,7 @@ def sides(draw, tokens: int) -> Side:
 def shared_sides(draw, p: Side, tokens: int) -> Side:
     """Draw a side with ranks that share tokens.
 
-    A block boundary of such a rank of D is a block boundary of P too.
+    Where a block of such a rank begins, a block of P begins too, as DCP requires.
     """
     max_factor = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
     dcp = draw(st.integers(2, 4))
@@ -283,7 +289,7 @@ def cases(draw) -> Case:
     d = draw(sides(tokens))
     if draw(st.integers(0, 3)) == 0:
         p = draw(shared_sides(p, tokens))
-    if draw(st.integers(0, 2)) == 0:  # some geometries agree in the order
+    if draw(st.integers(0, 2)) == 0:  # sometimes both sides have the same order
         d = dataclasses.replace(d, order=p.order)
     if draw(st.integers(0, 2)) == 0:
         blocks, num_blocks = draw(block_tables(p.block_size, tokens))
@@ -306,7 +312,9 @@ def cases(draw) -> Case:
 
 
 def leased_bytes(case: Case, rank: int) -> np.ndarray:
-    """Return bool[bytes of the pool]: whether each byte of P's rank is leased."""
+    """Return bool[bytes of the pool], which is true for the leased bytes of P's
+    rank.
+    """
     layout = case.layout(case.p, rank)
     where = np.arange(np.prod(layout.shape)).reshape(layout.shape)
     leased = np.zeros(where.size, bool)
@@ -322,9 +330,9 @@ DTYPES = st.sampled_from(
 def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
     """Execute a plan and check its result.
 
-    The plan writes the expected tokens and nothing else. Direct READs may also fill the
-    rest of the last block. It reads only leased memory, uses no larger slots than it
-    reports, and reports its READs correctly.
+    The plan must write the expected tokens and nothing else, except that direct READs
+    may fill the rest of the last block. It must read only leased memory, use no larger
+    slots than it reports, and report its READs correctly.
     """
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)

@@ -1,8 +1,8 @@
 """Several hosts on one machine, as Linux namespaces.
 
-They share no network, processes, IPC or shared memory, only the kernel and the files.
-Servers in them cannot access each other's memory as servers of one host can. Root and
-iproute2 are required.
+Hosts share only the kernel and the files, but no network, processes, IPC or shared
+memory. So a server cannot map the memory of a server on another host. Root and iproute2
+are required.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from tests.rigs.cluster import Server, start, wait_until
 
 _NETWORK = "10.213.0"
 _CLONE_NEWNET = 0x40000000
-# Runs a command in namespaces of its own. Its processes end with the first one, and
-# `sh` mounts a shared memory of its own.
+# Runs a command in new namespaces. All its processes end with the first one. `sh`
+# mounts a private /dev/shm.
 _UNSHARE = (
     "unshare",
     "--ipc",
@@ -36,8 +36,8 @@ _UNSHARE = (
 )
 
 
-def why_not() -> str | None:
-    """Return why this system cannot create hosts, or None if it can."""
+def missing_requirement() -> str | None:
+    """Return what this system lacks to create hosts, or None if it lacks nothing."""
     try:
         done = subprocess.run(
             [*_UNSHARE, "ip", "link"], capture_output=True, timeout=30
@@ -48,11 +48,11 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """Hosts with a network between them, until `close`.
+    """Several hosts and a network that connects them, until `close`.
 
     Args:
         names: names of the hosts.
-        folder: folder for the temporary files of their servers.
+        folder: folder for the temporary files of the servers on these hosts.
     """
 
     def __init__(self, *names: str, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Hosts:
         with self.inside(name):
             env |= {"TMPDIR": str(folder)}
             server = start(
-                module, "--host", "0.0.0.0", *argv, name=name, by=_UNSHARE, **env
+                module, "--host", "0.0.0.0", *argv, name=name, wrapper=_UNSHARE, **env
             )
         self._servers.append(server)
         return replace(server, host=self.address(name))
@@ -99,9 +99,11 @@ class Hosts:
                 _set_network(outside.fileno())
 
     def slow_down(self, name: str, rate: str) -> None:
-        """Limit the rate at which a host sends, in the notation of `tc`.
+        """Limit the rate at which a host sends. `rate` is in the notation of `tc`, e.g.
+        "1mbit".
 
-        Some kernels lack the queueing discipline that delays packets.
+        Limiting the rate is more portable than delaying packets, because some kernels
+        lack the queueing discipline for delays.
         """
         argv = "/usr/sbin/tc qdisc add dev eth0 root tbf".split()
         argv += ["rate", rate, "burst", "64kb", "latency", "1s"]
@@ -109,21 +111,23 @@ class Hosts:
             subprocess.run(argv, check=True, capture_output=True)
 
     def sent_bytes(self, name: str) -> int:
-        """Return the number of bytes that a host has sent to the others."""
+        """Return the number of bytes that this host has sent to all other hosts."""
         devices = Path(f"/proc/{self._holders[name].pid}/net/dev").read_text().split()
         return int(devices[devices.index("eth0:") + 9])
 
-    def part(self, name: str, other: str) -> None:
-        """Drop everything that a host sends to another one, until `rejoin`."""
+    def drop_packets(self, name: str, other: str) -> None:
+        """Drop all packets from host `name` to host `other`, until
+        `stop_dropping_packets`.
+        """
         self._ip(name, "route", "add", "blackhole", f"{self.address(other)}/32")
 
-    def rejoin(self, name: str, other: str) -> None:
+    def stop_dropping_packets(self, name: str, other: str) -> None:
         self._ip(name, "route", "del", "blackhole", f"{self.address(other)}/32")
 
     def close(self) -> None:
         for server in self._servers:
             if not server.child.exited.is_set():
-                # unshare does not forward SIGTERM to its child.
+                # SIGTERM goes to the children, because unshare does not forward it.
                 for pid in server.engine_pids():
                     os.kill(pid, signal.SIGTERM)
         for server in self._servers:

@@ -1,6 +1,6 @@
-"""The HTTP application under uvicorn, in front of a scripted engine.
+"""A server's HTTP application under uvicorn, in front of a scripted engine.
 
-All of it runs on the event loop of the test.
+Everything runs on the event loop of the test.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Server:
 
 async def connected(server: Server) -> socket.socket:
     """Return a connected socket with a receive buffer of 4 kB."""
-    await server.http.get("/health")  # the server listens from now on
+    await server.http.get("/health")  # returns when the server is listening
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((server.host, server.port))
@@ -83,9 +83,7 @@ async def send_request(client: socket.socket, **fields: Any) -> None:
 
 
 class Running:
-    """A server that already runs, for a test rig that starts proxies in front of
-    servers.
-    """
+    """A server that already runs, wrapped for rigs that start and stop servers."""
 
     def __init__(self, url: object) -> None:
         self.url = str(url).rstrip("/")
@@ -113,8 +111,8 @@ async def serving(
     """Run the application until the block ends.
 
     Args:
-        script: the answers of the engine, see ScriptedEngine.
-        more: further settings.
+        script: the script of the engine (see ScriptedEngine).
+        more: further settings of the application.
     """
     fields = {
         "model": "folder/model",

@@ -1,8 +1,8 @@
 """Patches of Triton's interpreter, so that it runs the kernels on the CPU.
 
-They add what the interpreter lacks and correct what it does differently from a GPU.
-Triton reads TRITON_INTERPRET when it is imported first. Processes that use this module
-must have TRITON_INTERPRET=1, as in `make test-all`.
+The patches add what the interpreter lacks and correct what it does differently from a
+GPU. Triton reads TRITON_INTERPRET when it is first imported. Processes that use this
+module must have TRITON_INTERPRET=1, as in `make test-all`.
 """
 
 import os
@@ -23,7 +23,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-# Dtypes that the interpreter stores as integers of the same size.
+# The interpreter stores these dtypes as integers. A value is the dtype in torch, and
+# the integer dtype in numpy.
 _STORED_AS_INTEGERS = {
     tl.bfloat16: (torch.bfloat16, np.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
@@ -35,19 +36,21 @@ _FP4 = np.array([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4,
 
 
 def _numbers(handle: TensorHandle) -> Any:
-    """Return the values of a handle as an array of numbers."""
+    """Return the values of a handle as an array of numbers, decoded if they are stored
+    as integers.
+    """
     dtype = handle.dtype.scalar
     if dtype not in _STORED_AS_INTEGERS:
         return handle.data
-    # The copy has no broadcast strides.
+    # np.array copies, because torch does not accept the strides of a broadcast array.
     bits = torch.from_numpy(np.array(handle.data, order="C"))
     return bits.view(_STORED_AS_INTEGERS[dtype][0]).float().numpy()
 
 
 def _converted(data: Any, dtype: Any) -> TensorHandle:
-    """Return numbers as a handle of `dtype`, rounded to nearest.
+    """Return a handle of `dtype` with these numbers, rounded to nearest.
 
-    FP8 saturates, as on GPUs.
+    FP8 numbers beyond the largest one are clamped, as on GPUs.
     """
     if dtype not in _STORED_AS_INTEGERS:
         numpy_dtypes = {
@@ -82,7 +85,7 @@ def _cast_impl(self: Any, src: TensorHandle, dst_type: Any) -> TensorHandle:
 def _binary_op(
     self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Any
 ) -> TensorHandle:
-    # The interpreter would compute with the integers.
+    # Without this patch, the interpreter would compute with the stored integers.
     if lhs.dtype.scalar in _STORED_AS_INTEGERS:
         return _converted(op(_numbers(lhs), _numbers(rhs)), lhs.dtype.scalar)
     result: TensorHandle = _binary(self, lhs, rhs, op)
@@ -100,9 +103,10 @@ def _dot(
 def _inline_asm(
     self: Any, asm: str, _: str, values: list[TensorHandle], *__: Any
 ) -> Any:
-    """Evaluate the inline assembly of our own kernels, which converts codes to numbers.
+    """Evaluate the inline assembly of Baton's kernels, which decodes quantized weights.
 
-    tests/gpu compares the real instructions with the same reference.
+    tests/gpu compares the real instructions with the same reference as the tests that
+    run this function.
     """
     codes = values[0].data
     kind = asm.rpartition("// ")[2]
@@ -114,7 +118,7 @@ def _inline_asm(
     elif kind == "fp4":
         results = [_FP4[half] for half in halves]
     elif kind == "fp4 words":
-        # A factor holds the same bfloat16 number twice.
+        # Each 32-bit factor holds the same bfloat16 number in both halves.
         factor = (values[1].data & 0xFFFF).astype(np.uint16)
         scales = _numbers(TensorHandle(factor, tl.bfloat16)) * 2.0**-126
         results = [number * scales for number in _numbers_of_words(codes)]
@@ -125,7 +129,9 @@ def _inline_asm(
 
 
 def _numbers_of_words(words: Any) -> list[Any]:
-    """Return the eight numbers of words of codes, which `packed_fp4.pack` describes."""
+    """Return the eight numbers that each word of FP4 codes holds. `packed_fp4.pack`
+    describes their order.
+    """
     numbers = []
     for register in range(4):
         for upper_half in range(2):
@@ -141,7 +147,8 @@ def _numbers_of_words(words: Any) -> list[Any]:
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
-    # Scalars are arrays of one element, which numpy does not accept as an index.
+    # The interpreter's scalars are arrays of one element, which numpy does not accept
+    # as an index.
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 

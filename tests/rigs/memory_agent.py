@@ -1,8 +1,8 @@
-"""A TransferAgent inside one process.
+"""A TransferAgent that copies memory inside one process.
 
-Bytes move when a READ is polled, not when it is posted. A stalled READ therefore
-delivers late, like a network when its peer was stopped and continued. `stall`, `resume`
-and `fail` control that.
+Bytes move when a READ is polled, not when it is posted. So the bytes of a stalled READ
+arrive after `resume`, as over a network from a peer that was stopped and then
+continued.
 """
 
 import ctypes
@@ -17,31 +17,32 @@ from kvcache.stripe import IntArray
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
-# All open agents by their unique names. It stands for the network of real agents.
+# All open agents by their unique names. A peer is found here, not over a network.
 _open_agents: dict[str, "MemoryAgent"] = {}
 _lock = threading.Lock()
 
-# Local address, remote address and number of bytes of each run.
+# The contiguous ranges of a READ: local address, remote address, number of bytes.
 _Runs = list[tuple[int, int, int]]
 
 
 @dataclass
 class _Network:
-    """Faults of the READs of an agent and of all agents that `another` made of it.
+    """Faults of the READs of an agent and of all its siblings (`new_sibling`).
 
     Attributes:
         stalled: names of stalled peers; None stands for all peers.
         failing: number of READs that will fail.
         spoiling: number of READs that will deliver a wrong bit.
         active: number of READs that were posted and have not ended.
-        late: runs of failed READs that have still to arrive.
+        late_runs: runs of failed READs with the agent that posted them. They are
+            delivered at the next poll.
     """
 
     stalled: set[str | None] = field(default_factory=set)
-    failing: int = 0
-    spoiling: int = 0
+    num_failing: int = 0
+    num_spoiling: int = 0
     active: int = 0
-    late: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)
+    late_runs: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)
 
 
 class MemoryAgent(TransferAgent):
@@ -51,44 +52,48 @@ class MemoryAgent(TransferAgent):
         self._begin()
 
     def new_sibling(self) -> "MemoryAgent":
-        made = copy(self)
-        made._begin()
-        return made
+        sibling = copy(self)
+        sibling._begin()
+        return sibling
 
     def _begin(self) -> None:
         self.name = f"{self._prefix}-{uuid.uuid4().hex}"
         self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, list[tuple[int, int]]] = {}  # readable (address, nbytes)
-        self._num_active = 0  # READs of this agent alone
+        self._num_active = 0  # active READs of this agent alone
         with _lock:
             _open_agents[self.name] = self
 
     @property
     def active(self) -> int:
-        """READs of all agents of this network that were posted and have not ended."""
+        """Number of READs of this agent and its siblings that were posted and have not
+        ended.
+        """
         return self._network.active
 
     def stall(self, peer: str | None = None) -> None:
-        """Stall READs, or those from one peer, until `resume`. They deliver nothing."""
+        """Let no READ, or no READ from this peer, end or deliver bytes until
+        `resume`.
+        """
         self._network.stalled.add(peer)
 
     def resume(self) -> None:
         self._network.stalled.clear()
 
     def fail(self, count: int = 1) -> None:
-        """Make the next `count` READs to be polled end in ERROR.
+        """Make the next `count` READs that are polled end in ERROR.
 
-        UCX reports the first failure of several runs while the others continue. Here,
-        all runs but the last continue. They arrive when another READ is polled, unless
-        the agent was closed before.
+        UCX reports a READ as failed when the first of its runs fails, while the other
+        runs continue. Here, all runs but the last are delivered at the next poll of any
+        READ, unless the agent has been closed by then.
         """
-        self._network.failing = count
+        self._network.num_failing = count
 
     def spoil(self, count: int = 1) -> None:
-        """Make the next `count` READs to be polled silently deliver one wrong bit
-        each.
+        """Make the next `count` READs that are polled deliver one wrong bit each,
+        without an error.
         """
-        self._network.spoiling = count
+        self._network.num_spoiling = count
 
     def register(
         self,
@@ -153,23 +158,23 @@ class MemoryAgent(TransferAgent):
 
     def poll(self, handle: ReadHandle) -> ReadState:
         network = self._network
-        late = network.late
-        network.late = []
-        for agent, runs in late:
+        late_runs = network.late_runs
+        network.late_runs = []
+        for agent, runs in late_runs:
             agent._deliver(runs)
         if handle.ended or network.stalled & {None, handle.peer}:
             return handle.state
         with _lock:
             is_closed = handle.peer not in _open_agents
-        if is_closed or network.failing:
-            network.failing = max(0, network.failing - 1)
+        if is_closed or network.num_failing:
+            network.num_failing = max(0, network.num_failing - 1)
             handle.state = ReadState.ERROR
             if not is_closed:
-                network.late.append((self, handle.key[:-1]))
+                network.late_runs.append((self, handle.key[:-1]))
         else:
             _copy(handle.key)
-            if network.spoiling:
-                network.spoiling -= 1
+            if network.num_spoiling:
+                network.num_spoiling -= 1
                 ctypes.c_uint8.from_address(handle.key[-1][0]).value ^= 4
             handle.state = ReadState.DONE
         self._count(-1)

@@ -1,6 +1,6 @@
-"""A small prefill side P and a small decode side D of pulls.
+"""A small prefill side P and a small decode side D for tests of pulls.
 
-Every byte of P's KV is known.
+P's KV has the values of `value`, so that tests can check every pulled byte.
 """
 
 import threading
@@ -51,9 +51,10 @@ LAYERS = 3
 HEAD_DIM = 8
 _MAX_HEADS = 8
 ENDINGS = (PullDone, PullFailed, PullDrained)
-# Settings for tests in which all READs of a slow machine must end before the verdict.
+# Settings for tests in which all READs must end before a failed pull is reported. The
+# grace period is long enough for a slow machine.
 PATIENT = {"drain_grace_s": 60.0}
-# A reference for tests that use only the names of its lease.
+# A reference to KV that does not exist, for tests that do not read it.
 REMOTE = RemotePrefill(
     host="h",
     port=1,
@@ -74,7 +75,7 @@ REMOTE = RemotePrefill(
 def pull_command(
     pull_id: str, remote: RemotePrefill, start: int, stop: int, blocks: list[int]
 ) -> Pull:
-    """Return the command that the coordinator sends to ranks."""
+    """Return the command with which the coordinator starts a pull on the ranks."""
     return Pull(
         pull_id, key_of(remote), remote.lease_id, start, stop, blocks, remote.block_ids
     )
@@ -83,7 +84,7 @@ def pull_command(
 def layout(
     tp: int = 1, rank: int = 0, *, heads: int = HEADS, dcp: int = 1, **changes: Any
 ) -> KVLayout:
-    """Return the layout of one rank."""
+    """Return the KV layout of one rank."""
     fields = {
         "order": "BHLCND",
         "num_blocks": 32,
@@ -126,9 +127,9 @@ def metadata(*ranks: RankMetadata, **changes: Any) -> EngineMetadata:
 def value(
     head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any
 ) -> Any:
-    """Return the value that P's KV has at this place. The block is one of P.
+    """Return the value of P's KV at this place. `block` is a block ID of P.
 
-    It is exact in float32 and never 0.
+    The value is exact in float32 and never 0.
     """
     number = (
         (((block * _MAX_HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token
@@ -158,7 +159,9 @@ def compat_of(
 
 
 def run_round(coordinator: PullCoordinator) -> None:
-    """Run one complete round of the coordinator, after all earlier commands."""
+    """Wait until the coordinator has executed all earlier commands and one complete
+    round.
+    """
     for _ in range(2):
         has_run = threading.Event()
         coordinator._call(has_run.set)
@@ -166,7 +169,7 @@ def run_round(coordinator: PullCoordinator) -> None:
 
 
 class Prefill:
-    """P: its pools, agents and lease server."""
+    """The prefill side P: pools, agents and a lease server."""
 
     def __init__(
         self,
@@ -251,7 +254,7 @@ class Prefill:
         )
 
     def outcomes(self, count: int = 1) -> list[str]:
-        """Wait until `count` more leases have ended. Return how they ended."""
+        """Wait until `count` more leases have ended. Return their outcomes."""
         outcomes: list[str] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(outcomes) < count:
@@ -274,10 +277,11 @@ RANK_OPTIONS = {"limits", "staging_bytes", "costs", "connect_timeout_s", "maps_o
 
 
 class Decode:
-    """D: one worker for each rank and the coordinator, as in an engine.
+    """The decode side D: a worker for each rank, and the coordinator, as in an engine.
 
     Args:
-        options: options in RANK_OPTIONS are for LocalRank; others change the layout.
+        options: options in RANK_OPTIONS are for LocalRank. All others are fields of the
+            layout.
     """
 
     def __init__(
@@ -329,8 +333,8 @@ class Decode:
         self._work.start()
 
     def wait(self, *kinds: type, pull_id: str | None = None) -> Any:
-        """Wait for an event of one of these kinds and remove it. Others stay for later
-        waits.
+        """Wait for an event of one of these kinds. Remove and return it. Events of
+        other kinds stay for later calls.
         """
         deadline = time.monotonic() + DEADLINE_S
         while True:
@@ -345,13 +349,15 @@ class Decode:
             self.events += self.coordinator.drain()
 
     def done(self, pull_id: str | None = None) -> PullDone:
-        """Wait for the end of a pull, which must have succeeded."""
+        """Wait for the end of a pull, which must succeed."""
         ending = self.wait(*ENDINGS, pull_id=pull_id)
         assert isinstance(ending, PullDone), ending
         return ending
 
     def failed(self, pull_id: str | None = None) -> BatonError:
-        """Wait for the end of a pull, which must have failed with no READ left."""
+        """Wait for the end of a pull, which must fail with no READ left. Return its
+        error.
+        """
         ending = self.wait(*ENDINGS, pull_id=pull_id)
         assert isinstance(ending, PullFailed) and ending.drained, ending
         return ending.error
@@ -371,7 +377,7 @@ class Decode:
         return done
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a thread has made the condition true."""
+        """Poll until the condition is true."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, (
@@ -380,14 +386,16 @@ class Decode:
             self.has_event.wait(0.001)
 
     def skip(self, seconds: float) -> None:
-        """Advance the coordinator's clock, so that shorter time limits end."""
+        """Advance the coordinator's clock, so that time limits of up to `seconds`
+        end.
+        """
         self.clock.skip(seconds)
         run_round(self.coordinator)
 
     def settle(self) -> list[Event]:
-        """Return all remaining events.
+        """Let all commands and their answers be processed. Return all remaining events.
 
-        All earlier commands have been executed and all answers been processed by then.
+        Each round of the coordinator executes the commands before it.
         """
         run_round(self.coordinator)
         self.events += self.coordinator.drain()
@@ -402,7 +410,7 @@ class Decode:
     def tokens(self, block_ids: list[int], start: int, stop: int) -> Any:
         """Return the KV of the pools: [token, head, layer, component, element].
 
-        Heads are those of the model.
+        The axis `head` has all heads of the model, from all ranks.
         """
         sizes = self.layouts[0].sizes
         shape = (stop - start, self.heads, LAYERS, sizes["C"], HEAD_DIM)
@@ -415,9 +423,10 @@ class Decode:
         return merged
 
     def _slots(self, rank: int, block_ids: list[int], start: int, stop: int) -> Any:
-        """Return the tokens of [start, stop) that a rank stores, and their slots.
+        """Return the tokens of [start, stop) that a rank stores, and the slots of these
+        tokens.
 
-        The slots are a pair of arrays, blocks and offsets.
+        The slots are two arrays: blocks, and offsets in them.
         """
         size = self.layouts[0].block_size
         tokens = np.arange(start, stop)
@@ -431,12 +440,14 @@ class Decode:
             pool.canonical.fill_(number)
 
     def is_only_written_at(self, block_ids: list[int], start: int, stop: int) -> bool:
-        """Whether all but tokens [start, stop) is unchanged since `fill`."""
+        """Whether the pools are unchanged since `fill`, except tokens [start, stop) of
+        these blocks.
+        """
         is_unchanged = []
         for rank, pool in enumerate(self.pools):
             _, rows = self._slots(rank, block_ids, start, stop)
             rest = pool.canonical.cpu().float().permute(0, 4, 1, 2, 3, 5).clone()
-            fill_value = float(rest[0, 0, 0, 0, 0, 0])  # in the null block
+            fill_value = float(rest[0, 0, 0, 0, 0, 0])  # of the null block
             rest[rows] = fill_value
             is_unchanged.append(bool((rest == fill_value).all()))
         return all(is_unchanged)
@@ -452,7 +463,7 @@ def expected(
     heads: int = HEADS,
     components: int = 2,
 ) -> Any:
-    """Return [token, head, layer, component, element] that P holds for these tokens."""
+    """Return P's KV of these tokens: [token, head, layer, component, element]."""
     tokens = np.arange(start, stop)
     block = np.array(remote.block_ids)[tokens // remote.block_size]
     shape = np.ix_(

@@ -26,11 +26,11 @@ from protocol.handshake import RankMetadata
 def locate(
     copy: BlockCopy, scale_factors: ScaleFactors
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-    """Return the pairs of units that a copy pairs, and the factor of each pair.
+    """Return the pairs of units that a copy copies, and the factor of each pair.
 
     Returns:
-        Unit indices of the source and of the target, i64[n] each, and the factors by
-        which elements are multiplied, float32[n].
+        The indices of the units that are read and of those that are written, i64[n]
+        each, and the factors by which elements are multiplied, float32[n].
     """
     kind, units_per_piece, parameters = units_of(copy, scale_factors)
     p = [int(value) for value in parameters[:NUM_PARAMETERS]]
@@ -53,7 +53,9 @@ def locate(
 
 
 def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
-    """Return quotient and remainder, computed with the three numbers of `divisor`."""
+    """Return quotient and remainder. `by` is the result of `divisor`, so that the
+    division is the kernel's: a multiplication and a shift.
+    """
     size, magic, shift = by
     quotient = (number * magic) >> shift
     return quotient, number - quotient * size
@@ -65,8 +67,8 @@ def place_units(
     pool: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
-    """Like `place`, with the kernel's index arithmetic. All arguments are on the
-    CPU.
+    """Do what `place` does, but with the kernel's index arithmetic. All arguments are
+    on the CPU.
     """
     kind = kind_of(copy.source, copy.target, scale_factors)
     reads, writes, scales = (
@@ -85,17 +87,19 @@ def place_units(
 
 
 class MemoryPlacer(Placer):
-    """Copies between pools of this process, with the kernel's index arithmetic.
+    """A placer that copies between pools of this process, with the kernel's index
+    arithmetic.
 
     A launch ends at once unless the placer is stalled.
 
     Attributes:
-        stalled: while it is set, no launch ends.
+        stalled: if true, no launch ends.
         num_failing: number of the next launches that will raise.
         num_failed: number of launches that raised.
-        rooms: results of the next calls of `room`; after them, `room` has no limit.
-        mapped: addresses that are open now.
-        unmapped: set whenever an address is closed.
+        claim_results: results of the next calls of `claim_launch_bytes`. Calls after
+            these have no limit.
+        mapped: addresses of the memories that are open now.
+        unmapped: set whenever a memory is closed.
     """
 
     def __init__(self, pool: KVPool, launch_bytes: int = 16 << 20) -> None:
@@ -104,7 +108,7 @@ class MemoryPlacer(Placer):
         self.stalled = False
         self.num_failing = 0
         self.num_failed = 0
-        self.rooms: list[int] = []
+        self.claim_results: list[int] = []
         self.mapped: list[int] = []
         self.unmapped = threading.Event()
 
@@ -122,7 +126,7 @@ class MemoryPlacer(Placer):
         return Memory(address, bytes_at(address, rank.nbytes), close)
 
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
-        return self.rooms.pop(0) if self.rooms else ALL_BYTES
+        return self.claim_results.pop(0) if self.claim_results else ALL_BYTES
 
     def launch(
         self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors

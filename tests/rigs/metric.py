@@ -1,4 +1,4 @@
-"""The values of a process's metrics."""
+"""A function that reads one metric."""
 
 from protocol.metrics import SPECS, Metrics
 

@@ -1,4 +1,4 @@
-"""A prefill server's signed reference to the KV of a prompt."""
+"""The signed reference to a prompt's KV that a prefill server would return."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,13 @@ def offer(
     sampling: SamplingParams | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a reference to a prompt in blocks of 4 tokens, from block 3 on.
+    """Return a signed reference to the KV of a prompt: blocks of 4 tokens, IDs from 3
+    on.
 
-    Its first token is 42.
+    The first generated token is 42.
 
     Args:
-        changes: fields of the reference with other values.
+        changes: values of fields of the reference, in place of the usual ones.
     """
     num_blocks = -(-len(token_ids) // 4)
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The coordinator's end of the link to a transfer worker, played by a test."""
+"""A stand-in for the coordinator, at its end of the link to a transfer worker."""
 
 import selectors
 import socket
@@ -10,24 +10,24 @@ from tests.rigs.memory_pair import DEADLINE_S
 
 
 class Orders:
-    """The coordinator's end of the link to one worker, played by a test.
+    """Sends a worker the coordinator's commands and receives the worker's reports.
 
     Attributes:
-        theirs: the worker's end.
-        reports: reports of the worker that `report` has not returned yet.
+        worker_end: the socket for the worker.
+        reports: received reports that `report` has not returned yet.
     """
 
     def __init__(self) -> None:
-        ours, self.theirs = socket.socketpair()
+        coordinator_end, self.worker_end = socket.socketpair()
         self.reports: deque[Report] = deque()
         self._selector = selectors.DefaultSelector()
-        self._links = RankLinks([ours], self._selector, self.reports.append)
+        self._links = RankLinks([coordinator_end], self._selector, self.reports.append)
         self.send = self._links.broadcast
 
     def report(self) -> Report:
         while not self.reports:
             ready = self._selector.select(DEADLINE_S)
-            assert ready, "the worker sends no report"
+            assert ready, "the worker sent no report"
             for key, _ in ready:
                 key.data()
         return self.reports.popleft()

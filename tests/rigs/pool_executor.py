@@ -14,8 +14,8 @@ from tests.rigs.shadow import ShadowExecutor
 class PoolExecutor(ShadowExecutor):
     """A shadow executor that keeps its token ids in KV pools.
 
-    A token id is stored in every element of its slot, in the pool of the rank that has
-    the slot.
+    Each element of a token's slot holds its token ID + 1, in the pool of the rank that
+    stores the slot.
     """
 
     def __init__(self, pools: list[KVPool], stripes: list[Stripe], depth: int) -> None:
@@ -50,7 +50,9 @@ class PoolExecutor(ShadowExecutor):
 
 
 class PooledSlots:
-    """The slots of a KV pool. Each row of a slot holds the same number."""
+    """A KV pool as a mapping: slot (block, offset) to the number that the slot holds in
+    all of its rows.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._words = pool.canonical.view(torch.int64)

@@ -1,8 +1,9 @@
-"""Processes over NIXL: a prefill side, a rank of a decode side, memory, or a program.
+"""Child processes that use NIXL: a prefill side, a rank of a decode side, a process
+with readable memory, or any program.
 
-They are forked from a process that has imported torch, because the import takes longer
-than most tests. That process has no NIXL agent. UCX reads its environment once, when it
-is loaded.
+The children are forked from a process that has imported torch, because the import takes
+longer than most tests. That process has no NIXL agent, because UCX reads the
+environment once, when it is loaded.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ class Forked:
     """A process that runs `work(connection, *args)`.
 
     Args:
-        env: variables that are added to its environment.
+        env: variables that are added to the environment of the process.
 
     Attributes:
         greeting: the first message that the process sends.
@@ -111,9 +112,9 @@ class MemoryPeer(Forked):
 
 
 def run_program(program: str, **env: str) -> str:
-    """Run a program in a process of its own. Return its output.
+    """Run the source text of a program in a new process. Return its output.
 
-    It must end with status 0.
+    The program must end with status 0.
     """
     with tempfile.NamedTemporaryFile() as file:
         process = Forked(_execute, program, file.name, **env).process
@@ -133,7 +134,8 @@ def _execute(connection: Connection, program: str, output: str) -> None:
     try:
         exec(compile(program, "program", "exec"), {})
     except Exception:
-        # A normal exit would wait for processes that the program has stopped.
+        # Exit at once: a normal exit would wait for child processes that the program
+        # has suspended.
         traceback.print_exc()
         os._exit(1)
     sys.stdout.flush()
@@ -163,7 +165,7 @@ def serve_prefill(connection: Connection, options: dict[str, Any]) -> None:
     prefill = Prefill(lambda: nixl("P", device), **options)
     connection.send({"port": prefill.server.address[1]})
     while query := connection.recv():
-        if "free" in query:  # free the memory of its KV
+        if "free" in query:  # free the memory of P's KV
             prefill.pools.clear()
             torch.cuda.empty_cache()
             connection.send({})
@@ -174,7 +176,9 @@ def serve_prefill(connection: Connection, options: dict[str, Any]) -> None:
 
 
 def serve_worker(connection: Connection, options: dict[str, Any]) -> None:
-    """Run one rank of D. It answers each query with a digest of its blocks."""
+    """Run one rank of D. Answer each query with a digest of the blocks that the query
+    names.
+    """
     rank = options["rank"]
     tp = options["tp"]
     dcp = options.get("dcp", 1)
@@ -188,7 +192,7 @@ def serve_worker(connection: Connection, options: dict[str, Any]) -> None:
 
 
 def digest_of(pool: KVPool, blocks: list[int]) -> str:
-    """Return the digest of the tokens in these blocks, in order."""
+    """Return a digest of the KV in these blocks, in the order of `blocks`."""
     rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
     return digest(rows.flatten(0, 1).numpy())
 

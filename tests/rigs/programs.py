@@ -1,6 +1,6 @@
-"""Programs that are started as a user starts them.
+"""Programs that tests start from the command line, as a user does.
 
-They run in a directory, by a command, and the test reads their output.
+Tests read the programs' output.
 """
 
 import os
@@ -18,7 +18,9 @@ BATON = (sys.executable, "-m", "deploy.cli")
 
 
 def environment() -> dict[str, str]:
-    """Return an environment with this checkout installed and no option set."""
+    """Return environment variables with which this checkout is importable and no option
+    of Baton is set.
+    """
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -36,7 +38,9 @@ class Program:
     lines: list[str] = field(default_factory=list)
 
     def read_until(self, text: str) -> str:
-        """Read output up to a line that contains `text`, and return that line."""
+        """Read output up to and including a line that contains `text`. Return that
+        line.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))

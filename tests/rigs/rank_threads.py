@@ -1,6 +1,6 @@
 """Ranks of a real model behind one executor, each in a thread.
 
-All ranks but the first get each step as bytes.
+All ranks but the first get each step as bytes, like ranks in separate processes.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,8 @@ class _Step:
 
 
 class Ranks:
-    """An executor. As between processes, rank 0 does not wait for the other ranks.
+    """An executor with several ranks. Rank 0 does not wait for the other ranks, as if
+    they were separate processes.
 
     Attributes:
         steps: for each step, the output of rank 0 and the futures of the other ranks.
@@ -102,14 +103,15 @@ def _close(runners: list[ModelRunner]) -> None:
 
 @contextmanager
 def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
-    """Start `size` ranks. Groups of `dcp` ranks share tokens. Call `allocate` next.
+    """Start `size` ranks. Each group of `dcp` ranks shares the tokens of sequences.
+    They have no KV pools until `allocate` is called.
 
     Args:
         options: further options of EngineConfig.
     """
     runners: list[ModelRunner] = []
     with ExitStack() as stack:
-        # This runs after the threads have ended.
+        # Callbacks run in reverse order, so this one runs after the threads have ended.
         stack.callback(lambda: _close(runners))
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
         folder = stack.enter_context(TemporaryDirectory())

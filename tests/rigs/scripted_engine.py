@@ -1,4 +1,4 @@
-"""An engine in memory that plays a script."""
+"""A stand-in for an engine, without processes: a script determines its answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -36,7 +36,8 @@ Script = Callable[[AddRequest], AsyncIterator[TokenDelta]]
 
 
 async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """Answer with the prompt's last token + 1, + 2, ... up to the limit.
+    """Answer with the prompt's last token + 1, + 2, and so on, up to `max_tokens`
+    tokens.
 
     This is the default script.
     """
@@ -52,7 +53,7 @@ async def count_up(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """A script that never sends anything."""
+    """A script that sends nothing and never returns."""
     await asyncio.Event().wait()
     yield TokenDelta(request_id=request.request_id)
 
@@ -65,9 +66,9 @@ SMALL_ENGINE = EngineReady(
 class ScriptedEngine(EngineClient):
     """An engine in memory that answers each request with the deltas of a script.
 
-    If a script raises, or returns without a terminal delta, its request stays open. So
-    a test can make an engine hang. An abort ends the script and is answered as by an
-    engine.
+    If a script raises, or returns without a terminal delta, the request stays open, so
+    that a test can make the engine hang. An abort ends the script and gets the same
+    answer as from a real engine.
 
     Args:
         script: an async generator function of the request.
@@ -98,7 +99,7 @@ class ScriptedEngine(EngineClient):
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def emit(self, message: EngineOutput) -> None:
-        """Handle a message as if the engine had sent it."""
+        """Process a message as if it came from the engine."""
         self._take(message)
 
     def _write(self, message: EngineInput) -> None:

@@ -46,7 +46,7 @@ VOCAB = 50
 
 
 def next_token(context: Sequence[int], choice: int = 0) -> int:
-    """Return the token that follows a context in this choice of a request."""
+    """Return the token that the shadow generates after a context, in this choice."""
     hashed = list(context)
     if choice > 0:
         hashed.append(choice)
@@ -56,7 +56,7 @@ def next_token(context: Sequence[int], choice: int = 0) -> int:
 
 
 def allowed(token: int, banned: Sequence[int]) -> int:
-    """Return the token, or the next allowed token. At least one must be allowed."""
+    """Return the token, or if it is banned, the next one (modulo VOCAB) that is not."""
     while token in banned:
         token = (token + 1) % VOCAB
     return token
@@ -73,13 +73,13 @@ def _masked(token: int, mask: Int32s) -> int:
 
 
 def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLogprobs:
-    """Return the "logprob" of a target: a hash of its context and itself."""
+    """Return the "logprob" of a target token: a hash of the context and the target."""
     value = -float(next_token([*context, target]))
     return TokenLogprobs(value, [target] * num_top, [value] * num_top)
 
 
 def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
-    """Return the scores of every prompt token; the first token has none."""
+    """Return the scores of all prompt tokens. The score of the first token is None."""
     rows = [
         expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))
     ]
@@ -103,9 +103,9 @@ def expected_output(
 
 
 class _ShadowStep:
-    """A launched step. It runs when its result is requested.
+    """A launched step, which runs when its result is requested.
 
-    That is the latest moment at which a device may run it.
+    This is the worst case: a real device may run the step at any time up to then.
     """
 
     def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
@@ -121,7 +121,7 @@ class _ShadowStep:
 
     @property
     def blocks(self) -> set[int]:
-        """The blocks that the step reads and writes."""
+        """The blocks that the step reads or writes."""
         num_blocks = -(-self.step.context_lens // self._executor.block_size)
         lens = num_blocks * self._executor.num_groups
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
@@ -139,10 +139,10 @@ class _ShadowStep:
 
 
 class ShadowExecutor:
-    """Executes steps over a pool of token ids; -1 marks a slot that was never written.
+    """Executes steps on a pool of token ids. A slot that was never written holds -1.
 
     Attributes:
-        num_steps_ahead: number of steps launched while another one was in flight.
+        num_steps_ahead: number of steps launched while an earlier one was in flight.
     """
 
     def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
@@ -164,15 +164,13 @@ class ShadowExecutor:
         assert len(self.in_flight) <= self.depth
         if self.in_flight:
             self.num_steps_ahead += 1
-        # Other ranks get the step as bytes, too.
+        # Convert to bytes and back, as for all ranks but the first.
         launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))
         self.in_flight.append(launched)
         return launched
 
     def has_ended(self) -> bool:
-        """Whether the oldest step has ended. By default it runs when its result is
-        requested.
-        """
+        """Whether the oldest step in flight has ended. Subclasses may return false."""
         return True
 
     def blocks_in_flight(self) -> set[int]:
@@ -212,9 +210,9 @@ class ShadowExecutor:
         return StepOutput(tokens, [None] * len(tokens), scores)
 
     def _draw(self, step: StepInput, at: int) -> int:
-        """Return the next token of a sampled row.
+        """Return the next token of the sampled row with index `at`.
 
-        If the row has a state row, that must have counted exactly the row's context.
+        Penalties in its state row, if any, must have counted exactly its context.
         """
         context = self.context(step, int(step.sampled_sequences[at]))
         token = next_token(context, step.sampling[at].choice_index)
@@ -229,7 +227,7 @@ class ShadowExecutor:
         return token
 
     def _score(self, step: StepInput, rows: ScoredRows) -> list[TokenLogprobs]:
-        """Return the scores of a sequence's targets.
+        """Return the scores of the target tokens of one sequence.
 
         A target's "logprob" is a hash of the context that the KV holds.
         """
@@ -252,18 +250,18 @@ class ShadowExecutor:
 
 
 def chained(seen: Sequence[int], token: int) -> int:
-    """Return what the slots of a token hold.
+    """Return the number that the slots of a token hold.
 
-    It is a hash of the token and of everything that the token attends to.
+    The number is a hash of the token and of everything that the token attends to.
     """
     data = np.array([*seen, token], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
-    """Return what the last of these tokens attends to, group by group.
+    """Return the contents of the slots that the last of these tokens attends to.
 
-    It is the contents of the slots in the window of each group.
+    These are the slots in the windows of all groups, one group after the other.
     """
     chain: list[int] = []
     for token in tokens:
@@ -288,7 +286,7 @@ class WindowedExecutor(ShadowExecutor):
     """A shadow executor with several KV groups.
 
     Each group reads its own blocks, as far back as its window reaches. A slot holds a
-    hash of its whole prefix, so KV of another prefix leads to another token.
+    hash of its token's whole prefix, so KV of a wrong prefix leads to a wrong token.
     """
 
     def __init__(
@@ -322,7 +320,7 @@ class WindowedExecutor(ShadowExecutor):
     def slot(
         self, step: StepInput, row: int, group: int, position: int
     ) -> tuple[int, int]:
-        """Return the block and the offset of a position in one group."""
+        """Return the block and the offset in it of a position, in one group."""
         index, offset = divmod(position, self.block_size)
         block = int(step.block_tables[row, index * self.num_groups + group])
         is_dropped = block == NULL_BLOCK
@@ -344,7 +342,7 @@ class WindowedExecutor(ShadowExecutor):
 
 
 class MemoryTransport:
-    """Collects the messages that the core sends."""
+    """A transport that keeps the messages that the core sends, for the test to read."""
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
@@ -382,7 +380,7 @@ class MemoryTransport:
         ]
 
     def terminals(self, request_id: str) -> list[TokenDelta]:
-        """Return the deltas that end the request, or one of its choices."""
+        """Return the deltas that ended the request or one of its choices."""
         return [
             delta
             for delta in self.deltas
@@ -430,7 +428,7 @@ def make_core(
 
 
 def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
-    """Check I8: no block is handed out while a launched step refers to it."""
+    """Make `allocate` check I8: no block that a step in flight uses is allocated."""
     allocate = allocator.allocate
 
     def checked(num_blocks: int) -> list[int]:
@@ -445,7 +443,7 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
 def masks_of(
     compiler: GrammarCompiler, states: Sequence[GrammarState | None]
 ) -> Int32s:
-    """Return the masks of one step, and wait for them without a time limit."""
+    """Return the masks of one step. Wait for them without a time limit."""
     for state in states:
         if state is not None:
             state._advance([], fill=True)
@@ -459,7 +457,7 @@ def add(
     sampling: SamplingParams | None = None,
     **members: object,
 ) -> AddRequest:
-    """Return a request for the core."""
+    """Return a request for `EngineCore`."""
     return AddRequest(
         request_id=request_id,
         token_ids=list(prompt),
@@ -470,21 +468,21 @@ def add(
 
 
 def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
-    """Run a round with these messages, then rounds until nothing progresses.
+    """Run a round with these messages, then rounds until one makes no progress.
 
     Raises:
-        AssertionError: the core still progresses after 2,000 rounds.
+        AssertionError: the core still makes progress after 2,000 rounds.
     """
     if messages:
         core.round(messages)
     for _ in range(2000):
-        if not core.round([]) and not awaited_masks(core):
+        if not core.round([]) and not wait_for_masks(core):
             return
         core.scheduler.check_integrity()
-    raise AssertionError("the core still progresses after 2,000 rounds")
+    raise AssertionError("the core still makes progress after 2,000 rounds")
 
 
-def awaited_masks(core: EngineCore) -> bool:
+def wait_for_masks(core: EngineCore) -> bool:
     """Wait for the masks of skipped sequences. Return whether there were any."""
     sitting = list(core.grammars.awaiting_mask.values())
     for work, _ in sitting:

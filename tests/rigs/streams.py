@@ -1,10 +1,10 @@
-"""The delay that the proxy adds to streams: `python -m tests.rigs.streams`.
+"""Measures the delay that the proxy adds to streams: `python -m tests.rigs.streams`.
 
 Fake servers in a process of their own stream events that contain the time at which they
 were sent. Clients read the streams from a server directly, and then through a proxy.
 They measure the delay of every event, and the time to the first event of every stream,
-the prefill leg included. The last line is one JSON document: milliseconds at
-percentiles, and the proxy's CPU time per event.
+which includes the prefill leg. The last line of the output is one JSON document:
+percentiles in milliseconds, and the proxy's CPU time per event.
 """
 
 import argparse
@@ -22,16 +22,17 @@ import uvloop
 
 PERCENTILES = (50, 90, 99)
 _DONE = b"data: [DONE]\n\n"
-_go = asyncio.Event()
+_go_requested = asyncio.Event()
 _KV = {"kv_transfer_params": {"remote_engine_id": "fake", "remote_block_ids": [1]}}
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve a connection as a prefill server or as a decode server.
+    """Serve a connection as a prefill and as a decode server.
 
-    A streaming request gets a stream. Its prompt contains the number of events and the
+    The prompt of a streaming request contains the number of events to send and the
     seconds between two of them. If that interval is negative, the second event is sent
-    only when a client has requested /go. Other requests get a prefill answer.
+    only when a client has requested /go. Requests without streaming get the answer of a
+    prefill leg.
     """
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -41,7 +42,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             )
             body = json.loads(await reader.readexactly(length) or b"{}")
             if b" /go " in head:
-                _go.set()
+                _go_requested.set()
             if body.get("stream"):
                 await _stream(writer, *map(float, body["prompt"].split()))
                 continue
@@ -65,7 +66,7 @@ async def _stream(
         if interval_s >= 0:
             await asyncio.sleep(interval_s)
         else:
-            await _go.wait()
+            await _go_requested.wait()
     writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(_DONE), _DONE))
 
 
@@ -87,7 +88,9 @@ def _started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def proxy_of_fakes(*options: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """Start fake servers and a proxy. Yield its process, its port and theirs."""
+    """Start fake servers and a proxy. Yield the proxy's process, its port and the
+    servers' port.
+    """
     with _started("tests.rigs.streams", "--serve") as fake, socket.socket() as free:
         assert fake.stdout is not None
         fake_port = int(fake.stdout.readline())
@@ -115,23 +118,27 @@ async def until_ready(port: int) -> None:
 
 
 async def read_stream(
-    port: int, num_events: int, interval_s: float, turn: asyncio.Semaphore | None = None
+    port: int,
+    num_events: int,
+    interval_s: float,
+    start_limit: asyncio.Semaphore | None = None,
 ) -> list[float]:
     """Return the delay of each event of a stream in seconds.
 
-    The delay of the first event counts from the request, that of others from the time
-    at which they were sent.
+    The delay of the first event counts from the request, the delay of each later event
+    from the time at which that event was sent.
 
     Args:
-        turn: limits the number of streams that have not had their first event.
+        start_limit: if given, limits the number of streams that wait for their first
+            event.
 
     Raises:
-        AssertionError: the answer is not a stream, or the stream has no end.
+        AssertionError: the answer is not a stream, or the stream ended without [DONE].
     """
     body = {"model": "m", "stream": True, "prompt": f"{num_events} {interval_s}"}
     data = json.dumps(body).encode()
-    if turn is not None:
-        await turn.acquire()
+    if start_limit is not None:
+        await start_limit.acquire()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -146,8 +153,8 @@ async def read_stream(
             if delays_s:
                 sent_s = float(event[event.rindex(b":") + 1 : -3])
             delays_s.append(time.monotonic() - sent_s)
-            if turn is not None and len(delays_s) == 1:
-                turn.release()
+            if start_limit is not None and len(delays_s) == 1:
+                start_limit.release()
     except asyncio.IncompleteReadError as error:
         raise AssertionError(
             f"{len(delays_s)} events, then {error.partial[:500]!r}"

@@ -1,7 +1,8 @@
-"""Short polls of uvicorn, so that servers in a test's own process end quickly.
+"""Shortens the polling intervals of uvicorn, so that servers in a test's process end
+quickly.
 
-uvicorn checks every 0.1 s whether it is to end and whether its connections have ended.
-Over a thousand tests these waits add up to minutes.
+Every 0.1 s, uvicorn checks whether it must stop and whether its connections have ended.
+Over a thousand tests, these waits add up to minutes.
 """
 
 import asyncio
@@ -13,7 +14,9 @@ _POLL_S = 0.004
 
 
 class _Asyncio:
-    """The module asyncio as uvicorn sees it, with a short sleep."""
+    """Replaces the module asyncio in uvicorn. Its `sleep` takes at most _POLL_S
+    seconds.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -1,6 +1,6 @@
-"""The part of an engine that pulls, and that computes the digests of lent KV.
+"""The part of an engine that pulls KV and computes the digests of lent KV.
 
-It consists of a coordinator and one worker per rank.
+This part consists of a coordinator and a worker for each rank.
 """
 
 import socket
@@ -19,12 +19,14 @@ from protocol.handshake import CompatRecord
 
 
 class Workers:
-    """The coordinator and the workers of an engine with these pools, not started.
+    """The coordinator of an engine and a worker for each of its pools. `start` starts
+    them.
 
     Args:
-        coordinator_dcp: number of ranks that share tokens according to the coordinator,
-            if it differs from `dcp`.
-        make_placer: makes the placer of a rank, or returns None.
+        coordinator_dcp: the value of `dcp` that the coordinator gets, if it differs
+            from `dcp`.
+        make_placer: function that creates the placer of a rank, or returns None for a
+            rank without a placer.
         options: further options of LocalRank.
     """
 

@@ -1,15 +1,18 @@
-"""The articles of WikiText-2's test split from a file, for local_wikitext.yaml."""
+"""Loads the articles of WikiText-2's test split from a file, for
+local_wikitext.yaml.
+"""
 
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-_TITLE = re.compile(r"(?m)^(?= = [^=\n]+ = $)")  # sections have more equals signs
+# Titles of sections have more equals signs.
+_TITLE = re.compile(r"(?m)^(?= = [^=\n]+ = $)")
 
 
 def detokenized(document: dict[str, Any]) -> str:
-    """Return the article as it is scored, as lm_eval's own task writes it."""
+    """Return the text that is scored for an article, as in lm_eval's task wikitext."""
     from lm_eval.tasks.wikitext import preprocess_wikitext
 
     return str(preprocess_wikitext.wikitext_detokenizer(document))
@@ -18,7 +21,9 @@ def detokenized(document: dict[str, Any]) -> str:
 def measured(
     document: dict[str, Any], results: list[float]
 ) -> dict[str, tuple[float, int]]:
-    """Return the article's loglikelihood (nats) and the divisor, for each metric."""
+    """Return, for each metric, the article's loglikelihood (nats) and what to divide it
+    by.
+    """
     from lm_eval.tasks.wikitext import preprocess_wikitext
 
     metrics: dict[str, tuple[float, int]] = preprocess_wikitext.process_results(
@@ -28,7 +33,7 @@ def measured(
 
 
 def load(**_: Any) -> dict[str, Any]:
-    """Return the split `test`, one document per article, in the file's order."""
+    """Return the split `test`: one document per article, in the order of the file."""
     from datasets import Dataset
 
     path = Path(os.environ["BATON_EVAL_DATA"]) / "wikitext2_test.txt"

@@ -7,7 +7,7 @@ import pytest
 
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, ResumedChoice, SamplingParams
-from tests.rigs.engines import ANOTHER
+from tests.rigs.engines import OTHER_COMPAT
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
@@ -114,7 +114,7 @@ def test_kv_that_d_gives_up_stays_leased_only_if_another_server_may_pull_it(
     make_pair, policy, num_leased
 ):
     """D gives up the offer before P has leased a block."""
-    pair = make_pair(policy=policy, p_compat=ANOTHER)
+    pair = make_pair(policy=policy, p_compat=OTHER_COMPAT)
     prefill_name, decode_name = pair.both(PROMPT, order="d")
     pair.until(lambda: bool(pair.d.out.terminals(decode_name)))
     # P has received the message of D.

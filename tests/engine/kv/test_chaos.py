@@ -103,7 +103,7 @@ class Chaos:
         num_tokens = 14 + config.block_size * (config.dcp - 1)
         prompt = [self._token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)
-        pair.d.clock.stand(True)
+        pair.d.clock.set_stopped(True)
         pair.d.movers.stall()
         name = pair.submit(prompt, params)
         pair.until(lambda: pair.d.movers.active > 0)
@@ -117,7 +117,7 @@ class Chaos:
         pair.end_of(pair.p, pair.begin(pair.p, prompt[::-1], 1))
         pair.d.movers.resume()
         assert pair.answer(name) == expected_output(prompt, 6)
-        pair.d.clock.stand(False)
+        pair.d.clock.set_stopped(False)
 
     def run(self) -> None:
         for _ in range(self.random.randrange(20, 70)):

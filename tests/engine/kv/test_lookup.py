@@ -13,7 +13,7 @@ from engine.kv.rates import Rates
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest
-from tests.rigs.engines import ANOTHER, COMPAT, Engine, Group
+from tests.rigs.engines import COMPAT, OTHER_COMPAT, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
@@ -72,7 +72,7 @@ def test_locally_cached_blocks_are_not_pulled(make):
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
-@pytest.mark.parametrize("lender_options", [BFLOAT16, {"compat": ANOTHER}])
+@pytest.mark.parametrize("lender_options", [BFLOAT16, {"compat": OTHER_COMPAT}])
 def test_prefix_on_an_incompatible_engine_is_computed_locally(make, lender_options):
     a, b = (group := make(lender_options, {})).engines
     group.complete(a, PROMPT)

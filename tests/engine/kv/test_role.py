@@ -14,7 +14,7 @@ from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE, stat_key
 from tests.rigs.engine_pair import Pair
-from tests.rigs.engines import ANOTHER, COMPAT, SECRET
+from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -301,7 +301,7 @@ def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
 
 
 @pytest.mark.parametrize(
-    "compat", [COMPAT, ANOTHER], ids=["compatible", "incompatible"]
+    "compat", [COMPAT, OTHER_COMPAT], ids=["compatible", "incompatible"]
 )
 def test_abort_during_the_handshake_ends_only_the_aborted_request(make_pair, compat):
     pair = make_pair(p_compat=compat)
@@ -315,7 +315,7 @@ def test_abort_during_the_handshake_ends_only_the_aborted_request(make_pair, com
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 def test_first_token_of_another_model_is_not_used(make_pair, max_tokens):
-    pair = make_pair(p_compat=ANOTHER)
+    pair = make_pair(p_compat=OTHER_COMPAT)
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
     forged = (

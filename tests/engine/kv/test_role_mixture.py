@@ -52,11 +52,11 @@ from tests.rigs.shadow import (
     add,
     allowed,
     assert_all_blocks_free,
-    awaited_masks,
     expected_output,
     expected_scores,
     make_core,
     next_token,
+    wait_for_masks,
 )
 
 FAULT = "an injected fault"
@@ -372,7 +372,7 @@ class _Mixture:
         self.is_over = True
         for _ in range(6000):
             self.next_messages()
-            has_progressed = self.core.round([]) or awaited_masks(self.core)
+            has_progressed = self.core.round([]) or wait_for_masks(self.core)
             self.check_accounting()
             if not has_progressed and self.core.is_idle and self.coordinator.is_idle:
                 break

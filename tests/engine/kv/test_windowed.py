@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol.messages import MOVED, Migrate, ResumedChoice
-from tests.rigs.engines import Group, WindowedEngine, smallest
+from tests.rigs.engines import Group, WindowedEngine, min_num_blocks
 from tests.rigs.shadow import windowed_output
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -144,7 +144,7 @@ def test_leases_contain_all_blocks_that_the_borrower_needs(seed: int) -> None:
             max_num_batched_tokens=step_tokens,
             max_model_len=50,
             block_size=size,
-            num_blocks=smallest(groups, step_tokens, size, 50) + 1,
+            num_blocks=min_num_blocks(groups, step_tokens, size, 50) + 1,
             depth=rng.randrange(2),
         )
         for size in sizes

@@ -96,7 +96,7 @@ class Server(LeaseServer):
 
 @pytest.fixture
 def clock() -> Clock:
-    (clock := Clock()).stand(True)
+    (clock := Clock()).set_stopped(True)
     return clock
 
 

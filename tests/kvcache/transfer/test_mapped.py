@@ -99,9 +99,9 @@ def test_any_geometry_is_mapped(rig, p, d):
 
 def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
-    mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
+    mapper.claim_results = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    assert mapper.rooms == [0]  # one block at first, all others later
+    assert mapper.claim_results == [0]  # one block at first, all others later
 
 
 def test_blocks_larger_than_the_launch_limit_are_launched_one_by_one(rig, monkeypatch):
@@ -115,7 +115,7 @@ def test_blocks_larger_than_the_launch_limit_are_launched_one_by_one(rig, monkey
         return launch(copy, *args)
 
     monkeypatch.setattr(mapper, "launch", record)
-    mapper.rooms = [1] * 9
+    mapper.claim_results = [1] * 9
     pull(decode, prefill)
     assert set(counts) == {1}
 

@@ -28,7 +28,7 @@ class Rank:
         self.report = self.link.report
         self.pool = KVPool(layout())
         local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool)
-        self.worker = TransferWorker(local, self.link.theirs)
+        self.worker = TransferWorker(local, self.link.worker_end)
         self.start = self.worker.start
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ class Rank:
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )
-        self.worker = TransferWorker(local, self.link.theirs)
+        self.worker = TransferWorker(local, self.link.worker_end)
         self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
         self._reading: dict[str, tuple[Any, list[int]]] = {}
         self.num_complete = 0

@@ -58,7 +58,7 @@ class EngineConfig(KVOptions, ModelOptions):
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens in one block of a block table, on all ranks that share it."""
+        """Tokens in one block of a block table, over all ranks that share tokens."""
         return self.block_size * self.dcp
 
     @property
@@ -72,7 +72,8 @@ class EngineConfig(KVOptions, ModelOptions):
         seconds = self.usual_itl_target_for(self.device)
         if seconds is None:
             return None
-        # On a CPU, a step of --max-num-batched-tokens may take seconds.
+        # On a CPU the target always applies, because a step of --max-num-batched-tokens
+        # may take seconds.
         return StepTarget(seconds, only_in_pair=self.device != "cpu")
 
     @property

@@ -30,8 +30,8 @@ _MAX_GPU_BYTES: Final = 2**41
 
 
 class InvalidGeometry(ValueError):
-    """Options contradict each other. The message names the options, their values and
-    the fix.
+    """Options contradict each other, the model or the machine. The message names the
+    options, their values and the fix.
     """
 
 
@@ -130,7 +130,7 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
-    """The layout of a rank's pool of `num_blocks` blocks, with the null block."""
+    """The layout of a rank's pool of `num_blocks` blocks, including the null block."""
     _, group_layers = kv_groups(model)
     return KVLayout(
         order=config.kv_layout,
@@ -152,7 +152,7 @@ def kv_groups(model: ModelConfig) -> tuple[KVGroups, list[tuple[int, ...]]]:
 
 def check_scales(config: EngineConfig, model: ModelConfig) -> None:
     """Raises InvalidGeometry if FP8 KV has scales other than 1 and the model's layers
-    have blocks in several groups."""
+    form several KV groups."""
     groups, _ = kv_groups(model)
     if groups.count > 1 and set(config.scales) - {1.0}:
         raise InvalidGeometry(

@@ -39,7 +39,7 @@ logger = logging.getLogger("baton.serve")
 
 # For each field: the largest value that a request may have, and the largest value that
 # generation_config.json may have. Larger values in the file are replaced by this second
-# limit, which has the same effect: all tokens are equally likely.
+# limit, which has the same effect in practice.
 _REQUEST_LIMITS: Final[dict[str, tuple[float, float]]] = {
     "temperature": (2, 1e6),
     "repetition_penalty": (100, 1e6),
@@ -96,8 +96,8 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
 
 
 def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
-    """Returns the tokenizer, and the `system_fingerprint` of responses, for which the
-    files of the weights are read."""
+    """Returns the tokenizer and the `system_fingerprint` of responses. Reads the
+    weight files for the fingerprint."""
     config = prepared.config
     folder = Path(config.model_dir)
     template = Path(config.chat_template) if config.chat_template else None

@@ -59,7 +59,7 @@ def run_server(
     """Runs a server until a signal or POST /drain ends it. Returns the exit status.
 
     Args:
-        hooks: makes the server's hooks, which handle its kind of request legs.
+        hooks: makes the server's hooks, which implement the prefill or decode leg.
         module: the module that each rank process runs.
     """
     open_standard_streams()
@@ -262,7 +262,7 @@ class _Server:
         if failure is not None:
             # Clients receive this error instead of the error about the shutdown.
             client.fail(failure)
-        # Ends the engine, and every open request with an error.
+        # Ends the engine, and ends every open request with an error.
         await client.close()
         await serving
         if failure is not None:
@@ -276,8 +276,8 @@ class _Server:
         function that removes the registrations."""
         if not self.settings.register_with:
             return partial(asyncio.sleep, 0)
-        # Imported here, because the import of aiohttp takes a fifth of the time in
-        # which this process starts.
+        # Imported here, because the import of aiohttp takes a fifth of this process's
+        # start time.
         from engine.http.registrar import create_registrar
 
         registrar = create_registrar(self.settings, port, client.ready, self.secret)

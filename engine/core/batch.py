@@ -98,8 +98,9 @@ class StepInput:
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """The drawn tokens, in the order of `StepInput.sampled_sequences`. The logprobs of
-    prompt tokens, in the order of `StepInput.scores`."""
+    """The results of a step. The draws are in the order of
+    `StepInput.sampled_sequences`; the logprobs of prompt tokens (`scores`) are in the
+    order of `StepInput.scores`."""
 
     token_ids: list[int]  # [R]
     logprobs: list[TokenLogprobs | None]  # [R]
@@ -125,7 +126,8 @@ class PendingStep(Protocol):
                 draw token t.
 
         Raises:
-            StepFailed: the step has ended. `result` must not be called.
+            StepFailed: no tokens were drawn. The step has ended, so `result` must not
+                be called.
         """
 
     def has_ended(self) -> bool:

@@ -64,8 +64,8 @@ class KVConnector:
 
         The sequence still has its blocks. The connector may lease some of them; the
         core releases the blocks of the sequence afterwards. Returns the
-        kv_transfer_params of the response, which refer to the leased blocks; None if
-        there are none.
+        kv_transfer_params of the response, which refer to the leased blocks; None if no
+        blocks were leased.
         """
         return None
 

@@ -7,7 +7,7 @@ It is one loop on one thread:
 
 When nothing can be computed, the loop sleeps on its sockets, and the connector's
 threads wake it. Steps overlap as step_runner.py describes. If the next step may preempt
-a sequence, the round first takes the results of all launched steps.
+a sequence, the loop first waits for the results of all launched steps.
 
 An exception that concerns one request ends that request alone. Every other exception
 (of the device, a collective, the accounting of blocks) ends the engine.
@@ -45,7 +45,7 @@ from protocol.messages import (
 
 logger = logging.getLogger("baton.engine")
 
-_IDLE_WAIT_S = 1.0  # without input, an idle loop runs a round after this time
+_IDLE_WAIT_S = 1.0  # longest time that an idle loop waits for input
 # The accounting of blocks is checked once when the engine has been idle for this time,
 # because the check of many blocks would delay requests.
 _IDLE_BEFORE_CHECK_S = 5.0
@@ -56,7 +56,11 @@ class EngineCore(CoreServices):
     except `wake`.
 
     Args:
-        count_late_kernels: returns how many kernels were loaded after the start.
+        count_late_kernels: returns how many GPU kernels were loaded after the engine
+            was ready.
+
+    Attributes:
+        sequences: choice 0 of each open request, by request id.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class EngineCore(CoreServices):
         self.transport = transport
         self.grammars = grammars
         self.sequences: dict[str, Sequence] = {}
-        # Requests that migrate to another server as soon as they run.
+        # Choice 0 of each request that migrates to another server as soon as its
+        # choices decode, by request id.
         self._migrating: dict[str, Sequence] = {}
         self._output = OutputProcessor()
         self._stats = CoreStats(count_late_kernels)
@@ -135,7 +140,8 @@ class EngineCore(CoreServices):
         return not (self.sequences or self._steps.in_flight)
 
     def finish_steps(self, num_left: int) -> None:
-        """Takes the results of all launched steps but the last `num_left`."""
+        """Waits for all launched steps except the last `num_left`, and commits their
+        results."""
         self._steps.finish_steps(num_left)
 
     def _begin(self, plan: Plan) -> None:
@@ -161,8 +167,8 @@ class EngineCore(CoreServices):
     def _handle(self, message: EngineInput) -> None:
         match message:
             case AddRequest():
-                # The HTTP process has refused requests that no engine of this size can
-                # serve.
+                # The HTTP process has already refused requests that are too large for
+                # this engine.
                 sequence = Sequence.from_request(message)
                 self.sequences[message.request_id] = sequence
                 self.connector.on_add(sequence)
@@ -388,7 +394,8 @@ class EngineCore(CoreServices):
         )
 
     def _stop(self, sequence: Sequence) -> None:
-        """Releases the blocks of a sequence in any phase, without sending anything."""
+        """Finishes a sequence in any phase and releases its blocks, without sending
+        anything to the client."""
         if sequence.phase is Phase.FINISHED:
             return
         self.grammars.forget(sequence)

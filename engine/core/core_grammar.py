@@ -1,5 +1,7 @@
-"""The grammars of the engine core's sequences: compiles them and computes their masks
-on other threads. All functions run on the core's thread.
+"""Compiles the grammars of the engine core's sequences and computes their masks, on
+other threads. The methods of this module run on the core's thread.
+
+Two dictionaries contain the sequences that wait for other threads:
 
     compiling      the sequence is queued once its grammar is compiled
     awaiting_mask  the sequence is running, but skips steps until its mask is ready
@@ -20,8 +22,8 @@ from engine.text.grammar import GrammarCompiler, Int32s, step_masks
 from protocol.errors import GrammarFailed
 
 _MAX_MASK_WAIT_S = 0.05  # longest time that a step waits for its masks
-# Unfinished masks of skipped draws occupy threads. As long as they are fewer than these
-# threads, they do not delay the masks of the next step.
+# The unfinished mask of a skipped draw occupies a thread. Such masks delay the masks of
+# the next step only if they occupy all of these threads.
 _MASK_THREADS = 4
 
 
@@ -32,9 +34,10 @@ class CoreGrammars:
         timeout_s: longest time that a sequence waits for one mask.
 
     Attributes:
-        compiling: the work on each grammar that is being compiled, by its sequence.
-        awaiting_mask: for each sequence that waits for a mask, the work on the mask,
-            and the time at which the sequence fails if the mask is still not ready.
+        compiling: the compilation that each sequence waits for.
+        awaiting_mask: for each sequence that waits for a mask, the computation of the
+            mask, and the monotonic time at which the sequence fails if its mask is
+            still not ready.
     """
 
     def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:
@@ -45,6 +48,7 @@ class CoreGrammars:
         self._quick = ThreadPoolExecutor(
             _MASK_THREADS, thread_name_prefix="grammar-masks"
         )
+        # Slow grammars share one thread, so that they do not occupy the other threads.
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
 
     def prepare(self, sequence: Sequence) -> bool:
@@ -81,14 +85,15 @@ class CoreGrammars:
     def wait_for_masks(
         self, scheduled: Sequenceable[Scheduled], *, wait_for_all: bool = False
     ) -> tuple[Int32s, set[Sequence]]:
-        """Waits for the masks of a step, at most _MAX_MASK_WAIT_S.
+        """Waits for the masks of a step, at most _MAX_MASK_WAIT_S. Does not wait for
+        the masks of slow grammars.
 
         Returns the masks (see `step_masks`), and the sequences with a mask that is not
         ready. These sequences are skipped in this step, and in later steps until their
         masks are ready.
 
         Args:
-            wait_for_all: wait until all masks are ready.
+            wait_for_all: wait until all masks are ready, however long it takes.
         """
         states = [
             choice.sampling.grammar for item in scheduled for choice in item.draws

@@ -275,12 +275,12 @@ class Shaping:
 
     Attributes:
         seen: the counts of tokens; see LogitShaper.
-        penalised: int64 [P, 2]: index of the draw, state row.
+        penalised: int64 [P, 2]: for each draw with penalties, its index and state row.
         penalties: float32 [P, 3]: presence, frequency, repetition.
         bias_indices: int64 [n], into the flattened logits.
-        bias: float32 [n].
+        bias: float32 [n], added to the logits at `bias_indices`.
         ban_indices: int64 [m], into the flattened logits.
-        allowed: bool [R, V].
+        allowed: bool [R, V], the tokens that the grammars allow. None: all tokens.
     """
 
     seen: torch.Tensor

@@ -1,5 +1,5 @@
-"""The messages of the engine core to the HTTP process: token deltas in the order in
-which they were made, and totals."""
+"""Collects what the engine core sends to the HTTP process: token deltas in order, and
+totals for metrics."""
 
 import time
 from collections.abc import Callable
@@ -116,10 +116,11 @@ class OutputProcessor:
 
 
 class CoreStats:
-    """Totals by series (protocol.metrics).
+    """Counts the totals of the engine core, by metric series (protocol.metrics).
 
     Args:
-        count_late_kernels: returns how many kernels were loaded after the start.
+        count_late_kernels: returns how many GPU kernels were loaded after the engine
+            was ready.
     """
 
     def __init__(self, count_late_kernels: Callable[[], int] = lambda: 0) -> None:
@@ -142,8 +143,8 @@ class CoreStats:
             self._totals["baton_engine_mixed_step_seconds"] += seconds
 
     def count_admission(self, sequence: Sequence) -> None:
-        """Counts an admitted sequence and its hits in the prefix cache. Records the
-        time of the first admission.
+        """Counts the prompt tokens of an admitted sequence and its hits in the prefix
+        cache. Records the time of the sequence's first admission.
         """
         if sequence.times.admitted is None:
             sequence.times.admitted = time.monotonic()

@@ -1,30 +1,33 @@
-"""Decides which sequences compute which tokens in the next step: pure decisions over
-the block allocator and the prefix index.
+"""Decides which sequences compute which tokens in the next step. The decisions depend
+only on the sequences, the block allocator, the prefix index and measured durations.
 
 Policy, in order:
 1. Sequences that decode come first, so that a long prompt delays them by at most one
    chunk.
 2. Running prompts get the rest of the token budget, in order of admission. Up to half
-   of this rest is reserved for waiting prompts that are much shorter. Streams may limit
-   the budget for prompts (budget/prompt_limit.py).
+   of this rest is reserved for waiting prompts that are much shorter. If sequences
+   decode, a target duration may limit the budget for prompts (budget/prompt_limit.py).
 3. Waiting sequences are admitted in the order of waiting.py, when blocks for all their
    tokens are available. A sequence shares the blocks that the prefix index has, and
    allocates the other blocks.
 
-Later requests may be admitted before a waiting sequence in three cases: the sequence
-needs more blocks than are outside quarantine; it waits for a pull while too many blocks
-are being written to; or a running sequence computes its prefix (prefix_sharing.py).
+Later requests may be admitted before a waiting sequence in three cases:
+- the sequence needs more blocks than are outside quarantine (kvcache/blocks.py);
+- the sequence needs a pull, while pulls already write to too many blocks;
+- a running sequence computes the prefix of the sequence (prefix_sharing.py).
 
-When a running sequence needs a block and none is available, the latest admitted one is
-preempted: its blocks are released, and it waits at the head of the queue. A sequence
-that fits in the pool by itself therefore always finishes. Longer sequences are refused
-(worker/memory.py). A sequence that does not fit nevertheless is `stuck` (plan.py).
+When a running sequence needs a block and none is available, the sequence that was
+admitted last is preempted: its blocks are released, and it waits at the head of the
+queue. A sequence that fits in the pool by itself therefore always finishes. Requests
+that would not fit are refused (worker/memory.py). If a sequence does not fit in spite
+of this, the plan lists it as `stuck` (plan.py).
 
 A sequence with a `pull` is not computed. Its new blocks become RECEIVING, and the pull
 fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this state.
 
 A step may be planned while launched steps have not finished (step_ledger.py). No
-sequence is preempted while a launched step uses its blocks (`may_preempt`).
+sequence is preempted while an unfinished step uses the sequence's blocks
+(`may_preempt`).
 """
 
 from collections import deque
@@ -120,8 +123,8 @@ class Scheduler:
     # -- one round ----------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Plans the next step, which includes admissions and preemptions. If no token
-        can be computed now, the plan's `scheduled` is empty."""
+        """Plans the next step. Also admits waiting sequences, and preempts running
+        ones. If no token can be computed now, the plan's `scheduled` is empty."""
         plan = Plan(self.limits.max_num_batched_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -144,8 +147,8 @@ class Scheduler:
         return plan
 
     def _limit_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
-        """Limits the prompt tokens of a step with streams. A sequence with a pull in
-        progress already counts as a stream."""
+        """Limits the prompt tokens of a step that also decodes. A sequence with a pull
+        in progress counts like one that decodes, because it soon will."""
         if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
             limit = self._prompt_limit.prompt_tokens(
                 plan.scheduled, prefilling, self._waiting_for_steps()
@@ -153,7 +156,8 @@ class Scheduler:
             plan.budget = min(plan.budget, limit)
 
     def _waiting_for_steps(self) -> Sequenceable[Sequence]:
-        """The waiting prompts, if the first one waits for steps and not for blocks."""
+        """The waiting prompts. Empty if the first one cannot be admitted now, so that
+        a larger step would not help it."""
         if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
             return ()
         first = self.waiting[0]
@@ -190,7 +194,8 @@ class Scheduler:
                 plan.add(sequence, num_tokens)
 
     def admit_remote(self) -> Plan:
-        """Admits requests with a pull at the head of the queue. This needs no step."""
+        """Admits the requests at the head of the queue that have a pull. They need no
+        step."""
         plan = Plan(budget=0)
         self._admit_waiting(plan)
         return plan
@@ -217,8 +222,8 @@ class Scheduler:
 
     def may_preempt(self) -> bool:
         """Whether the next `schedule` may preempt sequences, because the running
-        sequences may need more blocks than are available. All launched steps must have
-        finished before that call."""
+        sequences may need more blocks than are available. If so, all launched steps
+        must have finished before `schedule` is called."""
         budget = self.limits.max_num_batched_tokens
         needed = 0
         for sequence in self.running:
@@ -301,7 +306,8 @@ class Scheduler:
         sequence.block_ids = table
         sequence.num_computed = start
         if self.limits.groups.drops_blocks:
-            sequence.prefix_cursor = PrefixCursor()  # the index may have gaps to fill
+            # Publish all blocks again, because the index may have lost some of them.
+            sequence.prefix_cursor = PrefixCursor()
         sequence.accounting.count_admission(start)
         if sequence.pull is not None:
             self.allocator.receive(fresh_blocks)
@@ -333,11 +339,12 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence whose pull is done and fenced: its KV may be used.
+        """Runs a sequence after a successful pull. No READ may still write to its
+        blocks.
 
-        If the KV was converted from another layout or dtype, several choices use only
-        the blocks that they share. Each choice computes the rest of the prompt itself,
-        so that equal choices stay equal.
+        If the KV was converted from another layout or dtype, and the request has
+        several choices, only the blocks that all choices share are used. Each choice
+        computes the rest of the prompt itself, so that all choices have equal KV.
         """
         assert sequence.pull is not None
         children = sequence.choices.children
@@ -355,7 +362,8 @@ class Scheduler:
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """Runs a sequence in its blocks, once all READs of its failed pull ended."""
+        """Ends the pull of a receiving sequence, and runs the sequence in its blocks.
+        No READ may still write to these blocks."""
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None
@@ -366,8 +374,8 @@ class Scheduler:
     ) -> list[int]:
         """Takes the blocks from a receiving sequence, while its READs may still write.
 
-        Its fresh blocks stay RECEIVING, or become QUARANTINED, and are returned. The
-        caller frees them when the READs have ended.
+        The blocks that the READs may write to stay RECEIVING, or become QUARANTINED,
+        and are returned. The caller frees them when the READs have ended.
         """
         fresh_blocks = self.tables.fresh(sequence)
         blocks = without_null_blocks(sequence.block_ids)
@@ -381,8 +389,8 @@ class Scheduler:
     # -- choices ------------------------------------------------------------------
 
     def fork_choices(self, parent: Sequence) -> None:
-        """Forks the children off their parent, if the KV of the whole prompt is there.
-        A parent that ran only for its children then finishes."""
+        """Forks the children off their parent, if the parent has the KV of the whole
+        prompt. A parent that ran only for its children then finishes."""
         if parent.num_computed < parent.num_prompt_tokens:
             return
         for child in tuple(parent.choices.children):

@@ -4,12 +4,12 @@
     KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
 
 A sequence decodes when exactly one token is left to compute, and prefills when more
-are. A preemption takes its blocks away and sets `num_computed` back to 0. While a
-launched step has not finished, the tokens that it computes are launched, and the token
-that it draws is awaited. The next step can compute an awaited token, although its value
-is still on the device.
+are. A preemption takes the sequence's blocks away and sets `num_computed` back to 0.
+While a launched step has not finished, the tokens that it computes count as launched,
+and the token that it draws counts as awaited. The next step can compute an awaited
+token, although its value is still on the device.
 
-The rest of a sequence's state is in objects of its own (engine/core/state/):
+Other parts of a sequence's state are in separate objects (engine/core/state/):
 
     choices          ChoiceTree: the choices of the request, shared by all of them
     pull             PromptPull: KV that is to come from another engine
@@ -62,7 +62,7 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Mutable state of one choice. `block_ids` is its table (kvcache/groups.py).
+    """Mutable state of one choice. `block_ids` is its block table (kvcache/groups.py).
 
     The engine core appends tokens. The scheduler and its helpers change the phase, the
     blocks and the progress.
@@ -70,7 +70,7 @@ class Sequence:
 
     request: AddRequest
     choice: int  # index of the choice
-    token_ids: list[int]  # before a choice has forked, its outputs alone
+    token_ids: list[int]  # prompt and outputs; only outputs until the choice has forked
     num_prompt_tokens: int
     # Index in `token_ids` at which the outputs begin: 0 until the choice has forked.
     first_output: int
@@ -107,9 +107,9 @@ class Sequence:
     def from_request(cls, request: AddRequest) -> "Sequence":
         """Makes all choices of a request. Returns choice 0, the parent of the others.
 
-        Tokens that another server has drawn are the first outputs of a choice. This is
-        the first token if a prefill server drew it. If the request resumes here after a
-        failover or migration, these are all outputs that the client has.
+        Tokens that another server has drawn become the first outputs of a choice: the
+        first token, if a prefill server drew it; or all outputs that the client has, if
+        the request resumes here after a failover or migration.
         """
         sequences = [
             cls._make_choice(request, index) for index in range(request.num_choices)
@@ -176,8 +176,8 @@ class Sequence:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether `token_ids` begin with the prompt: those of choice 0 always do, and
-        those of another choice once it has forked."""
+        """Whether `token_ids` begin with the prompt. Always true for choice 0, and true
+        for the other choices once they have forked."""
         return self.first_output > 0
 
     @property
@@ -248,17 +248,17 @@ class Sequence:
 
     def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
         """Takes back `num_tokens` launched tokens, because their step has finished or
-        computes fewer tokens."""
-        if self.phase is Phase.RUNNING:  # in other phases its blocks are released
+        computes fewer tokens. If `drew`, also takes back an awaited draw."""
+        if self.phase is Phase.RUNNING:  # in other phases, the blocks are released
             self.num_launched -= num_tokens
             self.num_awaited -= drew
 
     def seal_prompt(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
-        """Stores the first tokens of an offer, once the other engine has computed the
-        prompt.
+        """Stores the first tokens of an offer (protocol.kv_params.Offer), once the
+        other engine has computed the prompt.
 
-        If `is_usable` is False, the tokens were drawn with other parameters than this
-        request's. The first tokens are then drawn here.
+        If `is_usable` is False, the other engine drew the tokens with parameters that
+        differ from those of this request. First tokens are then drawn here.
         """
         assert self.pull is not None
         first_tokens = sealed.first_tokens if is_usable else []
@@ -284,12 +284,13 @@ class Sequence:
         choices can fork its KV."""
         self.choices.prefill_for_children()
         self.sampling.unsent_first_token = None
-        # A launched step may compute its first token as well; computed tokens stay.
-        num_launched = self.num_computed + self.num_launched
-        del self.token_ids[max(self.num_prompt_tokens, num_launched) :]
+        # Drop the outputs, except those that are computed or in a launched step.
+        num_started = self.num_computed + self.num_launched
+        del self.token_ids[max(self.num_prompt_tokens, num_started) :]
 
     def fork_from(self, parent: "Sequence") -> None:
-        """Takes over the prompt and its accounting; the scheduler shares the blocks."""
+        """Copies the prompt and its accounting from the parent. The scheduler shares
+        the parent's blocks."""
         self.choices.fork(self)
         self.token_ids[:0] = parent.request.token_ids
         self.first_output = self.num_prompt_tokens

@@ -19,7 +19,8 @@ class StepLedger:
     """The launched steps of one scheduler.
 
     Args:
-        prefill_budget: the budget that the durations of steps correct, or None.
+        prefill_budget: receives the durations of finished steps; None if prompt tokens
+            are not limited.
     """
 
     def __init__(
@@ -29,12 +30,13 @@ class StepLedger:
         self._prefill_budget = prefill_budget
         self._loads: deque[Load] = deque()  # of the unfinished steps
         self._num_finished = 0
-        # Blocks to release, each list with the number of the step that must finish
+        # Lists of blocks to release, each after the number of the step that must finish
         # first.
         self.deferred_releases: list[tuple[int, list[int]]] = []
 
     def launch(self, scheduled: Sequenceable[Scheduled]) -> None:
-        """Records that a step was launched, also in its sequences."""
+        """Records that a step was launched. Updates the launched tokens and the awaited
+        draws of its sequences."""
         self._loads.append(load_of(scheduled))
         number = self._num_finished + len(self._loads)
         row = 0
@@ -67,7 +69,7 @@ class StepLedger:
                 self.deferred_releases.append((number, blocks))
 
     def is_in_launched_step(self, sequence: Sequence) -> bool:
-        """Whether a launched step refers to the blocks of a sequence."""
+        """Whether an unfinished step refers to the blocks of a sequence."""
         return sequence.last_step > self._num_finished
 
     def release(self, sequence: Sequence, blocks: list[int]) -> None:

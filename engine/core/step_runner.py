@@ -1,13 +1,14 @@
 """Launches steps and waits for their results.
 
 On a GPU, the next step is planned and launched while a step is in flight
-(`Executor.depth`), as if no sequence ended in the step in flight. If a sequence did
-end, its extra token is dropped. A sequence skips the next step if the plan depends on
-the result, for example because choices fork off it. While a long step is in flight, no
-step is planned.
+(`Executor.depth`). The plan assumes that no sequence ends in the step in flight. If a
+sequence does end, the token that the next step draws for it is dropped. A sequence
+skips the next step if its plan depends on the result of the step in flight, for example
+because choices fork off the sequence. While a long step is in flight, no step is
+planned (`is_long_step_in_flight`).
 
-A step with grammars is launched up to its logits. Its tokens are drawn when the masks
-are ready, which depend on the tokens of the previous step.
+A step with grammars is launched up to its logits. The masks of the grammars depend on
+the tokens of the previous step. When the masks are ready, the step's tokens are drawn.
 
 If a step raises StepFailed, its sequences are retried one at a time.
 """
@@ -39,12 +40,12 @@ _POLL_INTERVAL_S = 0.00005  # between two checks whether a step has ended
 # The duration of a step with at least this many tokens is proportional to their number.
 # The duration of a smaller step is mostly the time to read the weights.
 _PROPORTIONAL_TOKENS = 1024
-_LONG_STEP_S = 0.1
+_LONG_STEP_S = 0.1  # no step is planned while a step of more than this is in flight
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched step with a result that has not been taken."""
+    """A launched step. Its result has not been committed."""
 
     scheduled: list[Scheduled]
     pending: PendingStep
@@ -71,10 +72,10 @@ class StepEvents(Protocol):
 
 
 class StepRunner:
-    """The launched steps of one core, in order.
+    """Launches the steps of one core, and commits their results in order.
 
     Attributes:
-        in_flight: launched steps with results that have not been taken, oldest first.
+        in_flight: launched steps with results that are not committed, oldest first.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class StepRunner:
         self._stats = stats
         self._events = events
         self._shape_book = ShapeBook()
-        self._seconds_per_token = 0.0  # of the last step of many tokens
+        # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
+        self._seconds_per_token = 0.0
         self._last_finish_s = 0.0
 
     def run(self, scheduled: list[Scheduled]) -> None:
@@ -143,7 +145,8 @@ class StepRunner:
             pending = self._launch(scheduled, step)
         except StepFailed:
             if is_first:
-                # Wait for the threads that compute the masks.
+                # Wait for the threads that compute the masks, because a retry must
+                # begin the masks anew.
                 self._grammars.wait_for_masks(scheduled, wait_for_all=True)
             raise
         if not is_first:
@@ -153,10 +156,11 @@ class StepRunner:
         try:
             pending.draw(masks)
         except StepFailed:
-            self.in_flight.pop()  # no other step was in flight
+            self.in_flight.pop()  # the failed step, which was the only one in flight
             self._scheduler.draw_failed(scheduled)
             raise
-        for sequence in skipped:  # the last token must be computed again to draw
+        for sequence in skipped:
+            # A later step computes the last token again, and then draws.
             sequence.unlaunch(1, drew=True)
         self.in_flight[-1].skipped.update(skipped)
 

@@ -26,8 +26,9 @@ class SchedulerLimits:
         max_num_batched_tokens: largest number of tokens of a step.
         max_model_len: largest number of tokens of a sequence, prompt and outputs.
         block_size: tokens of a block.
-        step_target: target duration of a step with streams. None: no target limits the
+        step_target: target duration of a step that decodes. None: no target limits the
             prompt tokens of a step.
+        groups: the KV groups of the model's layers.
     """
 
     max_num_seqs: int
@@ -132,11 +133,12 @@ class BlockTables:
         )
 
     def resume_limit(self, sequence: Sequence, num_tokens: int) -> int:
-        """The smallest number of tokens after which any sequence may continue from the
-        first `num_tokens` tokens of this sequence.
+        """The smallest number of tokens, at most `num_tokens`, after which a sequence
+        may continue from the KV of this sequence. Blocks in the windows before that
+        token are still needed.
 
-        Choices other than choice 0 compute the prompt's last block themselves. A
-        borrower of leased blocks may do so too, and its blocks may be larger.
+        Choices that fork compute the prompt's last block themselves. A borrower of
+        leased blocks may do so as well, and its blocks may be larger.
         """
         if not self._groups.drops_blocks:
             return max(0, num_tokens)

@@ -28,7 +28,7 @@ _SHORTER_FACTOR = 4  # how many times shorter a prompt must be to overtake
 # logits of the whole vocabulary are computed and sorted for each such token. With small
 # models, this takes longer than the model itself.
 SCORED_WEIGHT = 4
-_MAX_SHORT_PROMPTS = 64  # waiting sequences that are considered in each step
+_MAX_SHORT_PROMPTS = 64  # at most this many waiting prompts are checked in each step
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
@@ -101,8 +101,9 @@ def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
 
 
 def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a prompt with the work of `num_tokens` tokens is long, and a sequence
-    takes much less work than this prompt. False for a sequence that is pulled."""
+    """Whether a sequence takes much less work than a long prompt with the work of
+    `num_tokens` tokens. False if such a prompt is not long, or if the sequence has a
+    pull."""
     work = work_of(sequence, len(sequence.token_ids))
     is_short = work * _SHORTER_FACTOR <= num_tokens
     is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS
@@ -123,7 +124,7 @@ def select_short_prompts(
     """
     num_left = budget // 2
     if prefill_tokens <= budget - num_left:
-        return []  # the running prompts leave enough of the step
+        return []  # the running prompts leave half of the step anyway
     selected: list[Sequence] = []
     for sequence in islice(waiting, _MAX_SHORT_PROMPTS):
         num_left -= len(sequence.token_ids)

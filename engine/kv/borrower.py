@@ -6,8 +6,8 @@ and pulls that KV.
                        `------- failure policy: recompute here, or fail
 
 All waiting happens on the transfer thread of rank 0. In each round of the core, the
-borrower handles the events that the transfer thread has queued, which changes the
-states of sequences and blocks. The id of a sequence is also the id of its pull.
+borrower handles the events that the transfer thread has queued, and changes the states
+of sequences and blocks. The request id of a sequence is also the id of its pull.
 """
 
 import logging
@@ -60,7 +60,8 @@ class Borrower(KVConnector):
             computed from the bytes of the failed pull.
         quarantine_timeout_s: longest time that a request waits for blocks that only
             the end of hanging READs can free.
-        rates: measurements that decide whether a hinted prefix is pulled.
+        rates: decides by measurements whether to pull a prefix that, according to the
+            request's hint, another engine has.
         engine_id: the id of this engine.
     """
 
@@ -76,11 +77,12 @@ class Borrower(KVConnector):
         self._policy = policy
         self._rates = rates
         self._engine_id = engine_id
-        # Sequences that wait for a lookup of their prefix on another engine, by id.
+        # Sequences that wait for a lookup of their prefix on another engine, by request
+        # id.
         self._looking_up: dict[str, Sequence] = {}
-        # Sequences with a pull that has not ended, by id.
+        # Sequences with a pull that has not ended, by request id.
         self._remote: dict[str, Sequence] = {}
-        # Blocks of ended pulls to which READs may still write, by id of the sequence.
+        # Blocks that READs of an ended pull may still write to, by request id.
         self._undrained: dict[str, list[int]] = {}
         self._deadlock = DeadlockTimer()
         self._quarantine = QuarantineTimer(quarantine_timeout_s)
@@ -114,8 +116,9 @@ class Borrower(KVConnector):
         self._hold_and_enqueue(sequence, remote)
 
     def _start_lookup(self, sequence: Sequence) -> bool:
-        """Sends the hinted engine a lookup of the prompt, if a pull of the found prefix
-        is likely to be quicker than computing. Returns whether a lookup was sent."""
+        """Sends a lookup of the prompt to the engine that the request's hint names, if
+        pulling the prefix is likely to take less time than computing it. Returns
+        whether a lookup was sent."""
         hint = sequence.request.hint
         if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
             return False
@@ -170,8 +173,8 @@ class Borrower(KVConnector):
             self._hold_and_enqueue(sequence, remote)
 
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Renews the lease of a remote prompt from now on, and enqueues the sequence as
-        soon as it can be pulled."""
+        """Renews the lease on the remote KV from now on, and enqueues the sequence as
+        soon as this KV can be pulled."""
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._enqueue_when_ready(sequence, remote)
@@ -214,7 +217,7 @@ class Borrower(KVConnector):
             seconds = times.drawn - (times.pulled or times.admitted)
             self._rates.record_compute(sequence.accounting.num_computed_here, seconds)
         if sequence.pull is not None:
-            # The request has ended with its first token, before a pull.
+            # The request has ended with its first token, before its pull began.
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
@@ -229,6 +232,7 @@ class Borrower(KVConnector):
         return False
 
     def on_release(self, remote: RemotePrefill) -> None:
+        # A pull that is cancelled before it begins releases its lease.
         pull_id = f"refused-{remote.lease_id}"
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
@@ -238,7 +242,7 @@ class Borrower(KVConnector):
         on the prefill server is released once no READ is in flight.
 
         Args:
-            lend: the lease is kept instead, so that another decode server may use it.
+            lend: keeps the lease instead, so that another decode server may use it.
         """
         del self._remote[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, lend=lend)
@@ -271,8 +275,8 @@ class Borrower(KVConnector):
         self._fail_blocked_on_quarantine()
 
     def _compute_pulls_without_capacity(self) -> None:
-        """Gives up the waiting pulls that hanging READs keep from starting. Their
-        prompts are computed here, or their requests fail."""
+        """Gives up the waiting pulls that cannot start because of hanging READs. The
+        prompts are then computed here, or the requests fail."""
         scheduler = self.core.scheduler
         num_quarantined = scheduler.allocator.num_quarantined
         for sequence in pulls_without_capacity(scheduler):
@@ -283,7 +287,8 @@ class Borrower(KVConnector):
             self._give_up_waiting_pull(sequence, error)
 
     def _break_deadlock(self) -> None:
-        """Gives up one waiting pull if this engine and another wait for each other."""
+        """Gives up one waiting pull if this engine and another engine wait for each
+        other."""
         victim = self._deadlock.find_victim(self.core.scheduler)
         if victim is not None:
             error = PullCircuitOpen(self._deadlock.explanation())
@@ -316,7 +321,8 @@ class Borrower(KVConnector):
                 self._give_up_waiting_pull(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
-        """Handles the lease of an offer: the first part of its prompt is computed."""
+        """Records the lease that the other engine has granted for an offer, because it
+        has computed the first part of the prompt. Enqueues the sequence if possible."""
         sequence = self._remote.get(event.pull_id)
         if sequence is None or sequence.pull is None:
             return  # the request was aborted
@@ -324,8 +330,8 @@ class Borrower(KVConnector):
         self._enqueue_when_ready(sequence, sequence.pull.remote)
 
     def _on_sealed(self, event: PullSealed) -> None:
-        """Handles the first tokens of an offer, which the prefill server has drawn. The
-        client receives them before all KV has been pulled."""
+        """Accepts the first tokens of an offer once the prefill server has drawn them.
+        The client receives the tokens before all KV has been pulled."""
         sequence = self._remote.get(event.pull_id)
         if sequence is None:
             return
@@ -366,8 +372,8 @@ class Borrower(KVConnector):
         self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
 
     def _on_failed(self, event: PullFailed) -> None:
-        """Recomputes or fails the sequence of a failed pull. Quarantines the blocks to
-        which READs may still write."""
+        """Recomputes or fails the sequence of a failed pull. Quarantines the blocks
+        that READs may still write to."""
         if isinstance(event.error, KVCorrupt):
             self._counters.count_verify_failure()
         sequence = self._remote.pop(event.pull_id, None)
@@ -401,9 +407,9 @@ class Borrower(KVConnector):
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._report_failure(sequence, error)
-        # Without a handshake nothing proves that the peer runs this model, so the
-        # peer's first token may not be in our vocabulary. Tokens that were already sent
-        # to the client are kept: they came from a verified peer.
+        # Without a handshake nothing proves that the peer runs the same model, so the
+        # peer's first token may not be in this model's vocabulary. Tokens that were
+        # already sent to the client are kept, because they came from a verified peer.
         sequence.discard_remote_results()
         if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
@@ -414,8 +420,8 @@ class Borrower(KVConnector):
             self.core.enqueue(sequence)
 
     def _may_recompute(self, sequence: Sequence) -> bool:
-        """Whether the prompt is computed here after a failed pull. The failed pull of a
-        looked-up prefix never fails the request, because no client requested it."""
+        """Whether the prompt is computed here after a failed pull. Always true for a
+        prefix that a lookup found, because the client did not request that pull."""
         return self._policy == "recompute" or sequence.request.remote is None
 
     def _report_failure(self, sequence: Sequence, error: BatonError) -> None:

@@ -13,7 +13,7 @@ class BorrowerCounters:
     """Totals of the borrower, by series (protocol/metrics.py).
 
     Args:
-        policy: the failure policy, which is a label of the recoveries.
+        policy: the failure policy, which is a label of the counter of recoveries.
     """
 
     def __init__(self, policy: str) -> None:
@@ -26,7 +26,8 @@ class BorrowerCounters:
         self._totals["baton_kv_params_rejected"] += 1
 
     def count_redrawn_first_token(self) -> None:
-        """Counts a prompt with remote KV, but with a first token that is drawn here."""
+        """Counts a request with remote KV but without a usable first token, so that the
+        first token is drawn here."""
         self._totals["baton_kv_first_tokens_redrawn"] += 1
 
     def count_quarantine_timeout(self) -> None:
@@ -34,8 +35,11 @@ class BorrowerCounters:
         self._totals["baton_requests_locked_out"] += 1
 
     def count_lookup(self, outcome: str) -> None:
-        """Counts a hinted prefix. The outcome is one of _LOOKUP_OUTCOMES; "computed"
-        means that no lookup was sent."""
+        """Counts a prompt with a hint that another engine may have its prefix.
+
+        Args:
+            outcome: one of _LOOKUP_OUTCOMES; "computed" if no lookup was sent.
+        """
         self._totals[stat_key("baton_kv_lookups", outcome=outcome)] += 1
 
     def count_transfer(self, event: PullDone) -> None:

@@ -10,8 +10,8 @@ from protocol.messages import RemotePrefill
 
 
 class Connector(KVConnector):
-    """The connector of every engine. A prefill leg gives work to the lender, a decode
-    leg to the borrower."""
+    """The connector of every engine. The lender handles requests with KV that other
+    engines will pull; the borrower handles requests with KV on another engine."""
 
     def __init__(self, lender: Lender, borrower: Borrower) -> None:
         self._lender = lender

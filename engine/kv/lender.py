@@ -1,9 +1,9 @@
 """The lender component of an engine: leases KV blocks to other engines.
 
-A leased block passes from USED to LEASED. A signed reference contains all that a reader
-needs to read the block. The thread of the lease server stores the leases and answers
-borrowers without waiting for a step. The lender grants leases. In each round of the
-core, it returns the blocks of ended leases to the allocator.
+A leased block has the state LEASED. A signed reference contains all that a reader needs
+to read the block. The thread of the lease server stores the leases and answers
+borrowers without waiting for a step. The lender grants leases on the core's thread. In
+each round of the core, the lender returns the blocks of ended leases to the allocator.
 """
 
 from itertools import islice
@@ -87,7 +87,8 @@ class Lender(KVConnector):
         if sequence.num_computed >= len(sequence.token_ids):
             return  # the prompt is complete: on_finish leases the rest
         if scheduler.limits.groups.drops_blocks:
-            # A preempted sequence would not find blocks before its windows again.
+            # After a preemption, the sequence would not find the blocks before its
+            # windows in the prefix index, and would need others while these are leased.
             return
         with self._leases.offers() as (offers, _):
             first_block = offers.num_leased_blocks(transfer_id)
@@ -129,7 +130,7 @@ class Lender(KVConnector):
         is_migrating = choices.migrating is sequence
         is_retained = sequence.request.retain_kv and choices.parent is sequence
         if not (is_migrating or is_retained):
-            return None  # the client wants no KV, or choice 0 leases it for all choices
+            return None  # no KV is requested, or choice 0 leases it for all choices
         # A migrated request with one choice also leases the KV of its outputs. Several
         # choices have only the prompt in common.
         includes_outputs = is_migrating and len(choices) == 1
@@ -145,7 +146,7 @@ class Lender(KVConnector):
         try:
             params = self._params(sequence, block_ids, lease_id, num_tokens)
         except Exception:
-            self._leases.abort(lease_id)  # no reader will get a reference to it
+            self._leases.abort(lease_id)  # no reader gets a reference to this lease
             raise
         if transfer_id:
             reference = msgspec.json.encode(params)
@@ -248,7 +249,7 @@ class Lender(KVConnector):
 
     def end_local_lease(self, remote: RemotePrefill) -> bool:
         """Ends the lease of an unused reference if this engine made the reference.
-        Returns whether it did."""
+        Returns whether this engine made it."""
         if remote.engine_id != self._config.engine_id:
             return False
         self._leases.abort(remote.lease_id)
@@ -276,17 +277,17 @@ class Lender(KVConnector):
 
         Such a lease is on blocks that the prompt filled before a preemption, or on
         blocks of another prompt of the same HTTP request. If there are several such
-        prompts, each round moves the last of them, because one may keep the others from
-        running.
+        prompts, each round moves the last of them to the head, so that each is tried in
+        turn.
         """
         was_deadlocked = self._was_deadlocked
         self._was_deadlocked = self.core.scheduler.is_deadlocked
         if not (was_deadlocked and self._was_deadlocked and self._lease_ids):
             return
         waiting = self.core.scheduler.waiting
-        leased_calls = {http_request_id(request_id) for request_id in self._lease_ids}
+        leasing_http_ids = {http_request_id(name) for name in self._lease_ids}
         for sequence in reversed(waiting):
-            if http_request_id(sequence.request_id) in leased_calls:
+            if http_request_id(sequence.request_id) in leasing_http_ids:
                 waiting.remove(sequence)
                 waiting.appendleft(sequence)
                 return

@@ -1,5 +1,5 @@
-"""Decides whether this engine pulls the beginning of a prompt or computes it. Measured
-durations of pulls and of prefill on this engine are the basis."""
+"""Decides whether this engine pulls the beginning of a prompt or computes it. The
+decision is based on measured durations of pulls and of prefill on this engine."""
 
 import math
 import time
@@ -17,9 +17,10 @@ Borrow = Literal["auto", "always", "never"]
 _DEFAULT_LATENCY_S = 0.005
 _MIN_SAMPLE_BYTES = 1 << 20  # the latency dominates the duration of smaller pulls
 _MIN_SAMPLE_TOKENS = 16
-# Weight of a measurement of computing, and of a measurement of a link that is worse
-# than the estimate. The first measurements of a link include the setup of the link, so
-# a single bad measurement must not replace the estimate.
+# Weight of a new measurement in the moving averages: of the time to compute a token,
+# and of the speed or latency of a link if the measurement is worse than the estimate. A
+# single bad measurement must not replace the estimate, because the first measurements
+# of a link include the setup of the link.
 _WORSE_WEIGHT = 0.3
 _ESTIMATE_LIFETIME_S = 60.0  # an unused link gets the default estimate after this time
 _MAX_PEERS = 1024
@@ -38,7 +39,7 @@ class Rates:
     """Measured speeds of this engine and of its links to other engines.
 
     Args:
-        mode: "always" and "never" decide without measurements.
+        mode: "auto" decides by the measurements; "always" and "never" ignore them.
         bytes_per_token: bytes of a token's KV, summed over all ranks.
         default_bytes_per_s: assumed speed of a link without recent measurements.
 
@@ -61,8 +62,8 @@ class Rates:
         self._links: OrderedDict[PeerKey, _Link] = OrderedDict()
 
     def min_pull_tokens(self, peer: PeerKey) -> float:
-        """The smallest number of tokens that are pulled from `peer` quicker than
-        computed here; infinity if computing is always quicker.
+        """The smallest number of tokens for which a pull from `peer` takes less time
+        than computing the tokens here; infinity if a pull never takes less time.
         """
         if self._mode == "never":
             return math.inf
@@ -73,8 +74,8 @@ class Rates:
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
-        """Records how long this engine took to compute `num_tokens` prompt tokens. The
-        time includes the engine's concurrent work."""
+        """Records how long this engine took to compute `num_tokens` prompt tokens,
+        including the time for other requests in the same steps."""
         if num_tokens < _MIN_SAMPLE_TOKENS:
             return
         measured = seconds / num_tokens

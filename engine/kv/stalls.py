@@ -1,7 +1,8 @@
-"""Waiting requests that cannot get KV blocks by waiting, and when to act on them.
+"""Finds waiting requests that would wait for KV blocks too long or forever, in three
+cases:
 
 1. A pull would exceed the limit on blocks that READs may write to, because hanging
-   READs use up the limit. The prompt could be computed locally:
+   READs use up the limit. The prompt could be computed locally instead:
    `pulls_without_capacity`.
 2. Two engines each wait for blocks that are leased to the other: `DeadlockTimer`.
 3. A request needs more blocks than the pool has outside quarantine:
@@ -21,9 +22,9 @@ _DEADLOCK_S = 5.0  # a waiting pull is given up when a deadlock has lasted this 
 
 
 def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
-    """Waiting pulls that cannot start until hanging READs end, because quarantined
-    blocks count towards the limit of BlockAllocator.can_receive. Their prompts could be
-    computed here.
+    """Returns the waiting sequences with a pull that cannot start until hanging READs
+    end, because quarantined blocks count towards the limit of
+    BlockAllocator.can_receive. The prompts of these sequences could be computed here.
     """
     if not scheduler.allocator.num_quarantined:
         return []
@@ -50,10 +51,11 @@ class DeadlockTimer:
         self._deadlocked_since = math.inf
 
     def find_victim(self, scheduler: Scheduler) -> Sequence | None:
-        """Returns the waiting pull to give up now, or None. Called once in each round.
+        """Returns the waiting sequence that must give up its pull now, or None. Must be
+        called once in each round of the core.
 
-        Once a deadlock has lasted _DEADLOCK_S, each round returns a pull. If sequences
-        run, the deadlock must last as long again before the next pull is returned.
+        Once a deadlock has lasted _DEADLOCK_S, each round returns a sequence. If other
+        sequences run, only one is returned each time the deadlock has lasted that long.
         """
         now = time.monotonic()
         if not scheduler.is_deadlocked:
@@ -92,7 +94,7 @@ class QuarantineTimer:
 
     def find_overdue(self, scheduler: Scheduler) -> list[Sequence]:
         """Returns the waiting requests that have been blocked for longer than the
-        timeout. Called once in each round."""
+        timeout. Must be called once in each round of the core."""
         now = time.monotonic()
         blocked: list[Sequence] = []
         if scheduler.allocator.num_quarantined:

@@ -40,21 +40,22 @@ LEASES = "baton_leases_held"  # a key of an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
-# A client that leaves more than this many tokens of a choice unread, with the
-# alternatives in their logprobs, is treated as too slow. This number of tokens takes
-# some megabytes.
+# A client that leaves more than this many tokens of a choice unread is treated as too
+# slow. Alternatives in logprobs count as tokens. Unread tokens of this number take some
+# megabytes.
 MAX_UNREAD = 1 << 14
-MAX_UNREAD_CHOICES = 32  # more choices of a call do not raise the call's limit
+MAX_UNREAD_CHOICES = 32  # choices beyond this number do not raise a call's limit
 
 
 class Subscription:
-    """The deltas of some requests, in batches of what has arrived.
+    """Receives the deltas of the requests of one call, in batches.
 
     Closing the subscription aborts the requests that have not ended.
 
     Args:
         requests: the requests, all of one call.
-        queue_entry: the entry of these requests in the waiting queue.
+        queue_entry: the entry of these requests in the waiting queue; None if they were
+            not queued.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Subscription:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Ask the engine to end a request, or one choice of it.
 
-        Each aborted choice still gets a delta with "abort".
+        Each aborted choice still gets a delta with the finish reason "abort".
         """
         if request_id in self._open:
             self._engine.send(AbortRequest(request_id, choice))
@@ -145,9 +146,9 @@ class Subscription:
         If this server is handing its requests over, the request migrates now.
 
         Args:
-            is_resumed: whether the request has just migrated to this server. If this
-                server is handing its requests over, no other server has taken the
-                request, so the request stays here.
+            is_resumed: whether the request has just migrated to this server. It then
+                stays here even during a hand-over, because no other server has taken
+                it.
         """
         if request_id := next(iter(self._open), None):
             self._engine.movable[request_id] = may_move
@@ -157,7 +158,7 @@ class Subscription:
     def fail_at(self, time_s: float, error: BatonError) -> Callable[[], None]:
         """Fail the open requests at a time of the loop's clock.
 
-        Returns a function that cancels this.
+        Returns a function that cancels the timer.
         """
         return asyncio.get_running_loop().call_at(time_s, self.fail, error).cancel
 
@@ -175,7 +176,8 @@ class Subscription:
             self._has_news.set()
 
     def confirm_delivery(self) -> None:
-        """Keep the retained KV: the client has the answer that refers to it."""
+        """Let the engine keep the retained KV, because the client has the answer that
+        refers to this KV."""
         self._retaining.clear()
 
     def close(self) -> None:
@@ -216,17 +218,17 @@ class EngineClient:
         caches_prefixes: whether the engine reuses the KV of common prefixes.
 
     Attributes:
-        queue: the waiting queue. A request needs a place in it before it is submitted.
+        queue: the waiting queue. A request must enter it before it is submitted.
         ready: the engine's report about itself, once the engine can serve.
         progress: a description of what the engine does before it is ready.
         on_progress: called with each new value of `progress`.
         stats: the engine's latest values, by metric.
         failure: why the engine cannot continue, or None.
-        movable: open requests that can migrate, each with a function that returns
+        movable: by id of each open request that can migrate, a function that returns
             whether the request may migrate now.
-        moving: requests for which the engine got a Migrate, and that have not ended
-            here yet.
-        is_draining: whether the server is ending.
+        moving: ids of the requests that the engine was told to migrate, and that have
+            not ended here yet.
+        is_draining: whether the server is shutting down.
         is_handing_over: whether all movable requests migrate; the server still listens.
     """
 
@@ -243,8 +245,8 @@ class EngineClient:
         self.moving: set[str] = set()
         self.is_draining = False
         self.is_handing_over = False
-        # The loop's time by which the engine has reported the leases of the request
-        # that migrated last.
+        # The loop's time by which the engine will have reported the leases of the
+        # request that migrated last.
         self._leases_reported_at_s = 0.0
         self.failure: str | None = None
         self._subscriptions: dict[str, Subscription] = {}
@@ -267,7 +269,8 @@ class EngineClient:
         return self._hung_up or not self.healthy
 
     async def start(self, link: socket.socket) -> None:
-        """Begin to read from the engine. Call it on the event loop of the requests.
+        """Begin to read from the engine. Must be called on the event loop that serves
+        requests.
 
         Args:
             link: the socket to the engine.
@@ -390,7 +393,8 @@ class EngineClient:
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:
-        """End every open request, because the engine's process is gone."""
+        """End every open request with an error, because the engine cannot continue or
+        the server shuts down."""
         if self.failure is not None:
             return
         self.failure = reason

@@ -14,7 +14,7 @@ from protocol.process import lifecycle
 # How many turns idle threads of torch's OpenMP pool spin before they free the core. The
 # default of 300,000 turns greatly slows processes that share cores, such as a prefill
 # and a decode server on one machine. Without any spinning, each step would be slower.
-_THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
+_OPENMP_ENV = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 
 
 class EngineProcesses:
@@ -22,7 +22,8 @@ class EngineProcesses:
 
     Args:
         module: the module that each rank runs.
-        on_failure: called once, from a thread, with the reason why the engine ended.
+        on_failure: called with the reason, from another thread, when the first rank
+            exits without `stop`.
     """
 
     def __init__(self, module: str, on_failure: Callable[[str], None]) -> None:
@@ -56,7 +57,7 @@ class EngineProcesses:
             child = lifecycle.spawn(
                 argv,
                 name=name,
-                env=_THREADING,
+                env=_OPENMP_ENV,
                 stdin=data,
                 capture=False,
                 on_event=self._on_event,

@@ -1,7 +1,8 @@
 """Rank 0's link to the HTTP process: requests in, tokens out.
 
-The link is a socket without threads: each hop through a library's threads takes long on
-a GPU host, and four hops lie between a request and its first token.
+The core's thread reads and writes the socket directly. A messaging library would pass
+each message through its own threads, four times between a request and its first token,
+which takes long on a GPU host.
 """
 
 import contextlib
@@ -12,15 +13,16 @@ import time
 from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import EngineInput, EngineOutput, decode_input, encode
 
-MAX_BYTES = (1 << 32) - 1  # of a message; both ends belong to one server
-# While more bytes than this are unsent, the HTTP process is stalled, and the engine
-# runs no step.
+# Largest message. No lower limit is needed, because both ends belong to one server.
+MAX_BYTES = (1 << 32) - 1
+# While more bytes than this are unsent, the HTTP process counts as stalled, and the
+# engine runs no step.
 MAX_UNSENT_BYTES = 1 << 26
 _LINGER_S = 1.0  # how long `close` waits for unsent answers
 
 
 class EngineTransport:
-    """The engine's end of the link, and a waker with which threads wake the core.
+    """The engine's end of the link, and a waker with which other threads wake the core.
 
     Args:
         link: the socket to the HTTP process.
@@ -42,7 +44,7 @@ class EngineTransport:
         Returns:
             The messages, and whether the HTTP process has hung up.
         """
-        with contextlib.suppress(WireClosed):  # the receive below reports it
+        with contextlib.suppress(WireClosed):  # the call of receive below reports it
             while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
                 writable = select.poll()
                 writable.register(self._wire, select.POLLOUT)

@@ -24,7 +24,7 @@ from attention.kernels.launch import PDL, let_next_begin_and_wait
 from engine.sampling.sampling_batch import SamplingBatch
 
 # The alignment of these tensors depends on the number of rows. By default, Triton would
-# compile another variant of a kernel for another alignment.
+# compile a variant of a kernel for each alignment.
 _jit_any_alignment: Any = triton.jit(
     do_not_specialize_on_alignment=(
         "temperature",

@@ -40,8 +40,9 @@ from model.decoder import CausalLM
 from protocol.messages import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30  # float32 would round a smaller temperature to 0
-# On a CPU, top_k, top_p and min_p are applied to this many of the likeliest tokens at
-# first. The number is multiplied until the tokens include all allowed tokens.
+# On a CPU, top_k, top_p and min_p are first applied to only this many of the likeliest
+# tokens. The number is multiplied by _CANDIDATE_GROWTH until these tokens include all
+# allowed tokens.
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
 # Prompt tokens are scored in chunks of this many rows, with which the matmul reaches
@@ -78,6 +79,8 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
+    """The tokens that a step draws, on the device or on the host."""
+
     token_ids: torch.Tensor  # int64 [S]
     logprobs: Logprobs | None = None  # None if no row requests them
 
@@ -229,7 +232,7 @@ def _smallest_allowed(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the smallest allowed one of each row's values, [R, 1].
+    """Returns the smallest allowed value of each row, [R, 1].
 
     Args:
         values: the n largest values of each row, descending, [R, n].
@@ -277,10 +280,10 @@ def _ranks(
 ) -> torch.Tensor:
     """Returns how many logits of each row [S, V] are at least `chosen` [S, 1].
 
-    On a CPU, counting over a whole row takes as long as computing its logprobs. So only
-    rows are counted in which the chosen token is not above the last of the `top` logits
-    [S, k]. On a GPU all rows are counted, because the host would have to wait to learn
-    which rows need it.
+    On a CPU, counting over a whole row takes as long as computing its logprobs.
+    Therefore only those rows are counted in which all `top` logits [S, k] are at least
+    `chosen`. On a GPU all rows are counted, because the host would have to wait to
+    learn which rows need the count.
     """
     if logits.device.type != "cpu":
         return (logits >= chosen).sum(-1)
@@ -321,7 +324,7 @@ class LastSampledTokens:
     def store(self, drawn: torch.Tensor) -> None:
         """Stores the draws of the last launched step, int64 [R]."""
         self._num_stored = min(len(drawn), len(self.token_ids))
-        # A captured graph has drawn directly into the buffer.
+        # Nothing is copied if a captured graph has drawn directly into the buffer.
         if drawn.data_ptr() != self.token_ids.data_ptr():
             self.token_ids[: self._num_stored] = drawn[: self._num_stored]
 

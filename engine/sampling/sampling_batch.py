@@ -21,12 +21,13 @@ class SamplingBatch:
         top_k: int64 [S]; 0 allows every token.
         seed, choice: int64 [S].
         position: int64 [S], the index of the drawn token in its sequence.
-        max_logprobs: the largest number of most likely tokens that a row requests
-            logprobs of. 0: only of the drawn token; None: no logprobs.
-        free_rows: int64, indices of the rows with a temperature that allow every token;
-            None if there are no such rows.
-        restricted_rows: int64, indices of the rows with a temperature and with top_k,
-            top_p or min_p; None if there are no such rows.
+        max_logprobs: the largest number of likeliest tokens for which any row requests
+            logprobs. 0: rows request only the logprob of the drawn token; None: no row
+            requests logprobs.
+        free_rows: int64, indices of the rows with a temperature above 0 and without
+            top_k, top_p and min_p; None if there are no such rows.
+        restricted_rows: int64, indices of the rows with a temperature above 0 and with
+            top_k, top_p or min_p; None if there are no such rows.
         max_top_k: the largest top_k of the restricted rows.
         has_bare_top_p: whether some row has top_p without top_k.
     """

@@ -118,13 +118,15 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
 
     def capture(self) -> None:
-        """Captures every size. The largest comes first, so that the smaller sizes fit
-        into its memory."""
+        """Captures every size. The largest comes first, so that the graphs of smaller
+        sizes reuse the memory of the largest."""
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._backend.plan_for_graph(_null_batch(self._backend.num_groups), size)
-            self._step(size)  # creates handles and loads kernels; a capture must not
+            # Run once before the capture, because handles and kernels cannot be created
+            # during a capture.
+            self._step(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
@@ -156,9 +158,9 @@ class DecodeGraphs:
     def can_run(self, step: StepInput) -> bool:
         """Whether a graph can run this step.
 
-        A graph can if every sequence computes one token and draws once, and if the
-        largest graph has enough rows. Logprobs of prompt tokens need the hidden states,
-        which a graph does not return.
+        True if every sequence computes one token and draws once, if the largest graph
+        has enough rows, and if the step computes no logprobs of prompt tokens. Such
+        logprobs need the hidden states, which a graph does not return.
         """
         num_seqs = len(step.query_lens)
         return (
@@ -232,19 +234,20 @@ class PromptGraphs:
         self._inputs = torch.zeros(
             2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device
         )
-        # Inputs of queries, and answers. All layers and sizes share these buffers.
+        # The buffers for the inputs of attention queries and for their answers. All
+        # layers and sizes share these buffers.
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._hidden: dict[int, Tensor] = {}
 
     def capture(self) -> None:
-        """Captures every size. The largest comes first, so that the smaller sizes fit
-        into its memory."""
+        """Captures every size. The largest comes first, so that the graphs of smaller
+        sizes reuse the memory of the largest."""
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             with _fastest_blas(size):
-                self._run_pieces(size, None)  # creates handles and loads kernels
+                self._run_pieces(size, None)  # creates handles, kernels and buffers
                 torch.cuda.synchronize()
                 self._pieces[size] = self._run_pieces(size, pool)
         torch.cuda.synchronize()

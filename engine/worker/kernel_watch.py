@@ -70,7 +70,7 @@ def set_kernel_cache() -> None:
 
 def install_kernel_hooks() -> None:
     """Makes Triton and FlashInfer report every kernel that they load to KERNELS."""
-    from triton import knobs  # only installed on GPU machines
+    from triton import knobs  # imported here, because only GPU machines have triton
 
     from attention.registry import watch_modules
 

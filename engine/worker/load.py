@@ -26,7 +26,7 @@ from model.sizes import tp_sizes, weight_bytes
 from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes
 
-_STREAM_PRIORITY = -1
+_STREAM_PRIORITY = -1  # above 0, CUDA's default, because lower numbers come first
 _REPORT_INTERVAL_S = 3.0
 
 
@@ -141,8 +141,8 @@ class LoadProgress:
         if now - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now
             self._report(f"loading weights{self._progress(now - self._started_s)}")
-        # Count this weight in advance: it is loaded before the next call, and only
-        # calls make reports.
+        # Count this weight in advance. It will be loaded before the next call, and
+        # reports are made only during calls.
         module = _module(name)
         self._loaded_bytes += self._num_bytes.pop(module, 0)
         if self._total_bytes:

@@ -1,5 +1,5 @@
-"""A rank's KV pool and attention backend: their creation, the size of the pool, and the
-errors if it is too small."""
+"""Makes a rank's KV pool and attention backend, decides the size of the pool, and
+raises errors if the memory is too small."""
 
 import logging
 import re
@@ -61,8 +61,8 @@ class RankMemory(NamedTuple):
 
 
 def max_sequence_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens of the longest sequence that the options and the model allow, whatever the
-    pool can hold."""
+    """Tokens of the longest sequence that the options and the model allow, even if the
+    pool cannot hold it."""
     return config.max_model_len or model_config.max_position
 
 
@@ -232,7 +232,8 @@ def longest_in(
 
 
 def _window_slack_tokens(config: EngineConfig) -> int:
-    """Tokens for which a group with a window needs blocks, besides the window."""
+    """The number of tokens, in addition to the window, that a group with a window needs
+    blocks for."""
     return 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
 
 
@@ -351,7 +352,8 @@ def _check_requested_pool(
 
 
 def options_of_step_memory(config: EngineConfig) -> str:
-    """The options on which the memory of a step depends, apart from weights and KV."""
+    """The options that determine how much memory a step takes, apart from weights and
+    KV."""
     # Ranks that share tokens gather the longest context in a scratch buffer.
     if config.dcp > 1:
         return "--max-num-batched-tokens, --max-num-seqs or --max-model-len"

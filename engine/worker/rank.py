@@ -84,9 +84,9 @@ class Rank:
 
     @staticmethod
     def set_ready() -> None:
-        """Called just before the first request may arrive. From now on, loaded kernels
-        count as late, and garbage collection skips all existing objects, because a scan
-        of them would delay steps."""
+        """Must be called just before the first request may arrive. From then on, loaded
+        kernels count as late, and garbage collection skips all objects that existed
+        before, because a scan of them would delay steps."""
         KERNELS.is_ready = True
         gc.freeze()
 

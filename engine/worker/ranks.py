@@ -31,10 +31,10 @@ from engine.worker.runner import ModelRunner
 from engine.worker.step_timer import measure_steps
 
 _JOIN_TIMEOUT_S = 600.0  # includes loading the model
-# A collective may fail on this rank before the rank that caused the failure is seen to
-# be exiting.
+# How long a failed rank waits before it checks whether another rank is exiting. A
+# collective may fail a little before the exit of the other rank is visible.
 _EXIT_DELAY_S = 0.1
-_TEARDOWN_TIMEOUT_S = 10.0
+_TEARDOWN_TIMEOUT_S = 10.0  # longest wait for the exit of another rank
 _PF_EXITING = 0x4  # Linux's flag of a process that is exiting
 
 _T = TypeVar("_T")

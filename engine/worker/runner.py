@@ -2,8 +2,8 @@
 
 The runner has no notion of requests, queues or peers. When the result of a launched
 step is available, all reads and writes of KV by the step have finished. Invariant I8 of
-docs/design.md depends on this. Reading the drawn tokens waits for the step. The runner
-waits explicitly for a step that draws nothing.
+docs/design.md depends on this. `LaunchedStep.result` therefore waits for the end of the
+step on the device, even if the step draws nothing.
 """
 
 import logging
@@ -168,7 +168,7 @@ class ModelRunner:
         return layout_of(self.config, self.model_config, num_blocks)
 
     def allocate(self, num_blocks: int) -> RankMemory:
-        """Makes the KV pool and its attention backend, for `memory`."""
+        """Makes the KV pool and its attention backend, and stores them in `memory`."""
         fix = (
             "another process may have taken the memory during the start: lower "
             "--gpu-memory-utilization"

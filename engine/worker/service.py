@@ -37,7 +37,7 @@ class KVService:
     `start` has been called, only the service may use the agent.
 
     Args:
-        compat: the properties that a peer's KV must have in common with this engine's.
+        compat: the properties of this engine's KV that a peer's KV must share.
         links: sockets for pulls. Rank 0 has one to every other rank; every other rank
             has one to rank 0.
         busy: returns whether this rank is computing a step.
@@ -123,8 +123,8 @@ class KVService:
         leases.start()
         self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
-        # Only KV groups without a window count: of a group with a window, a pull reads
-        # only the last tokens.
+        # Groups with a window do not count, because a pull reads only the last tokens
+        # of such a group.
         num_full_groups = self._pool.groups.windows.count(None) or 1
         group_bytes = layout.block_bytes * num_full_groups
         bytes_per_token = group_bytes * config.tp // config.tokens_per_block

@@ -98,7 +98,7 @@ class WarmUpSizes:
             stored: the number of tokens before these, with KV in the pool; one number
                 for each sequence, or for all.
             token: the id of all computed tokens; -1 for the token that row 0 of the
-                step before drew.
+                previous step drew.
         """
         if isinstance(stored, int):
             stored = [stored] * len(query_lens)
@@ -113,8 +113,8 @@ class WarmUpSizes:
             lens.append(query_len)
             contexts.append(query_len + min(stored_len, self.max_len - query_len))
         width = -(-max(contexts) // self.block_size) * self.num_groups
-        # No block is in use yet, so the numbers are arbitrary. They wrap around in a
-        # small pool: sequences then share blocks, which only changes the values.
+        # No block is in use yet, so block numbers are arbitrary. In a small pool they
+        # wrap around. Sequences then share blocks, which only changes the values.
         blocks = np.arange(len(lens) * width, dtype=np.int32)
         tables = blocks % max(1, self.num_blocks - 1) + 1
         return StepInput(
@@ -212,7 +212,7 @@ def _all_allowed(runner: ModelRunner, rows: int) -> Int32s:
 
 def steps(sizes: WarmUpSizes) -> Iterator[StepInput]:
     """All warm-up steps. They must run in this order, because some steps compute the
-    token that the step before them drew."""
+    token that the previous step drew."""
     max_tokens = min(sizes.max_tokens, sizes.max_len)
     lens = {min(1 << n, max_tokens) for n in range(max_tokens.bit_length() + 1)}
     for size in sorted(lens):
@@ -241,7 +241,8 @@ def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
                 lens = [1] * num_decodes + prompts
                 yield sizes.step(lens, [7] * num_decodes + [stored] * len(prompts))
     yield sizes.step([1], stored=7)
-    # Compute the token that the step before drew: outside a CUDA graph, and in a graph.
+    # These two steps compute a token that the previous step drew: the first outside a
+    # CUDA graph, the second in a graph.
     yield sizes.step([1, 5], [8, 0], token=-1)
     yield sizes.step([1, 1], stored=9, token=-1)
 

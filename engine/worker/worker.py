@@ -1,10 +1,10 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
 engine/process/launch.py starts it as `python -m engine.worker.worker --rank R --sockets
-N ...`, with the numbers of inherited sockets. The EngineConfig comes as JSON on
-standard input instead of the command line, because it contains the cluster secret. Rank
-0 exchanges messages with the HTTP process and plans the steps; the other ranks execute
-the steps that rank 0 sends. Every rank exits when its parent exits.
+N ...`, with the file descriptors of inherited sockets. The EngineConfig comes as JSON
+on standard input instead of the command line, because it contains the cluster secret.
+Rank 0 exchanges messages with the HTTP process and plans the steps; the other ranks
+execute the steps that rank 0 sends. Every rank exits when its parent exits.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def test_ended_parent_prefills_until_no_child_is_left():
     tree.end(tree.parent)
     tree.prefill_for_children()
     assert states(tree) == [PREFILLS, CHILD]
-    with pytest.raises(AssertionError, match="the prompt is computed for them"):
+    with pytest.raises(AssertionError, match="the children still need the prompt"):
         tree.end_prefill()
     tree.fork(child)
     tree.end_prefill()

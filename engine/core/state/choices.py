@@ -27,7 +27,8 @@ class ChoiceState(Enum):
 
     CHILD = "child"  # waits until choice 0 has the KV of the prompt, to fork off it
     OPEN = "open"  # has the prompt, and its terminal event is not sent
-    # Its terminal event is sent. It still computes the prompt, for its children.
+    # The choice's terminal event is sent, but the choice still computes the prompt for
+    # its children.
     PREFILLS_FOR_CHILDREN = "prefills for children"
     ENDED = "ended"  # its terminal event is sent, or is about to be
 
@@ -98,7 +99,7 @@ class ChoiceTree(Generic[_Choice]):
         choice.choice_state = ChoiceState.ENDED
 
     def end_all(self) -> None:
-        """Ends all choices at once, in whatever state they are."""
+        """Ends all choices at once, in any state."""
         self.children.clear()
         for choice in self._choices:
             choice.choice_state = ChoiceState.ENDED
@@ -111,6 +112,6 @@ class ChoiceTree(Generic[_Choice]):
 
     def end_prefill(self) -> None:
         """Records that the ended parent has nothing more to compute."""
-        assert not self.children, "the prompt is computed for them"
+        assert not self.children, "the children still need the prompt"
         assert self.parent.choice_state.has_ended
         self.parent.choice_state = ChoiceState.ENDED

@@ -35,8 +35,8 @@ class PromptAccounting:
 
         A sequence is admitted again after a preemption. Hits of the first admission
         that are lost by then count as computed here. Hits that are found only at a
-        later admission do, too, because this engine computed their blocks. Once the
-        prompt is complete, admissions change no count.
+        later admission also count as computed here, because this engine computed their
+        blocks. Once the prompt is complete, admissions change no count.
 
         Args:
             num_cached: tokens of the sequence that the prefix cache has.
@@ -52,11 +52,11 @@ class PromptAccounting:
         self.was_admitted = True
 
     def count_pull(self, num_cached: int, num_received: int) -> None:
-        """Accounts for a pull that is done and fenced.
+        """Accounts for a successful pull.
 
         Args:
             num_cached: tokens of the sequence that had KV here before the pull.
-            num_received: tokens of the sequence that have KV here after it.
+            num_received: tokens of the sequence that have KV here after the pull.
         """
         num_prompt_tokens = self.num_prompt_tokens
         num_before = min(num_cached, num_prompt_tokens)
@@ -70,12 +70,13 @@ class PromptAccounting:
     def usage(self, remote: RemotePrefill | None) -> KVUsage:
         """The counts as clients see them.
 
-        Tokens that this server or the prefill server computed do not count as cached.
-        Tokens computed here are at the end of the prompt. Tokens computed by the
-        prefill server follow the tokens that its prefix cache had.
+        With a prefill server, the cached tokens are those that its prefix cache had at
+        the beginning of the prompt, except tokens that were computed again here, at the
+        end of the prompt.
 
         Args:
-            remote: the reference to the prompt's KV that the request has, or None.
+            remote: the reference to the prompt's KV that came with the request, or
+                None.
         """
         cached_tokens = self.num_skipped + self.num_transferred
         prefill: dict[str, int] = {}

@@ -6,22 +6,22 @@ from protocol.messages import AddRequest, FirstToken, RemotePrefill, ResumedChoi
 
 
 class PromptPull:
-    """Where the KV of a prompt, or of a looked-up prefix of it, is, and how much of it
-    is pulled.
+    """The location of a prompt's KV (or of a prefix that a lookup found), and how many
+    of its tokens are pulled.
 
-    Only choice 0 of a request has one, and only until the KV has been pulled or given
-    up. A sequence with a pull is not computed; its new blocks become RECEIVING. This
-    object is made with the sequence, or by the borrower when a lookup has found a
-    prefix. The borrower changes this object, and removes it if the pull is given up.
-    The scheduler removes it when the KV has arrived, or when the sequence is recomputed
-    in the same blocks.
+    Only choice 0 of a request has this object, and only until the KV has been pulled or
+    the pull is given up. A sequence with a pull is not computed; its new blocks become
+    RECEIVING. This object is made with the sequence, or by the borrower when a lookup
+    has found a prefix. The borrower changes this object, and removes it if the pull is
+    given up. The scheduler removes it when the KV has arrived, or when the sequence is
+    recomputed in the same blocks.
 
     The methods that return lengths depend on the tokens of the sequence. After a
     migration, the other engine may also have KV of outputs that it has drawn.
 
     Attributes:
-        remote: the reference. That of an offer has no lease before `begin`, and no
-            first tokens before `seal`.
+        remote: the reference to the KV. The reference of an offer has no lease before
+            `begin`, and no first tokens before `seal`.
     """
 
     def __init__(self, remote: RemotePrefill, request: AddRequest) -> None:

@@ -11,23 +11,20 @@ Policy, in order:
    tokens are available. A sequence shares the blocks that the prefix index has, and
    allocates the other blocks.
 
-Later requests may be admitted before a waiting sequence in three cases:
-- the sequence needs more blocks than are outside quarantine (kvcache/blocks.py);
-- the sequence needs a pull, while pulls already write to too many blocks;
-- a running sequence computes the prefix of the sequence (prefix_sharing.py).
+Later requests may be admitted before a waiting sequence S in three cases: S needs more
+blocks than are outside quarantine (kvcache/blocks.py); S needs a pull while pulls write
+to too many blocks; or a running sequence computes a prefix of S (prefix_sharing.py).
 
-When a running sequence needs a block and none is available, the sequence that was
-admitted last is preempted: its blocks are released, and it waits at the head of the
-queue. A sequence that fits in the pool by itself therefore always finishes. Requests
-that would not fit are refused (worker/memory.py). If a sequence does not fit in spite
-of this, the plan lists it as `stuck` (plan.py).
+When a running sequence needs a block and none is available, the sequence admitted last
+is preempted: its blocks are released, and it waits at the head of the queue. Requests
+that the pool cannot hold are refused (worker/memory.py), so every sequence finishes. A
+sequence that does not fit in spite of this is `stuck` (plan.py).
 
 A sequence with a `pull` is not computed. Its new blocks become RECEIVING, and the pull
 fills them. `finish_pull`, `recompute_in_place` or `abandon_pull` ends this state.
 
-A step may be planned while launched steps have not finished (step_ledger.py). No
-sequence is preempted while an unfinished step uses the sequence's blocks
-(`may_preempt`).
+A step may be planned while launched steps have not finished (step_ledger.py). A
+sequence in an unfinished step is never preempted (`may_preempt`).
 """
 
 from collections import deque
@@ -306,8 +303,7 @@ class Scheduler:
         sequence.block_ids = table
         sequence.num_computed = start
         if self.limits.groups.drops_blocks:
-            # Publish all blocks again, because the index may have lost some of them.
-            sequence.prefix_cursor = PrefixCursor()
+            sequence.prefix_cursor = PrefixCursor()  # the index may have lost blocks
         sequence.accounting.count_admission(start)
         if sequence.pull is not None:
             self.allocator.receive(fresh_blocks)
@@ -339,12 +335,11 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence after a successful pull. No READ may still write to its
-        blocks.
+        """Runs a sequence after a successful pull. All READs must have ended.
 
-        If the KV was converted from another layout or dtype, and the request has
-        several choices, only the blocks that all choices share are used. Each choice
-        computes the rest of the prompt itself, so that all choices have equal KV.
+        If the KV was converted from another layout or dtype, several choices use only
+        the blocks that they all share. Each choice computes the rest of the prompt
+        itself, so that all choices have equal KV.
         """
         assert sequence.pull is not None
         children = sequence.choices.children
@@ -362,8 +357,7 @@ class Scheduler:
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """Ends the pull of a receiving sequence, and runs the sequence in its blocks.
-        No READ may still write to these blocks."""
+        """Runs a receiving sequence without its pull. All READs must have ended."""
         self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None

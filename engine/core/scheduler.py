@@ -153,8 +153,7 @@ class Scheduler:
             plan.budget = min(plan.budget, limit)
 
     def _waiting_for_steps(self) -> Sequenceable[Sequence]:
-        """The waiting prompts. Empty if the first one cannot be admitted now, so that
-        a larger step would not help it."""
+        """The waiting prompts; empty if the first one cannot be admitted yet."""
         if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
             return ()
         first = self.waiting[0]
@@ -191,8 +190,7 @@ class Scheduler:
                 plan.add(sequence, num_tokens)
 
     def admit_remote(self) -> Plan:
-        """Admits the requests at the head of the queue that have a pull. They need no
-        step."""
+        """Admits requests with a pull at the head of the queue, outside of a step."""
         plan = Plan(budget=0)
         self._admit_waiting(plan)
         return plan

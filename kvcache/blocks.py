@@ -1,7 +1,8 @@
 """The state of each block of the pool: the state machine of invariants I1 and I2.
 
-The invariants are in docs/design.md. A block has three counts, and its state follows
-from them; two further states are exclusive:
+The invariants are in docs/design.md. A READ is a one-sided read, as in RDMA: it copies
+a peer's bytes into blocks of this engine. The state of a block follows from two counts
+and a flag, except for the two exclusive states:
 
     uses    running sequences that read or write the block
     leases  prefill leases that let a peer read the block
@@ -18,7 +19,8 @@ from them; two further states are exclusive:
     lease / end_lease   leases +1 / -1      blocks that hold bytes
     receive             USED -> RECEIVING   the block has one use, and is neither cached
                                             nor leased
-    received            RECEIVING -> USED   the fence was passed: the bytes are good
+    received            RECEIVING -> USED   the peer has confirmed that its lease was
+                                            held until now, so the bytes are good
     quarantine          RECEIVING or QUARANTINED -> QUARANTINED
                         the pull was given up, but its bytes may still arrive (I7)
     drained             RECEIVING or QUARANTINED -> FREE
@@ -29,8 +31,8 @@ and has no state.
 
 Every transition takes the ids of many blocks and is all or nothing: an illegal
 transition or a repeated id raises before anything has changed. One thread owns an
-allocator; there are no locks. A transition costs amortised O(1) per block: a block is
-evicted at most once each time it was cached.
+allocator; there are no locks. A transition costs amortised O(1) per block, because a
+block that is marked as cached is evicted at most once.
 """
 
 from collections import OrderedDict
@@ -39,8 +41,8 @@ from enum import IntEnum
 from operator import index
 
 NULL_BLOCK = 0
-# Share of the pool's blocks that READs may write to at the same time; see `can_receive`
-# for the exception.
+# Largest share of the pool that may be RECEIVING or QUARANTINED; see `can_receive` for
+# the exception.
 _MAX_RECEIVING_SHARE = 0.75
 
 
@@ -92,8 +94,8 @@ class BlockAllocator:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(
-                f"num_blocks is {num_blocks}; use at least 2, block 0 being the null "
-                "block"
+                f"num_blocks is {num_blocks}; use at least 2, because block 0 is the "
+                "null block"
             )
         self.num_blocks = num_blocks
         self._uses = [0] * num_blocks
@@ -102,10 +104,10 @@ class BlockAllocator:
         self._states = [BlockState.FREE] * num_blocks
         self._counts = [0] * len(BlockState)
         self._counts[BlockState.FREE] = self.capacity
-        # A stack. Every transition pushes blocks in reverse order, so that the blocks
-        # of one sequence are allocated to the next one in the same order. Neighbours in
-        # memory stay neighbours in block tables, so transfers need fewer descriptors
-        # and sequences lie on fewer memory pages.
+        # The FREE blocks, as a stack. Every transition pushes blocks in reverse order,
+        # so that a later sequence gets the blocks of an earlier one in the same order.
+        # Neighbours in memory then stay neighbours in block tables: transfers need
+        # fewer descriptors, and sequences lie on fewer memory pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         # The CACHED blocks, in the order of eviction.
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -133,12 +135,12 @@ class BlockAllocator:
     def can_receive(self, num_blocks: int, *, ignore_receiving: bool = False) -> bool:
         """Whether a pull may read into `num_blocks` more blocks.
 
-        Every READ may hang. So only a part of the pool may be RECEIVING or QUARANTINED,
-        and the engine can compute in the other blocks. If no block is in a counted
-        state, the result is True for any `num_blocks`.
+        Every READ may hang, so only a part of the pool may be RECEIVING or QUARANTINED:
+        the engine can still compute in the rest of the pool. If no block is RECEIVING
+        or QUARANTINED, a pull of any size is allowed.
 
         Args:
-            ignore_receiving: Count only QUARANTINED blocks, as if no pull was active.
+            ignore_receiving: Count only QUARANTINED blocks, as if no pull were active.
         """
         exposed = self.num_quarantined
         if not ignore_receiving:
@@ -194,8 +196,8 @@ class BlockAllocator:
     def release(self, blocks: Iterable[int]) -> None:
         """Removes a use from each block.
 
-        Pass a sequence's blocks in order. The last of them, which the fewest sequences
-        share, are then evicted first.
+        Pass a sequence's blocks in order, so that the last blocks are evicted first,
+        because the fewest sequences share the last blocks.
         """
         for block in reversed(
             self._checked("release", blocks, lambda b: self._uses[b] > 0)
@@ -229,7 +231,7 @@ class BlockAllocator:
             self._set_state(block, BlockState.RECEIVING)
 
     def received(self, blocks: Iterable[int]) -> None:
-        """RECEIVING -> USED, with one use: the fence was passed."""
+        """RECEIVING -> USED, with one use: the pull has succeeded."""
         for block in self._checked("end receiving into", blocks, self._is_receiving):
             self._uses[block] = 1
             self._set_state(block, BlockState.USED)
@@ -305,7 +307,7 @@ class BlockAllocator:
         """Checks the blocks of a transition, and returns their ids as plain ints.
 
         Args:
-            verb: Names the transition in errors.
+            verb: The transition's name, for errors.
             allowed: Returns True for a block that may make the transition.
 
         Raises:
@@ -380,13 +382,14 @@ class BlockAllocator:
     def _check_block(self, block: int) -> None:
         """Checks that the state of a block follows from its counts.
 
-        A block in an exclusive state, and block 0, must have no uses, leases or mark.
+        A block in an exclusive state, and block 0, must have no uses and no leases, and
+        must not be marked as cached.
         """
         state = self._states[block]
-        has_no_references = state in _EXPOSED or block == NULL_BLOCK
-        expected = BlockState.FREE if has_no_references else state
-        is_negative = self._uses[block] < 0 or self._leases[block] < 0
-        if is_negative or self._derived_state(block) is not expected:
+        must_be_unreferenced = state in _EXPOSED or block == NULL_BLOCK
+        expected = BlockState.FREE if must_be_unreferenced else state
+        has_negative_count = self._uses[block] < 0 or self._leases[block] < 0
+        if has_negative_count or self._derived_state(block) is not expected:
             raise IntegrityError(
                 f"the state contradicts the counts of {self._describe(block)} "
                 "(invariant I2)"

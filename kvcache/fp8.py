@@ -30,14 +30,17 @@ def to_stored(
 
 
 def addressable(rows: torch.Tensor) -> torch.Tensor:
-    """A view of the rows in a dtype that torch's indexing kernels support.
+    """Returns the rows in a dtype that torch's indexing kernels support.
 
-    The view of FP8 rows has the dtype uint8.
+    FP8 rows become a view of dtype uint8; all other rows are returned unchanged.
     """
     return rows.view(torch.uint8) if rows.dtype is DTYPE else rows
 
 
 def from_stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts rows from `addressable` to `dtype`, without multiplying by a scale."""
+    """Converts stored rows, or rows from `addressable`, to `dtype`.
+
+    Does not multiply by the scale.
+    """
     stored = rows.view(DTYPE) if rows.dtype is torch.uint8 else rows
     return stored.to(dtype)

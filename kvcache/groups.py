@@ -9,8 +9,9 @@ group, side by side:
     tokens     0..15   16..31  32..47  48..63
     table     [ 7 0  |  9 0  | 12 4  | 13 5 ]     two groups; the second sees 32 tokens
 
-An entry is the null block while the group does not need a block for these tokens: not
-yet, or no longer. With one group that sees all tokens, a table has no null blocks.
+An entry is the null block if the group needs no block for these tokens, for example
+because the tokens have left the group's window. With one group that sees all tokens, a
+table has no null blocks.
 
 This module does not import torch, because processes that only plan or communicate use
 it.
@@ -24,7 +25,7 @@ from functools import cached_property
 from kvcache.blocks import NULL_BLOCK
 from protocol.handshake import MAX_GROUPS
 
-# Share of memory that padding may add to a sequence of the model's maximum length.
+# Largest share by which padding may enlarge a sequence of the model's maximum length.
 _MAX_PADDING_SHARE = 0.05
 
 
@@ -46,7 +47,7 @@ class KVGroups:
 
     @classmethod
     def from_wire(cls, windows: Sequence[int]) -> "KVGroups":
-        """The groups that CompatRecord.kv_windows describes."""
+        """The groups that a value of CompatRecord.kv_windows describes."""
         return cls(tuple(window or None for window in windows) or (None,))
 
     def to_wire(self) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class KVGroups:
         block_size: int,
         reach: int | None = None,
     ) -> list[int]:
-        """The table of a sequence's first `num_tokens` tokens, cut from `table`.
+        """The part of `table` for a sequence's first `num_tokens` tokens, as a copy.
 
         Args:
             table: The table of the whole sequence.
@@ -151,7 +152,7 @@ class KVGroups:
     def fill_entries(
         self, table: list[int], entries: Sequence[int], blocks: Iterable[int]
     ) -> None:
-        """Sets entries of `table` to blocks; extends a table that is too short.
+        """Sets entries of `table` to blocks. Extends `table` if it is too short.
 
         Args:
             entries: The sorted indices of the entries to set, as from

@@ -5,14 +5,14 @@
                     ---deadline---> EXPIRED
 
 A lease of a prompt that is still being computed grows until it is sealed; only a sealed
-lease can be completed. An ended lease leaves a tombstone: the attempt that completed
-the lease gets `ok` again, and every other attempt gets `gone`, as for an unknown lease.
-The number and the age of tombstones are bounded.
+lease can be completed. An ended lease leaves a tombstone: if the pull that completed
+the lease repeats `complete`, it gets `ok` again. Every other pull gets `gone`, as for
+an unknown lease. The number and the age of tombstones are bounded.
 
-The table is pure: the clock is an argument, always that of the prefill server (I3). An
+The table is pure: the clock is an argument, always that of the prefill server. An
 operation at or after a deadline finds the lease expired, even if `expire` was not
-called in between. So a reader never gets `ok` for blocks that are no longer held (I4,
-I5).
+called in between. So a reader never gets `ok` for blocks that are no longer held
+(invariants I3 to I5 in docs/design.md).
 """
 
 import heapq
@@ -54,12 +54,12 @@ class _HeldLease:
 
 
 class _Tombstone(NamedTuple):
-    attempt_id: str | None  # the attempt that completed the lease, if any
+    attempt_id: str | None  # the pull attempt that completed the lease, if any
     ended_at: float
 
 
 class LeaseTable:
-    """All leases of one engine. Times are seconds on one monotonic clock."""
+    """All leases of one engine. All times are seconds on the same monotonic clock."""
 
     def __init__(self) -> None:
         self._held: dict[str, _HeldLease] = {}
@@ -142,11 +142,11 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
-        """Completes a lease: the fence of a pull.
+        """Completes a lease. If this returns True, the bytes that were read are good.
 
         Returns:
-            True if the lease was held until now, or if an earlier call of the same
-            attempt completed the lease. False if the lease is gone or still grows.
+            True if the lease was held until now, or if an earlier call with the same
+            attempt id completed the lease. False if the lease is gone or still grows.
         """
         self.expire(now)
         lease = self._held.get(lease_id)
@@ -159,7 +159,7 @@ class LeaseTable:
         return tombstone is not None and tombstone.attempt_id == attempt_id
 
     def abort(self, lease_id: str, now: float) -> bool:
-        """Ends a held lease; returns False if the lease was gone already."""
+        """Ends a held lease. Returns False if the lease was gone already."""
         self.expire(now)
         if lease_id not in self._held:
             return False

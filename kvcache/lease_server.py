@@ -56,8 +56,8 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # longest sleep of the thread between two checks for expired leases
-# Bound of a request without the tokens of a lookup: at most 5 ids of 128 bytes each.
-# Also the number of bytes that are read at a time.
+# Bound of a request, not counting the tokens of a lookup: a request has at most 5 ids
+# of 128 bytes each. Also the number of bytes that are read at a time.
 _MAX_REQUEST_BYTES = 4 << 10
 # Lookups that wait for the engine. Any lookup beyond this number is answered at once,
 # as if no prefix matched.
@@ -65,12 +65,14 @@ _MAX_LOOKUPS = 64
 _MAX_UNSENT_BYTES = 64 << 20  # unsent replies to one peer
 _MAX_UNAUTHENTICATED = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections accepted at a time
-# Digests computed concurrently. Beyond this number, a request gets no answer, and the
-# peer repeats it.
+# Digests computed concurrently. Beyond this number, a request for a digest gets no
+# answer, and the peer repeats the request.
 _MAX_DIGESTS = 64
-# Any network peer can cause warnings of refused requests, so they are rate-limited.
+# Any host on the network can cause warnings about refused requests, so these warnings
+# are rate-limited.
 _MIN_WARNING_INTERVAL_S = 10.0
 _ACCEPT_RETRY_S = 0.01  # pause after a connection could not be accepted
+_LEASE_GONE = "the lease is unknown or has ended"
 
 OnDigest = Callable[[Scope, tuple[int, ...], OnSums], None]
 
@@ -84,12 +86,12 @@ class LeaseServer:
 
     Args:
         host: The address that peers connect to.
-        port: 0 takes a free port; see `address`.
+        port: The port to listen on; 0: any free port, which `address` then contains.
         on_event: Called by the thread when `drain_ended` or `lookups` has entries; must
             not block.
-        bind_host: The local address to listen on, if it is not `host`.
+        bind_host: The local address to listen on; None: `host`.
         digest: Starts to compute a digest of the KV in blocks, and later calls
-            `on_sums`, in any thread.
+            `on_sums` from any thread.
         max_tokens: Largest number of tokens in a lookup.
 
     Attributes:
@@ -125,8 +127,9 @@ class LeaseServer:
         self._waker = Waker()
         self._selector.register(self._waker, EVENT_READ, self._waker.clear)
         self._digest = digest
-        # By nonce: the connections that wait for a digest.
+        # The connections that wait for a digest, by the nonce of the request.
         self._digesting: dict[str, Wire] = {}
+        # A token id takes at most 5 bytes.
         self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_tokens
         self.lookups: deque[tuple[Lookup, Wire]] = deque()
         # Calls that any thread has queued for the server's thread.
@@ -149,7 +152,7 @@ class LeaseServer:
     # -- calls from any thread
 
     def grant(self, request_id: str, block_ids: Iterable[int], lease_s: float) -> str:
-        """Leases blocks for `lease_s` seconds from now and returns the lease id."""
+        """Leases blocks for `lease_s` seconds from now. Returns the id of the lease."""
         lease_id = new_id()
         with self._lock:
             self._table.grant(lease_id, request_id, block_ids, lease_s, self._clock())
@@ -157,9 +160,9 @@ class LeaseServer:
 
     @contextmanager
     def offers(self) -> Iterator[tuple[Offers[Wire], float]]:
-        """The offers and the current time; holds the lock for the `with` block.
+        """Yields the offers and the current time, and holds the lock until exit.
 
-        At the end of the block, changes to the offers are sent to readers.
+        At exit, changes to the offers are sent to readers.
         """
         with self._lock:
             yield self._offers, self._clock()
@@ -168,7 +171,7 @@ class LeaseServer:
             self._waker.wake()
 
     def abort(self, lease_id: str) -> bool:
-        """Ends a lease; returns False if the lease was gone already."""
+        """Ends a lease. Returns False if the lease was gone already."""
         with self._lock:
             return self._table.abort(lease_id, self._clock())
 
@@ -195,7 +198,7 @@ class LeaseServer:
         self._waker.wake()
 
     def counters(self) -> Counter[str]:
-        """Events since the start, and `held`: the leases held now."""
+        """Counts of events since the start; `held` is the number of leases held now."""
         with self._lock:
             ended_counts = self._table.ended_counts
             num_held = self._table.num_held
@@ -260,13 +263,13 @@ class LeaseServer:
     def _serve(self, wire: Wire) -> None:
         """Reads and answers a few messages under the lock.
 
-        The engine and the connections of all other peers wait in that time.
+        Only a few, because the engine and all other peers wait during that time.
         """
         with self._lock:
             if wire in self._wires:  # an earlier call may have dropped the connection
-                self._exchange(wire)
+                self._read_and_answer(wire)
 
-    def _exchange(self, wire: Wire) -> None:
+    def _read_and_answer(self, wire: Wire) -> None:
         try:
             for message in exchange(self._selector, wire):
                 self._reply(wire, message)
@@ -308,7 +311,7 @@ class LeaseServer:
         """
         blocks = self._table.blocks(request.lease_id, self._clock())
         if blocks is None:
-            return LeaseEnded(nonce=request.nonce, reason="it is unknown or has ended")
+            return LeaseEnded(nonce=request.nonce, reason=_LEASE_GONE)
         if request.nonce in self._digesting:
             self._digesting[request.nonce] = wire  # the request was repeated
             return None
@@ -335,7 +338,7 @@ class LeaseServer:
         if self._table.blocks(request.lease_id, self._clock()) is not None:
             reply = Digest(nonce=request.nonce, sums=sums)
         else:
-            reason = "it ended while the digest of its KV was computed"
+            reason = "the lease ended while the digest of its KV was computed"
             reply = LeaseEnded(nonce=request.nonce, reason=reason)
         self._push(self._digesting.pop(request.nonce), reply)
 
@@ -350,8 +353,8 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer sends requests but does not read replies")
         reply = self._answer(message, wire)
-        # A peer may send several messages and close. All of them are handled, although
-        # no reply can be sent.
+        # A peer may send several messages and then close the connection. All of the
+        # messages are handled, although no reply can be sent.
         with suppress(WireClosed):
             if reply is not None:
                 wire.send(seal_reply(reply, self._secret))
@@ -387,12 +390,16 @@ class LeaseServer:
             return None
         if not self._apply(request, self._clock()):
             self._counters["gone"] += 1
-            return LeaseEnded(nonce=request.nonce, reason="it is unknown or has ended")
+            return LeaseEnded(nonce=request.nonce, reason=_LEASE_GONE)
         self._counters["renewed"] += isinstance(request, Renew)
         return Ok(nonce=request.nonce)
 
     def _apply(self, request: LeaseRequest, now: float) -> bool:
-        """Renews, completes or aborts a lease; False if the lease is gone."""
+        """Renews, completes or aborts a lease. AbortLease also ends a subscription.
+
+        Returns:
+            False if the lease is gone, or is to be completed but still grows.
+        """
         if isinstance(request, Renew):
             return self._table.renew(request.lease_id, now)
         if isinstance(request, Complete):

@@ -4,9 +4,10 @@ The readers of an offer are the decode servers that have subscribed to it.
 
     subscribe       a reader waits for a prompt, before or after `expect`
     expect          the engine has received the prompt
-    grow, finish    the prompt's lease gets more blocks; readers are sent each part
-                    and, after `finish`, the reference
-    withdraw        readers are sent LeaseEnded, as when the lease ends
+    grow, finish    the prompt's lease gets more blocks; readers are sent the new blocks
+                    and, after `finish`, the handoff reference
+    withdraw        the prompt will not be computed to its end; readers are sent
+                    LeaseEnded, as when the lease ends
 
 This module is pure: the clock is an argument, and a reader is any object of the caller.
 """
@@ -19,7 +20,8 @@ from kvcache.lease import LeaseTable
 from protocol.handshake import LeaseEnded, Ok, Progress, Subscribe
 
 # A subscription waits this long for its prompt, because a request body may take long to
-# arrive. An ended prompt is remembered this long, because a subscription may be late.
+# arrive. An ended prompt is remembered this long, so that a late subscription is
+# refused at once.
 REMEMBERED_S = 30.0
 _MAX_REMEMBERED = 16384  # bound of the prompts that are awaited or remembered
 # Readers of one prompt. A proxy tries only a few decode servers, one after another.
@@ -32,7 +34,7 @@ R = TypeVar("R")
 class _Subscription(Generic[R]):
     reader: R
     prompt_digest: str
-    num_announced: int  # blocks that were announced to the reader
+    num_announced: int  # number of blocks that were announced to the reader
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Offers(Generic[R]):
         # awaited, or an ended prompt is remembered.
         self._remembered_until: dict[str, float] = {}
         self._transfer_ids: dict[str, str] = {}  # by lease id
-        # Transfer ids of offers for which messages may have to be sent.
+        # Transfer ids of offers that may have messages to send.
         self._changed: set[str] = set()
 
     # -- calls of the engine
@@ -175,7 +177,8 @@ class Offers(Generic[R]):
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
-        if offer.lease_id != lease_id:  # no block was leased, or that lease has ended
+        # No block was leased before, or the prompt's earlier lease has ended.
+        if offer.lease_id != lease_id:
             self._set_lease(transfer_id, offer, lease_id)
         offer.block_ids = list(block_ids)
         offer.reference = reference
@@ -217,7 +220,8 @@ class Offers(Generic[R]):
         `take_messages` returns the subscription's messages.
 
         Returns:
-            LeaseEnded if the subscription is refused, because a bound is reached.
+            LeaseEnded if there are too many awaited prompts or too many readers of this
+            prompt; otherwise Ok.
         """
         nonce = request.nonce
         offer = self._offers.get(request.transfer_id)
@@ -244,13 +248,13 @@ class Offers(Generic[R]):
     def unsubscribe(
         self, nonce: str, lease_or_transfer_id: str, now: float, *, lends: bool
     ) -> None:
-        """Ends a subscription. After its last subscription, an offer is given up.
+        """Ends a subscription. The end of an offer's last subscription gives it up.
 
         The lease of an offer that is given up is aborted once the lease is sealed.
 
         Args:
             lease_or_transfer_id: The transfer id if the reader has no lease id yet.
-            lends: Do not give up the offer, because a new reader may subscribe.
+            lends: Keep the offer, because a different reader may subscribe.
         """
         transfer_id = self._transfer_ids.get(lease_or_transfer_id, lease_or_transfer_id)
         offer = self._offers.get(transfer_id)
@@ -282,8 +286,9 @@ class Offers(Generic[R]):
         """Returns the messages to send to readers now, and drops expired prompts.
 
         Args:
-            is_slow: Returns True for a reader that has not received earlier messages
-                yet. A later call returns one message with all that the reader missed.
+            is_slow: Returns True for a reader with unsent earlier messages. Such a
+                reader gets no message now; a later call returns one message with all
+                that the reader has missed.
         """
         messages: list[tuple[R, Progress | LeaseEnded]] = []
         changed = self._changed
@@ -335,16 +340,17 @@ class Offers(Generic[R]):
 
         With its last message, the subscription is removed from the offer.
         """
-        is_other_prompt = (
+        is_different_prompt = (
             offer.request_id and subscription.prompt_digest != offer.prompt_digest
         )
-        if is_other_prompt:
+        if is_different_prompt:
             del offer.subscriptions[nonce]
-            reason = "the transfer id belongs to another prompt"
+            reason = "the transfer id belongs to a different prompt"
             return LeaseEnded(nonce=nonce, reason=reason)
         if offer.has_ended:
             del offer.subscriptions[nonce]
-            return LeaseEnded(nonce=nonce, reason="it is unknown or has ended")
+            reason = "the lease has ended, or the prompt was withdrawn"
+            return LeaseEnded(nonce=nonce, reason=reason)
         first = subscription.num_announced
         if not offer.reference and len(offer.block_ids) <= first:
             return None

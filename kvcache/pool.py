@@ -27,12 +27,12 @@ class KVPool:
             blocks. `layout.num_layers` counts the layers of one group.
 
     Attributes:
-        flat_bytes: uint8 [nbytes]: the allocation as transfers see it.
+        flat_bytes: uint8 [nbytes]: the whole allocation, as bytes.
         device: The device with its index.
         shared: The pool's file, for other processes; None on a GPU.
         tensor: dtype [six axes in layout.order].
         canonical: dtype [B, H, L, C, N, D], for every order; a view of `tensor`.
-        highest_block: The highest block that steps and pulls have used; -1: none.
+        highest_block: The highest block id that steps and pulls have used; -1: none.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: The allocation does not fit into memory.
@@ -92,11 +92,11 @@ class KVPool:
         return self.scales[index] if self.scales else 1.0
 
     def mark_used(self, block: int) -> None:
-        """Records that a step or a pull uses blocks up to `block`."""
+        """Records that a step or a pull uses blocks up to the id `block`."""
         self.highest_block = max(self.highest_block, block)
 
     def mark_unused(self) -> None:
-        """Records that no block is in use. No sequence has the KV of earlier steps."""
+        """Records that no block is in use: no sequence has KV of earlier steps."""
         self.highest_block = -1
 
     def view(self, layer: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Populates the next memory pages of a CPU pool before a step or a pull writes to them.
+"""Populates memory pages of a CPU pool before a step or a pull writes to them.
 
-The kernel allocates a page at its first write, which takes 10 us or more. Over a
-transport that writes through the kernel, a pull of 24 MB into new pages takes 76 ms;
-into populated pages it takes 6 ms. A step that computes 24 MB of KV, for a prompt of
-512 tokens, takes 50 ms longer in new pages. Populating changes no byte.
+The Linux kernel allocates a page at its first write, which takes 10 us or more. Over a
+transport that writes through the kernel, a pull of 24 MB takes 76 ms into new pages,
+but 6 ms into populated pages. A step that computes 24 MB of KV, for a prompt of 512
+tokens, takes 50 ms longer in new pages. Populating a page does not change its bytes.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ from kvcache.pool import KVPool
 # is then allocated at its first write.
 _MADV_POPULATE_WRITE: Final = 23
 _SLICE_BYTES: Final = 2 << 20
-# Bytes to populate beyond the blocks in use. The number is bounded, because a pool may
-# be larger than the memory that its container really gets, and because other processes
-# can use pages that are not populated.
+# Bytes to populate beyond the blocks in use. Not the whole pool: a pool may be larger
+# than the memory limit of the container, and other processes can use the memory that is
+# not populated.
 _AHEAD_BYTES: Final = 512 << 20
 # Pauses between two slices. Populating a slice keeps a core busy for about 5 ms. The
 # short pause is for a pool that no step or pull has used. The long pause is for the

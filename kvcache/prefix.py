@@ -6,22 +6,22 @@
 A node stands for one exact token prefix, which ends at the end of the node's block. The
 parent stands for the same prefix without that block. The key of a node is the bytes of
 the block's token ids. Lookups compare keys in full, so a hit is exact by construction:
-there is no hash to collide. The key of a sequence's first block also has the sequence's
-salt, so sequences with different salts share no node.
+there is no hash to collide. The key of a sequence's first block also contains the
+sequence's salt, so that sequences with different salts share no node.
 
 - The block of an entry is marked in the allocator: it is USED, LEASED or CACHED, never
   RECEIVING (I4).
 - Content is published once. A second block with the same content stays unpublished, but
   its sequence can publish its next blocks below the first block's node.
-- When the allocator evicts a block, the block's node and every node below it are
-  removed. Without the removed node, lookups could not reach the nodes below it. So
-  their cached blocks become FREE, and their blocks in use only lose the mark. Usually
-  there are no nodes below, because the last blocks of a sequence are evicted first. But
-  a second sequence may have published blocks below the first sequence's node. The
-  second sequence then publishes its own copies of the removed blocks.
-- A node has one block for each KV group (groups.py). If the group has a window, the
-  block may be missing, because a hit needs only the blocks in the next token's window.
-  So the eviction of such a block leaves the node in place. The next sequence that
+- When the allocator evicts a block, the block's node and all descendants of the node
+  are removed, because lookups could not reach the descendants any more. The CACHED
+  blocks of descendants become FREE; blocks in use only lose their mark. Usually there
+  are no descendants, because the last blocks of a sequence are evicted first. But a
+  second sequence may have published blocks below the first sequence's node. The second
+  sequence then publishes its own copies of the removed blocks.
+- A node has one block for each KV group (groups.py). If a group has a window, its block
+  may be missing, because a hit needs only the blocks in the next token's window. So the
+  eviction of a block of such a group leaves the node in place. The next sequence that
   computes the block fills the gap.
 
 A cursor remembers how far a sequence was found or published. So each token is hashed
@@ -36,16 +36,16 @@ from dataclasses import dataclass
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, IntegrityError
 from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
 
-# Bound of the number of nodes, per block of the pool. Nodes without any block exist
-# only if all layers have a window: the first nodes of long sequences have no blocks.
+# Bound of the number of nodes, per block of the pool. There can be more nodes than
+# blocks if all layers have a window: the first nodes of long sequences have no blocks.
 _MAX_NODES_PER_BLOCK = 8
 
 
 class _Node:
     """The KV of one exact token prefix.
 
-    `blocks` has one block for each group, with the last block_size tokens of the
-    prefix. The list is empty once the node has been removed from the tree.
+    `blocks` has one block for each group, with the KV of the prefix's last block_size
+    tokens. The list is empty once the node has been removed from the tree.
     """
 
     __slots__ = ("blocks", "children", "depth_blocks", "key", "parent")
@@ -107,7 +107,7 @@ class PrefixIndex:
 
         Args:
             max_tokens: The largest number of tokens to match. A caller leaves out the
-                last token of a prompt, which has to be computed even if it is cached.
+                last token of a prompt: it is always computed, for its logits.
             reach: If more than `reach` tokens match, the prefix must be continuable
                 after `reach` tokens; None: only after all matching tokens.
             cursor: The cursor of the sequence, if it may be looked up again.
@@ -181,10 +181,10 @@ class PrefixIndex:
     def _last_gap(
         self, table: list[int], firsts: list[int], num_full: int
     ) -> int | None:
-        """The position of a missing block in a group's window; None if none is missing.
+        """The position of a block that is missing in a group's window; None: no gap.
 
-        The position is that of the last missing block of the first group that lacks
-        one.
+        If there are several gaps, the result is the last gap of the first group with a
+        gap.
 
         Args:
             firsts: For each group, the position of the first block that it needs.
@@ -282,9 +282,9 @@ class PrefixIndex:
         self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Removes a node if it has neither blocks nor children.
+        """Removes a node that has no blocks and no children.
 
-        Does the same with each ancestor in turn, up to the first that stays.
+        Applies the same rule to the node's parent, and so on towards the root.
         """
         while node.parent is not None and not (node.children or any(node.blocks)):
             parent = node.parent
@@ -312,7 +312,7 @@ class PrefixIndex:
             parent.children.clear()
 
     def _clear(self, node: _Node) -> None:
-        """Unmarks the blocks of a node that leaves the tree."""
+        """Unmarks the blocks of a node that is removed from the tree."""
         for block in without_null_blocks(node.blocks):
             del self._nodes[block]
             self.allocator.unmark_cached(block)

@@ -3,9 +3,9 @@
 The memory is an anonymous file (memfd). The owner sends its process id and the file
 descriptor to a peer, which opens the file through /proc. A random token after the
 memory proves that the peer has opened this file: in the peer's container, the process
-id may belong to a different process. The file is sealed against shrinking, so a mapping
-stays readable after the owner has ended. A page takes memory only after its first
-write.
+id may belong to a different process. The file is sealed against shrinking, so that a
+mapping stays readable. It stays readable even after the owner has ended. A page takes
+memory only after its first write.
 """
 
 import fcntl
@@ -69,29 +69,29 @@ def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
 
     Raises:
         NotMappable: The owner has ended, this process may not open the owner's file, or
-            the file is not the announced one.
+            the file has a different token or size.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise NotMappable("the peer's descriptor belongs to another file")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NotMappable(f"the peer's memory cannot be opened: {error}") from error
     try:
-        size = os.fstat(opened).st_size
+        size = os.fstat(opened_fd).st_size
         expected_size = _file_bytes(nbytes)
         if size != expected_size:
             raise NotMappable(
                 f"the peer's memory has {size} bytes, but {expected_size} are expected"
             )
-        if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(opened_fd, _GET_SEALS) & _SEALS != _SEALS:
             raise NotMappable("the peer's memory is not sealed against shrinking")
-        mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        mapping = mmap.mmap(opened_fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise NotMappable(f"the peer's memory cannot be mapped: {error}") from error
     finally:
-        os.close(opened)
+        os.close(opened_fd)
     if not compare_digest(mapping[size - TOKEN_BYTES :], token):
         mapping.close()
         raise NotMappable("the peer's descriptor leads to another engine's memory")

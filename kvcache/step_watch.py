@@ -1,8 +1,7 @@
-"""Shows a rank's transfer thread whether the rank's engine computes a batch.
+"""Shows a rank's transfer thread whether the engine computes a batch on the rank.
 
-The engine's thread records its steps here. While a batch runs, a pull uses only the
-memory bandwidth that the batch can spare. While the engine is idle, a pull uses all of
-the bandwidth.
+The engine's thread records its steps here. While a batch runs, a pull limits its use of
+memory bandwidth, which the batch needs. While the engine is idle, there is no limit.
 """
 
 import time
@@ -39,6 +38,6 @@ class StepWatch:
 
     @property
     def busy(self) -> bool:
-        """Whether a step runs, or began so recently that the next one is near."""
+        """Whether a step runs, or has begun within the last _RECENT_S."""
         is_recent = self._clock() < self._last_launch_s + _RECENT_S
         return is_recent or not self._has_ended()

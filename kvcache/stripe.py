@@ -28,7 +28,7 @@ class Stripe:
     A group of one rank stores all tokens.
     """
 
-    rank: int
+    rank: int  # number within the context-parallel group
     size: int
     block_size: int  # tokens of a block on one rank
 
@@ -57,15 +57,15 @@ class Stripe:
             null block.
         """
         blocks, offsets = np.divmod(slots, self.tokens_per_block)
-        owners, local_offsets = np.divmod(offsets, self.block_size)
+        owner_ranks, local_offsets = np.divmod(offsets, self.block_size)
         local = blocks * self.block_size + local_offsets
-        return np.where(owners == self.rank, local, local_offsets)
+        return np.where(owner_ranks == self.rank, local, local_offsets)
 
     def check_remote(self, remote_block_size: int) -> None:
-        """Checks that each block of a peer belongs to one rank of this group.
+        """Checks that no block of a peer has tokens of several ranks of this group.
 
         Raises:
-            PlanError: A block of the peer holds tokens of several ranks of the group.
+            PlanError: `remote_block_size` does not divide this rank's block size.
         """
         if self.size > 1 and self.block_size % remote_block_size:
             raise PlanError(
@@ -78,10 +78,9 @@ class Stripe:
     def remote_blocks(
         self, blocks: Sequence[int] | IntArray, remote_block_size: int
     ) -> IntArray:
-        """Selects a peer's blocks that hold the tokens of this rank.
+        """Selects the peer's blocks that hold the tokens of this rank, in token order.
 
-        The selected blocks, one after another, hold these tokens in the order in which
-        this rank's blocks hold them. `check_remote` must accept `remote_block_size`.
+        `check_remote` must accept `remote_block_size`.
 
         Args:
             blocks: The peer's block table from token 0 on; or an array with one number
@@ -91,6 +90,6 @@ class Stripe:
         if self.size == 1:
             return table
         remote_per_local = self.block_size // remote_block_size
-        owners = np.arange(len(table)) // remote_per_local % self.size
-        local: IntArray = table[owners == self.rank]
+        owner_ranks = np.arange(len(table)) // remote_per_local % self.size
+        local: IntArray = table[owner_ranks == self.rank]
         return local

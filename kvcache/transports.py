@@ -1,8 +1,7 @@
-"""Which transports this machine has, and which transport UCX really uses.
+"""Finds out which transports this machine has, and which transport UCX uses for READs.
 
-UCX chooses a protocol for a pair of memory kinds at the first READ between the two. If
-UCX_PROTO_INFO is set, UCX prints the choice; for READs the output is a table of four
-lines:
+UCX chooses a protocol for two kinds of memory (host or GPU) at the first READ from one
+to the other. If UCX_PROTO_INFO is set, UCX prints the choice as a table, for example:
 
     | doctor-d-df28639e26 intra-node cfg#1                             |
     | remote memory read by ucp_get*(multi) into host memory from host |
@@ -67,9 +66,9 @@ class UcxRead:
     Attributes:
         local, remote: The kinds of memory, in UCX's words.
         where: "self", "intra-node", "inter-node", or "" if UCX did not report it.
-        how: The protocol: "zero-copy", "software emulation", ..
-        transport: Transport of the longest READs: "cma/memory", "cuda_ipc/cuda",
-            "rc_mlx5/mlx5_0:1", ..
+        how: The protocol, such as "zero-copy" or "software emulation".
+        transport: The transport for the longest READs, such as "cma/memory",
+            "cuda_ipc/cuda" or "rc_mlx5/mlx5_0:1".
     """
 
     local: str
@@ -82,9 +81,9 @@ class UcxRead:
         return f"{self.transport} ({self.how})"
 
     def warning(self) -> str | None:
-        """A message with the slow transport and the fix.
+        """A warning that the transport is slow, with the fix.
 
-        None if this machine is not known to have a faster transport.
+        None unless this machine is known to have a faster transport.
         """
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote
@@ -106,7 +105,10 @@ def has_rdma() -> bool:
 
 
 def parse_reads(text: str) -> list[UcxRead]:
-    """Parses UCX's output: returns the last row of each table about READs, in order."""
+    """Parses UCX's output: the last row of each table about READs, in order.
+
+    The last row is about the longest READs.
+    """
     reads: list[UcxRead] = []
     where = ""
     title = None
@@ -122,7 +124,7 @@ def parse_reads(text: str) -> list[UcxRead]:
             is_first_row = True
         elif title is not None and len(cells) >= 3 and _RANGE.match(cells[-3]):
             if not is_first_row:
-                reads.pop()  # an earlier row of the same table is about shorter reads
+                reads.pop()  # the previous row of the table is for shorter READs
             is_first_row = False
             reads.append(
                 UcxRead(
@@ -151,8 +153,8 @@ class UcxLog:
     def __init__(self) -> None:
         self._fd: int | None = None
         self._num_parsed_bytes = 0
-        # UCX's latest choices, by whether the local memory is a GPU's and whether the
-        # remote memory is a GPU's.
+        # UCX's latest choices, by (local memory is on a GPU, remote memory is on a
+        # GPU).
         self._reads: dict[tuple[bool, bool], UcxRead] = {}
         self._lock = threading.Lock()
 
@@ -171,7 +173,7 @@ class UcxLog:
         os.environ.setdefault("UCX_PROTO_INFO", "*get*")
 
     def update(self) -> None:
-        """Parses UCX's new output and logs UCX's warnings and errors.
+        """Parses UCX's new output, and logs UCX's warnings and errors.
 
         The parsed part of the memory file is freed.
         """
@@ -203,8 +205,8 @@ class UcxLog:
         Reads UCX's new output first (`update`).
 
         Args:
-            gpu_here: The local memory is a GPU's.
-            gpu_there: The remote memory is a GPU's.
+            gpu_here: The local memory is on a GPU.
+            gpu_there: The remote memory is on a GPU.
         """
         self.update()
         return self._reads.get((gpu_here, gpu_there))
@@ -220,14 +222,14 @@ class Host:
     Attributes:
         peer_access: Pairs (reader, source) of GPUs: the reader can access the memory of
             the source.
-        packages: Versions by name of package; None: not installed.
-        ucx_modules: Transports that NIXL's wheel contains as separate libraries.
+        packages: The version of each package; None: not installed.
+        ucx_modules: The UCX transports that NIXL's wheel contains.
         ucx_environment: The UCX_ variables of this process.
         shm_bytes: Free bytes of /dev/shm.
-        memlock_bytes: Limit of locked memory; -1: unlimited.
+        memlock_bytes: Limit of locked memory (`ulimit -l`); -1: unlimited.
         can_read_peers: This process may read the memory of other processes of the same
-            user. Mapping a peer's pool on the CPU needs this.
-        rdma_usable: /dev/infiniband has device files; in a container they may be
+            user. Mapping a peer's pool on the CPU needs this permission.
+        rdma_usable: /dev/infiniband has device files. In a container, the files may be
             missing although the host has RDMA devices.
     """
 
@@ -275,7 +277,7 @@ def inspect_host() -> Host:
 
 
 def _ucx_modules() -> tuple[str, ...]:
-    """Names of the transports that NIXL's wheel contains as separate libraries."""
+    """Names of the UCX transports that NIXL's wheel contains, one library for each."""
     spec = importlib.util.find_spec("nixl")
     if spec is None or spec.origin is None:
         return ()
@@ -286,7 +288,7 @@ def _ucx_modules() -> tuple[str, ...]:
 
 
 def _ptrace_scope() -> int:
-    """The setting kernel.yama.ptrace_scope; 0 for a kernel without Yama.
+    """The value of the kernel setting kernel.yama.ptrace_scope; 0 without Yama.
 
     With 0 or 1, a process may read the memory of processes of the same user.
     """

@@ -1,1 +1,1 @@
-"""Moves KV from a prefill server's pool into a decode server's pool."""
+"""Moves KV from a prefill server's pool (P) into a decode server's pool (D)."""

@@ -1,11 +1,13 @@
 """The interface of a transport, and the limits on the size of its READs.
 
-A transport registers memory, adds peers, and reads from peers. Only one thread at a
-time uses an agent. A thread that takes an agent over calls `bind_thread` first.
+A transport agent registers memory, adds peers, and reads from peers. A READ is a
+one-sided read, as in RDMA, of several *runs*: contiguous ranges of bytes. Only one
+thread at a time uses an agent. A thread that takes over an agent calls `bind_thread`
+first.
 
 A post hands one READ to the agent. The bytes of a post are bounded, because on a CPU
-posting *is* copying and a cancelled pull must stop soon. The runs of a post are
-bounded, because each run takes microseconds to post.
+posting *is* copying and a cancelled pull must stop soon. The number of runs of a post
+is bounded, because each run takes microseconds to post.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +23,8 @@ from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 # While the engine computes a batch, the rate of READs into a GPU is limited, because
 # the writes take memory bandwidth from the batch. READs into staging memory have a
-# lower limit: a kernel reads the bytes again and writes them into the pool.
+# lower limit, because their bytes use the bandwidth again: a kernel copies them into
+# the pool.
 _PACED_POST_BYTES = 64 << 20
 _PACED_BYTES_PER_S = 110e9
 _PACED_STAGED_BYTES_PER_S = 33e9
@@ -32,9 +35,10 @@ MemoryKind = Literal["DRAM", "VRAM"]
 class ReadState(Enum):
     """Progress of a READ.
 
-    ACTIVE: bytes may still arrive, also after the handle was released.
+    ACTIVE: bytes may still arrive.
     DONE: all bytes have arrived.
-    ERROR: some runs may continue: bytes may still arrive until the agent is closed.
+    ERROR: a run has failed, but bytes of other runs may still arrive until the agent is
+        closed.
     """
 
     ACTIVE = "active"
@@ -49,7 +53,7 @@ class ReadHandle:
     Attributes:
         peer: the peer's agent name.
         state: the state at the last poll.
-        key: the agent's own reference to the READ.
+        key: the transport's object for the READ; only the agent uses it.
     """
 
     peer: str
@@ -70,11 +74,11 @@ class TransferAgent(ABC):
     (invariant I7).
     """
 
-    name: str  # unique among all engines, now and later
+    name: str  # unique among the agents of all engines, also after restarts
 
     @abstractmethod
     def new_sibling(self) -> "TransferAgent":
-        """Creates an agent with the same device and options, but no memory or peers."""
+        """Creates an agent for the same device, without registered memory or peers."""
 
     def bind_thread(self) -> None:  # noqa: B027 - most agents need nothing
         """Prepares the calling thread for its first use of this agent."""
@@ -100,10 +104,10 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def add_peer(self, metadata: bytes) -> str:
-        """Makes a peer readable and returns its agent name.
+        """Adds a peer to read from, and returns the name of the peer's agent.
 
-        Adding a peer twice is harmless. The call may block for as long as the system
-        tries to connect.
+        Adding a peer twice is harmless. The call may block for as long as the operating
+        system tries to connect.
 
         Raises:
             TransferFailed: the metadata is not usable.
@@ -130,14 +134,14 @@ class TransferAgent(ABC):
             kinds: memory kind of the local side and of the remote side.
 
         Raises:
-            TransferFailed: the READ cannot be posted; none of its runs was.
+            TransferFailed: the READ cannot be posted; no run was posted.
         """
 
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadState:
         """Updates and returns the state of a READ.
 
-        Never blocks. A fault of the peer is ReadState.ERROR, never an exception.
+        Never blocks. A fault of the peer gives ReadState.ERROR, never an exception.
         """
 
     @abstractmethod
@@ -155,12 +159,13 @@ class TransferAgent(ABC):
 
 @dataclass(frozen=True)
 class ReadWindow:
-    """Limits of posts.
+    """Limits on the size and the number of posts.
 
     Attributes:
-        max_bytes: bytes of one post. On a CPU, the default takes 3 to 10 ms to copy.
-        max_runs: runs of one post. On a GPU, the default takes 5 to 8 ms to post.
-        max_active: posts to one peer that have not ended.
+        max_bytes: most bytes of one post. On a CPU, copying the default takes 3 to
+            10 ms.
+        max_runs: most runs of one post. On a GPU, posting the default takes 5 to 8 ms.
+        max_active: most READs from one peer that are active at the same time.
     """
 
     max_bytes: int = 32 << 20
@@ -168,16 +173,16 @@ class ReadWindow:
     max_active: int = 8
 
 
-# Between GPUs, the posting thread copies nothing itself, and one long run is faster
-# than several shorter runs of the same bytes.
+# Between GPUs, the posting thread copies nothing itself, so large posts do not delay a
+# cancelled pull. One long run is faster than several shorter runs of the same bytes.
 GPU_WINDOW = ReadWindow(max_bytes=1 << 30)
 
 
 class Throttle:
-    """Limits the rate of posts while the engine computes a batch.
+    """Cuts READs into posts, and limits the rate of posts while a batch is computed.
 
-    The batch needs the memory bandwidth. Only posts that are made while a batch is
-    computed delay the next post.
+    The rate is limited because the batch needs the memory bandwidth. Only a post that
+    is made while a batch is computed delays the next post.
 
     Args:
         busy: returns True while a batch is computed.
@@ -191,7 +196,7 @@ class Throttle:
         self._due_s = float("-inf")
 
     def admits(self, now_s: float) -> bool:
-        """True if the next post may go out now."""
+        """True if the next READ may be posted now."""
         return now_s >= self._due_s
 
     def posted(self, nbytes: int, now_s: float, *, staged: bool = False) -> None:
@@ -207,7 +212,7 @@ class Throttle:
     def cut(self, reads: Iterable[ReadDescriptors]) -> Iterator[ReadDescriptors]:
         """Divides READs into posts within the limits.
 
-        Runs keep their order. Only a run with more than the allowed bytes is split.
+        Runs keep their order. Only a run with more bytes than a post may have is split.
         """
         max_bytes = self.window.max_bytes
         max_runs = self.window.max_runs
@@ -215,12 +220,12 @@ class Throttle:
             max_bytes = min(max_bytes, _PACED_POST_BYTES)
         for read in reads:
             rank, remote, local, lengths = _split_long_runs(read, max_bytes)
-            ends = np.cumsum(lengths)
+            end_bytes = np.cumsum(lengths)
             start = 0
             while start < len(lengths):
-                bytes_before = ends[start] - lengths[start]
+                bytes_before = end_bytes[start] - lengths[start]
                 limit = bytes_before + max_bytes
-                stop = int(np.searchsorted(ends, limit, side="right"))
+                stop = int(np.searchsorted(end_bytes, limit, side="right"))
                 part = slice(start, min(stop, start + max_runs))
                 yield ReadDescriptors(rank, remote[part], local[part], lengths[part])
                 start = part.stop

@@ -1,10 +1,10 @@
 """One pull on one rank: a job that the worker (worker.py) drives.
 
-A job posts READs, or queues launches that copy out of mapped memory. A READ has ended
+A job posts READs, or queues launches of copies out of mapped memory. A READ has ended
 when it is done or when its link is closed. A launch has ended when its CUDA event has
-occurred (I7). The death of the peer ends no launch, because mapped memory stays
-readable until it is unmapped. But the copied bytes are not used, because a dead peer
-does not confirm the fence.
+occurred (invariant I7 in docs/design.md). The death of the peer ends no launch, because
+mapped memory stays readable until it is unmapped. But the copied bytes are not used,
+because a dead peer cannot confirm that the lease was held.
 """
 
 import time
@@ -28,11 +28,11 @@ from protocol.errors import (
     TransferFailed,
 )
 
-# A job hangs if READs of the job are active, but for this long none was posted and none
+# A job hangs if it has active READs, but for this long has posted no READ and no READ
 # has ended.
 HANGS_S = 1.0
-# Launches of a job that are queued at the same time, so that the device begins the next
-# launch as soon as the previous one has ended.
+# Bound of the launches of a job that are queued at the same time. Several are queued,
+# so that the device begins the next launch as soon as the previous launch has ended.
 MAX_LAUNCHES = 4
 
 
@@ -42,15 +42,15 @@ class TransferJob(ABC):
     Attributes:
         path: one of messages.PATHS.
         nbytes: bytes of the wanted tokens, in the peer's dtype.
-        bytes_read: bytes to read from the peer's memory, unwanted bytes included; 0
-            before the pull is planned. The same holds for `nbytes`.
+        bytes_read: bytes to read from the peer's memory, unwanted bytes included. Like
+            `nbytes`, it is 0 before the pull is planned.
         descriptors: number of runs in all steps that have begun; 0 for a mapped job.
-        waits_for_link: nothing can be posted before the link is ready. The link's
-            thread then wakes the worker.
+        waits_for_link: nothing can be posted before the link is ready. When it is
+            ready, the link's thread wakes the worker.
         began_s: when the job was created, by time.perf_counter.
         is_stopping: the job posts nothing more.
-        is_failure_reported: the coordinator was sent a RankFailing.
-        error: the reason for stopping; None after a StopPull.
+        is_failure_reported: a RankFailing was sent to the coordinator.
+        error: why the job is stopping; None if the coordinator has stopped it.
     """
 
     path = "none"
@@ -71,7 +71,7 @@ class TransferJob(ABC):
 
     @property
     def num_active(self) -> int:
-        """READs or launches that have not ended."""
+        """Number of READs or launches that have not ended."""
         return len(self._active)
 
     @property
@@ -79,12 +79,12 @@ class TransferJob(ABC):
     def has_ended(self) -> bool:
         """True if nothing is active and nothing more will be posted.
 
-        If the job was not stopped, every byte is then in its place.
+        If a job has ended and is not stopping, every byte is in its place.
         """
 
     @abstractmethod
     def post(self) -> bool:
-        """Posts the next READ or launches, if the limits allow it.
+        """Posts the next READ, or queues launches, if the limits allow it.
 
         Must not be called after `stop`.
 
@@ -103,7 +103,7 @@ class TransferJob(ABC):
         """Releases the staging memory. Called after the job has ended."""
 
     def stop(self, error: BatonError | None = None) -> None:
-        """Makes the job post nothing more. The first error that is not None stays."""
+        """Makes the job post nothing more. `error` is kept if the job has none yet."""
         self.is_stopping = True
         self.waits_for_link = False
         self.error = self.error or error
@@ -117,26 +117,27 @@ class TransferJob(ABC):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the job last posted or ended a READ; 0 if no READ is active."""
+        """Seconds since a READ was posted or has ended; 0 if no READ is active."""
         return 0.0
 
     @property
     def hangs(self) -> bool:
-        """True if READs are active, but for HANGS_S none was posted and none ended."""
+        """True if READs are active, but for HANGS_S no READ was posted or has ended."""
         return self.idle_s >= HANGS_S
 
 
 @dataclass(eq=False)
-class _Posting:
-    """The READs of one step of the plan. A staged step is placed after the last READ.
+class _BegunStep:
+    """A step of the plan that has begun: its READs, and its slot if it is staged.
+
+    After the last READ of a staged step, the step's slot is copied into the pool.
 
     Attributes:
         posts: READs that have not been posted.
-        base_address: address from which local offsets count: that of the pool or of
-            the slot.
-        step: the step, if it is staged.
-        slot: the step's slot of staging memory, if the step is staged.
-        num_active: posted READs that have not ended.
+        base_address: address of the pool or of the slot. Local offsets count from here.
+        step: the step; None if it is not staged.
+        slot: number of the step's slot of staging memory; -1 if the step is not staged.
+        num_active: number of posted READs that have not ended.
     """
 
     posts: deque[ReadDescriptors]
@@ -147,7 +148,7 @@ class _Posting:
 
 
 class ReadJob(TransferJob):
-    """READs straight into the pool, or through slots of staging memory."""
+    """A pull with READs, straight into the pool or through slots of staging memory."""
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
         super().__init__(pull, peer)
@@ -157,10 +158,12 @@ class ReadJob(TransferJob):
         self._staging = peer.rank.staging
         self._slot_bytes = 0
         self._num_begun_steps = 0
-        self._current = _Posting(deque(), 0)
-        self._active: deque[tuple[ReadHandle, _Posting]]
-        self._placing: list[int] = []  # slots that are being placed
-        self._progress_s = 0.0  # time.monotonic of the last post or end of a READ
+        self._current = _BegunStep(deque(), 0)
+        self._active: deque[tuple[ReadHandle, _BegunStep]]
+        # Slots that are being copied into the pool.
+        self._placing: list[int] = []
+        # When a READ was last posted or has last ended, by time.monotonic.
+        self._progress_s = 0.0
 
     @property
     def idle_s(self) -> float:
@@ -182,7 +185,8 @@ class ReadJob(TransferJob):
         The READs may then have many more runs than through staging memory.
 
         Returns:
-            False if the job has to keep waiting, because its KV has to be converted.
+            False if the job has to keep waiting, because only the copies out of staging
+            memory can convert its KV.
         """
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
@@ -217,22 +221,22 @@ class ReadJob(TransferJob):
         if link.is_closing or is_full or not throttle.admits(now_s):
             return False
         while not self._current.posts:
-            posting = self._begin_step()
-            if posting is None:
+            begun = self._begin_step()
+            if begun is None:
                 return False
-            self._current = posting
-        posting = self._current
-        read = posting.posts.popleft()
+            self._current = begun
+        begun = self._current
+        read = begun.posts.popleft()
         try:
-            handle = link.read(read, posting.base_address)
+            handle = link.read(read, begun.base_address)
         except TransferFailed as error:
             link.close(error)
             raise
-        posting.num_active += 1
+        begun.num_active += 1
         link.num_active += 1
-        self._active.append((handle, posting))
+        self._active.append((handle, begun))
         self._progress_s = time.monotonic()
-        throttle.posted(read.nbytes, now_s, staged=posting.step is not None)
+        throttle.posted(read.nbytes, now_s, staged=begun.step is not None)
         return True
 
     def poll(self) -> bool:
@@ -251,7 +255,7 @@ class ReadJob(TransferJob):
 
     def _poll_reads(self, link: PeerLink) -> bool:
         """Ends the READs that are done; closes the link if a READ has failed."""
-        done: list[tuple[ReadHandle, _Posting]] = []
+        done: list[tuple[ReadHandle, _BegunStep]] = []
         error: TransferFailed | None = None
         for read in self._active:
             handle = read[0]
@@ -269,14 +273,18 @@ class ReadJob(TransferJob):
         return has_ended
 
     def _end_reads(
-        self, link: PeerLink, reads: list[tuple[ReadHandle, _Posting]]
+        self, link: PeerLink, reads: list[tuple[ReadHandle, _BegunStep]]
     ) -> bool:
         for read in reads:
             self._end_read(link, read)
         return bool(reads)
 
     def _poll_placing(self) -> bool:
-        """Forgets slots that have been placed; returns True if there were any."""
+        """Forgets the slots that have been copied into the pool.
+
+        Returns:
+            True if there were any.
+        """
         if self._staging is None:
             return False
         placed = [slot for slot in self._placing if self._staging.is_free(slot)]
@@ -298,12 +306,12 @@ class ReadJob(TransferJob):
         elif self._staging is not None:
             self._staging.join_queue(self.pull_id)
 
-    def _begin_step(self) -> _Posting | None:
-        """Begins the next step: counts its descriptors and makes its posts.
+    def _begin_step(self) -> _BegunStep | None:
+        """Begins the next step: adds to `descriptors` and cuts the READs into posts.
 
         Returns:
-            None after the last step, while the step's slot is in use, and while another
-            pull owns the staging memory.
+            None if there is no further step, if the step's slot is in use, or if a
+            different pull owns the staging memory.
         """
         plan = self._plan
         index = self._num_begun_steps
@@ -313,7 +321,7 @@ class ReadJob(TransferJob):
         step = plan.steps[index]
         if staging is None or step.slot is None:
             reads = step.unstaged.reads
-            posting = _Posting(deque(), self.peer.rank.pool.base_address)
+            begun = _BegunStep(deque(), self.peer.rank.pool.base_address)
         else:
             slot = index % staging.num_slots(self._slot_bytes)
             is_filling = any(active.slot == slot for _, active in self._active)
@@ -321,33 +329,33 @@ class ReadJob(TransferJob):
                 return None
             reads = step.reads
             slot_address = staging.base_address + slot * self._slot_bytes
-            posting = _Posting(deque(), slot_address, step, slot)
+            begun = _BegunStep(deque(), slot_address, step, slot)
         self._num_begun_steps += 1
         self.descriptors += sum(len(read.lengths) for read in reads)
-        posting.posts.extend(self.peer.rank.throttle.cut(reads))
-        return posting
+        begun.posts.extend(self.peer.rank.throttle.cut(reads))
+        return begun
 
-    def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
+    def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _BegunStep]) -> None:
         """Counts a READ as ended. Places a staged step after the last READ of the step.
 
-        A stopped job places nothing.
+        A job that is stopping places nothing.
         """
-        handle, posting = read
+        handle, begun = read
         if not link.is_closing:
             link.agent.release(handle)
         self._active.remove(read)
-        posting.num_active -= 1
+        begun.num_active -= 1
         self._progress_s = time.monotonic()
         if not self.is_stopping:
             link.num_active -= 1
-            is_read = not (posting.posts or posting.num_active)
-            if is_read and posting.step is not None and self._staging is not None:
-                self._placing.append(posting.slot)
-                self._staging.place(posting.step, posting.slot, self._slot_bytes)
+            is_read = not (begun.posts or begun.num_active)
+            if is_read and begun.step is not None and self._staging is not None:
+                self._placing.append(begun.slot)
+                self._staging.place(begun.step, begun.slot, self._slot_bytes)
 
 
 class MappedJob(TransferJob):
-    """Launches that copy out of mapped memory.
+    """A pull from mapped memory: launches of copies into the pool.
 
     The size of a launch is bounded, so that a stopped job ends soon.
     """
@@ -407,7 +415,7 @@ class MappedJob(TransferJob):
         return self._transfer
 
     def _launch(self, transfer: Transfer) -> bool:
-        """Queues the next pending copy, or as many of its pieces as the placer accepts.
+        """Launches the next pending copy, or as much of it as the placer accepts now.
 
         Returns:
             False if the placer accepts nothing now.
@@ -416,7 +424,8 @@ class MappedJob(TransferJob):
         max_bytes = self._placer.claim_launch_bytes(copy, transfer.scale_factors)
         if max_bytes == 0:
             return False
-        # At least one piece is launched, even if one piece exceeds the limit.
+        # A copy is launched in whole pieces: at least one, even if it exceeds the
+        # limit.
         num_pieces = max(max_bytes // copy.piece_bytes, 1)
         self._pending.popleft()
         if num_pieces < len(copy.sources):

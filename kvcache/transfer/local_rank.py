@@ -21,9 +21,9 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-SCRATCH_BYTES = 4 << 20  # size of the memory that probes write to
-# Links are measured only with at least this much staging memory. With less of it, plans
-# hardly depend on the costs of a link.
+SCRATCH_BYTES = 4 << 20  # size of the memory that probes read into
+# Links are measured only if there is at least this much staging memory. With less,
+# plans hardly depend on the costs of a link.
 _MIN_MEASURED_STAGING_BYTES = 4 << 20
 
 
@@ -49,20 +49,20 @@ class LocalRank:
     Args:
         number: the rank.
         tp_size, total_kv_heads, dcp: geometry of this engine; dcp as in Endpoint.
-        agent: offers the pool to peers; each link reads with `agent.new_sibling()`. The
-            worker owns this agent from `TransferWorker.start` to the end of `close`.
+        agent: makes the pool readable by peers. It reads nothing: each link reads with
+            its own `agent.new_sibling()`. The agent belongs to the worker from
+            `TransferWorker.start` until `close` has returned.
         staging_bytes: size of the staging memory; None: all transfers are direct.
         convert: accept peers with a different KV dtype or KV scales.
         costs: the costs of every link; None: links are measured at first contact, if
             `measures_links`.
-        limits: limits of posts; None: the defaults for the device.
+        limits: limits on posts; None: the defaults for the device.
         placer: maps the memory of peers and copies out of it. If a peer's memory cannot
             be mapped, an agent reads it. None: agents read from all peers.
         maps_only: refuse peers that cannot be mapped.
-        busy: returns True while this rank's engine computes a batch. In that time, the
-            rate of READs into a pool on a GPU is limited.
-        connect_timeout_s: longest time that a link may take to connect and to be
-            measured.
+        busy: returns True while the engine computes a batch on this rank. During that
+            time, the rate of READs into a pool on a GPU is limited.
+        connect_timeout_s: longest time that connecting and measuring a link may take.
 
     Attributes:
         wake: called by a link's thread when the link has become ready, has failed or
@@ -130,16 +130,16 @@ class LocalRank:
 
     @property
     def measures_links(self) -> bool:
-        """True if links are probed at first contact.
+        """True if links are measured at first contact.
 
-        Probes are needed if plans depend on the costs of a link, and no costs are
+        That is needed if plans depend on the costs of a link, but no costs are
         configured.
         """
         staging_bytes = self.staging.nbytes if self.staging else 0
         return self.costs is None and staging_bytes >= _MIN_MEASURED_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Prepares the transfer thread. That thread calls this method once."""
+        """Prepares the calling thread, the rank's transfer thread, for the devices."""
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()
@@ -163,7 +163,8 @@ class LocalRank:
     def close(self) -> None:
         """Closes every link and the agent.
 
-        Does not wait for links that are still connecting: they have read nothing.
+        Does not wait for links that are still connecting, because such a link has no
+        active READs of pulls.
         """
         links = list(self.links)
         for link in links:

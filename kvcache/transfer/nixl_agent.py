@@ -1,10 +1,10 @@
 """The TransferAgent over NIXL with its UCX backend: shared memory, TCP, RDMA, CUDA IPC.
 
-The agent uses NIXL's bindings, not NIXL's Python wrapper. The wrapper starts a progress
-thread with a delay of 0, so that the thread of each agent uses 100 % of a core, even
+The agent uses NIXL's bindings, not NIXL's Python wrapper. The wrapper starts each
+agent's progress thread with a delay of 0, so that the thread uses 100 % of a core even
 when idle. With a delay above 0, the thread sleeps on UCX's events and wakes at once for
-a peer's first contact. The thread is necessary: without it, an agent that is not called
-would never answer a peer.
+a peer's first contact. The thread is necessary: without it, an agent would not answer a
+peer unless a method of the agent is called.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch
 # NIXL and UCX read these variables when the libraries are loaded.
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
-# By default, UCX keeps the registrations of freed memory, without any bound.
+# By default, UCX keeps an unlimited number of registrations of freed memory.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
 from kvcache.stripe import IntArray
@@ -34,7 +34,7 @@ from nixl import _bindings as nixl  # noqa: E402
 
 logger = get_logger(__name__)
 
-# Variables that are set here and in transports.py, not by the operator.
+# Variables that this file and transports.py set, not the operator.
 _INTERNAL_VARIABLES = (
     "UCX_LOG_FILE",
     "UCX_LOG_LEVEL",
@@ -42,16 +42,15 @@ _INTERNAL_VARIABLES = (
     "UCX_RCACHE_MAX_UNRELEASED",
 )
 _PROGRESS_DELAY_US = 100_000  # longest sleep of the progress thread; events wake it
-# Short runs between GPUs are copied faster than one thread can post them, so two
-# threads post. The calling thread itself posts READs of fewer than `split_batch_size`
-# runs.
+# GPUs copy short runs faster than one thread can post them, so two threads post. READs
+# of fewer than `split_batch_size` runs are posted by the calling thread alone.
 _GPU_OPTIONS = {"num_threads": "2", "split_batch_size": "64"}
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
 
 class CannotStart(ValueError):
-    """NIXL or UCX cannot be started on this machine; the message says why."""
+    """UCX cannot be started on this machine; the message has the reason."""
 
 
 class NixlAgent(TransferAgent):
@@ -84,7 +83,7 @@ class NixlAgent(TransferAgent):
             raise CannotStart(_start_failure(error)) from error
         self._regions: list[Any] = []
         self._peers: set[str] = set()
-        self._num_active = 0  # READs that have not ended
+        self._num_active = 0  # number of READs that have not ended
         self._has_failed = False  # whether any READ has failed
 
     def new_sibling(self) -> "NixlAgent":
@@ -176,8 +175,8 @@ class NixlAgent(TransferAgent):
                 _call_and_log_failure(agent.invalidateRemoteMD, peer)
             for region in self._regions:
                 _call_and_log_failure(agent.deregisterMem, region, [self._backend])
-        # This deletes the agent, because no other reference to it is left. UCX's
-        # sockets, queues and threads end with the agent.
+        # This deletes the agent, because it is the last reference. UCX's sockets,
+        # queues and threads end with the agent.
         del agent
 
 
@@ -192,7 +191,7 @@ def _descriptors(
 
 
 def _call_and_log_failure(call: Callable[..., Any], *args: Any) -> None:
-    """Calls a function of NIXL that frees a resource; only logs a failure."""
+    """Calls a function of NIXL that frees a resource. A failure is only logged."""
     try:
         call(*args)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""One prefill engine, as a rank's transfer thread sees it.
+"""One prefill engine that a rank of a decode engine pulls from.
 
-A Peer makes the plans of the pulls from the engine. It maps the engine's memory, or has
-the link that reads from the engine.
+A Peer plans the pulls from the engine. The Peer either maps the engine's memory, or
+has a link that reads from the engine. Only the rank's transfer thread uses it.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Peer:
-    """One prefill engine.
+    """One prefill engine that this rank pulls from; see the module docstring.
 
     Attributes:
         memories: the mapped pools, by rank of the peer.
@@ -32,7 +32,7 @@ class Peer:
         link: the link that reads from the peer; None if there is none.
         is_speed_logged: the speed of a pull from the peer was logged.
         is_stale: the peer's memory has to be unmapped once no job uses the peer.
-        is_dropped: the worker forgets the peer once no job uses it.
+        is_dropped: the worker has to forget the peer once no job uses the peer.
     """
 
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:
@@ -46,13 +46,14 @@ class Peer:
         self.is_speed_logged = False
         self.is_stale = False
         self.is_dropped = False
-        self._ends = endpoints_of(metadata)
+        self._endpoints = endpoints_of(metadata)
         groups = head_groups(
             rank.endpoint.heads(rank.total_kv_heads),
             metadata.tp_size,
             rank.total_kv_heads,
             metadata.dcp_size,
         )
+        # The ranks of the peer that this rank reads from.
         self._owners = sorted({owner for group in groups for owner in group.owners})
         self._planner: Planner | None = None
         # After a link has failed, the next link is always probed, so that READs of the
@@ -62,7 +63,7 @@ class Peer:
     # -- plans
 
     def prepare(self) -> None:
-        """Maps the peer's memory or begins to connect, before the first pull.
+        """Maps the peer's memory or begins to connect, so that the first pull is fast.
 
         Logs a warning if no pull from the peer can be planned.
         """
@@ -116,7 +117,7 @@ class Peer:
             rank = self.rank
             self._planner = Planner(
                 rank.endpoint,
-                self._ends,
+                self._endpoints,
                 rank.total_kv_heads,
                 staging_bytes=rank.staging.nbytes if rank.staging else None,
                 convert=rank.convert,
@@ -141,7 +142,8 @@ class Peer:
                     self.memories[owner] = placer.open(self.metadata.ranks[owner])
                 logger.info("KV of prefill server %s is mapped", self.engine_id)
             except Exception as error:
-                # An error other than NotMappable is a bug here; READs may still work.
+                # An error other than NotMappable is a bug here. It is not raised,
+                # because READs from the peer may still work.
                 if not isinstance(error, NotMappable):
                     logger.exception(
                         "mapping KV of prefill server %s failed", self.engine_id
@@ -164,18 +166,18 @@ class Peer:
     # -- the link
 
     def connect(self) -> PeerLink | None:
-        """Returns the link if it is ready, else None. Begins a link if there is none.
+        """Returns the link if it is ready, else None. Creates a link if there is none.
 
         Raises:
-            BatonError: connecting has timed out, but the link's thread still blocks in
-                the call, so there can be no new link yet.
+            BatonError: connecting has timed out, but the link's thread is still blocked
+                in connecting, so there can be no new link yet.
         """
         link = self.link
         if link is None:
             self.link = PeerLink(
                 self.rank,
                 self.metadata,
-                [self._ends[owner] for owner in self._owners],
+                [self._endpoints[owner] for owner in self._owners],
                 probes=self.rank.measures_links or self._has_link_failed,
             )
             return None
@@ -184,10 +186,11 @@ class Peer:
         return link if link.is_ready and not link.is_closing else None
 
     def clean_up_link(self) -> BatonError | None:
-        """Closes a link that has failed, and forgets a link that is closed.
+        """Begins to close a link that has failed; forgets a link that is closed.
 
         Returns:
-            The error for pulls that wait for the link, if the link has just failed.
+            If the link has just failed, the error for pulls that wait for the link;
+            otherwise None.
         """
         link = self.link
         if link is None or (link.is_ready and not link.is_closing):

@@ -1,12 +1,12 @@
 """The link that reads from one prefill engine.
 
 Each link has its own agent. A READ may hang, or fail while some of its runs continue.
-Only closing the agent ends such a READ (I7), because the agent's sockets, queues and
-registrations are then closed.
+Only closing the agent ends such a READ (invariant I7 in docs/design.md), because that
+closes the agent's sockets, queues and registrations.
 
 Connecting may block for minutes if the network drops packets, and closing may take
-seconds. Each link has its own thread for both, so that pulls from other engines
-continue.
+seconds. Each link has its own thread for connecting and closing, so that pulls from
+other engines continue.
 """
 
 import threading
@@ -28,11 +28,12 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Largest long probe in bytes. Probes with more bytes do not measure better.
+# Largest long probe in bytes, by kind of this rank's memory. Probes with more bytes do
+# not measure the link better.
 _MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
 _MIN_NAP_S = 0.00001
 _MAX_NAP_S = 0.01
-_CLOSE_TIMEOUT_S = 5.0  # longest wait for a link's thread when the worker ends
+_CLOSE_TIMEOUT_S = 5.0  # longest wait in `join` for a link's thread to end
 FIX = (
     "Open the prefill server's UCX ports to this host (UCX_TCP_PORT_RANGE sets them), "
     "and set UCX_NET_DEVICES on both hosts to interfaces that reach the other host; "
@@ -41,11 +42,11 @@ FIX = (
 
 
 class PeerLink:
-    """The agent that reads from one engine, and the thread that connects and closes it.
+    """The agent that reads from one engine, and a thread to connect and close it.
 
-    The link begins to connect at once. Only the worker's thread calls its methods. The
-    link's thread wakes the worker when connecting has succeeded or failed, and when the
-    link is closed.
+    A new link begins to connect at once. Only the worker's thread calls a link's
+    methods. The link's thread wakes the worker when connecting has succeeded or failed,
+    and when the link is closed.
 
     Args:
         rank: this rank of D, which registers the link in `rank.links`.
@@ -53,13 +54,14 @@ class PeerLink:
         probes: measure the link, with READs of the null block of the first of `ranks`.
 
     Attributes:
-        is_connecting: true until the connecting call returns, even after a timeout.
+        is_connecting: the link's thread still connects or measures, perhaps after a
+            timeout.
         is_ready: connected, and measured if `probes`.
         is_closed: the agent is closed, so none of its READs can write any more.
         costs: the measured costs; None if the link was not measured.
         deadline: when connecting times out, by time.monotonic.
-        num_active: active READs of jobs that are not stopping; the jobs maintain this
-            number.
+        num_active: number of active READs of jobs that are not stopping; the jobs
+            maintain this number.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class PeerLink:
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + rank.connect_timeout_s
         self.num_active = 0
-        # The link's thread replaces the rank's agent by the link's own agent.
+        # A placeholder: the link's thread sets the link's own agent.
         self.agent: TransferAgent = rank.agent
         self._error: BatonError | None = None
         self._rank = rank
@@ -89,7 +91,7 @@ class PeerLink:
             "VRAM" if on_gpu else "DRAM",
         )
         self.between_gpus = self._kinds == ("VRAM", "VRAM")
-        self._agent_names: dict[int, str] = {}  # names of the server's agents, by rank
+        self._agent_names: dict[int, str] = {}  # by rank of the prefill server
         self._closing = threading.Event()
         name = f"link-{metadata.engine_id}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,7 +115,7 @@ class PeerLink:
         """Posts a READ. Raises the errors of TransferAgent.read.
 
         Args:
-            base_address: the address from which the READ's local offsets count.
+            base_address: address of the local memory; local offsets count from here.
         """
         remote = self._metadata.ranks[read.remote_rank]
         return self.agent.read(
@@ -128,9 +130,9 @@ class PeerLink:
 
     @property
     def transport(self) -> UcxRead | None:
-        """UCX's latest transport between memories of this link's kinds.
+        """The transport that UCX has chosen last for this link's two kinds of memory.
 
-        None if UCX has not reported a transport.
+        None if UCX has not reported a choice.
         """
         local_kind, remote_kind = self._kinds
         return ucx_log.read_between(
@@ -192,9 +194,9 @@ class PeerLink:
 
     def _connect(self, agent: TransferAgent) -> None:
         """Adds the server's ranks as peers of the agent, and measures the link."""
-        for end in self._ranks:
-            agent_metadata = self._metadata.ranks[end.rank].agent_metadata
-            self._agent_names[end.rank] = agent.add_peer(agent_metadata)
+        for endpoint in self._ranks:
+            agent_metadata = self._metadata.ranks[endpoint.rank].agent_metadata
+            self._agent_names[endpoint.rank] = agent.add_peer(agent_metadata)
         if not self._probes:
             return
         name = self._metadata.engine_id
@@ -234,19 +236,24 @@ class PeerLink:
         """
         began_s = time.perf_counter()
         handle = self.read(read, self._rank.scratch_address)
-        at_once = handle.ended
+        ended_at_once = handle.ended
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
                 raise TransferFailed("a READ that measures the link does not end")
-            # Naps are a fraction of the elapsed time, which bounds the relative error
-            # of the measurement.
+            # Naps are a fraction of the elapsed time, because a nap delays the end of
+            # the measurement: this bounds the relative error.
             nap_s = (time.perf_counter() - began_s) / 16
             time.sleep(min(max(nap_s, _MIN_NAP_S), _MAX_NAP_S))
         seconds = time.perf_counter() - began_s
         if handle.state is ReadState.ERROR:
             raise TransferFailed("a READ that measures the link has failed")
         self.agent.release(handle)
-        return Sample(len(read.lengths), int(read.lengths.sum()), seconds, at_once)
+        return Sample(
+            descriptors=len(read.lengths),
+            nbytes=read.nbytes,
+            seconds=seconds,
+            ended_at_once=ended_at_once,
+        )
 
     def _unreachable(self, reason: str) -> PeerUnreachable:
         name = self._metadata.engine_id

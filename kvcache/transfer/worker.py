@@ -1,7 +1,8 @@
 """A rank's transfer thread: drives jobs piece by piece, and reports the end of each.
 
 The thread blocks while it is idle. It reads commands between any two posts, so that a
-pull stops within one post. A job stays here until all its READs have ended (I7).
+cancelled pull stops within one post. A job stays here until all its READs have ended
+(invariant I7 in docs/design.md).
 """
 
 import faulthandler
@@ -42,6 +43,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
+# Naps between two rounds in which nothing has changed, while jobs are active.
 _NAP_S = 0.0005
 _GPU_NAP_S = 0.00002
 # While a batch is computed, naps are longer, because the engine's thread needs the
@@ -49,17 +51,17 @@ _GPU_NAP_S = 0.00002
 _GPU_BUSY_NAP_S = 0.00005
 # The nap while all jobs are stopped or wait for a link, and after each failure.
 _STUCK_NAP_S = 0.02
-# A link is closed once all its active READs have hung for this long, if a stopped pull
-# has one of them.
+# A link is closed if all READs over the link have hung for this long, and a stopped job
+# waits for one of these READs to end.
 _TEAR_DOWN_S = 10.0
 _MIN_LOGGED_BYTES = 1 << 20  # the speed of a smaller pull is not logged
-# This many failures end the process, if no round without a failure lies between them.
-# A nap of _STUCK_NAP_S follows each failure, so 100 failures take about 2 s.
+# This many failures in a row end the process: a round without a failure resets the
+# count. A nap of _STUCK_NAP_S follows each failure, so 100 failures take about 2 s.
 _MAX_FAILURES = 100
-# The watchdog checks this often whether the transfer thread makes progress, and an idle
-# transfer thread wakes this often. After _NUM_CHECKS checks without progress, the
-# process ends. This takes longer than the slowest driver call (compiling a kernel) on a
-# busy machine.
+# Seconds between two checks of the watchdog whether the transfer thread makes progress.
+# An idle transfer thread wakes this often. After _NUM_CHECKS checks without progress,
+# the process ends. That is later than the slowest driver call (compiling a kernel) ends
+# on a busy machine.
 _CHECK_S = 10.0
 _NUM_CHECKS = 30
 
@@ -74,7 +76,7 @@ class TransferWorker:
 
     Attributes:
         digester: computes this rank's parts of digests.
-        counters: "posts" of READs, and "internal_errors".
+        counters: the numbers of "posts" (of READs) and of "internal_errors".
     """
 
     def __init__(self, rank: LocalRank, link: PullCoordinator | socket) -> None:
@@ -89,7 +91,7 @@ class TransferWorker:
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._num_rounds = 0
-        self._failures: list[Exception] = []  # of the latest rounds that all failed
+        self._failures: list[Exception] = []  # since the last round without a failure
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank.number}")
         self._watchdog = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
@@ -132,8 +134,9 @@ class TransferWorker:
     def _watch_rounds(self) -> None:
         """Ends the process if the transfer thread is stuck in a driver or transport.
 
-        Otherwise the engine would look healthy, but no pull would end. Checks are
-        counted, not seconds, because a process that was suspended is not stuck.
+        Otherwise the engine would look healthy, but no pull would end. Checks without
+        progress are counted, because the clock also advances while a process is
+        suspended.
         """
         last_num_rounds = -1
         num_same = 0
@@ -151,32 +154,32 @@ class TransferWorker:
         """Carries out commands, posts at most one piece, polls and ends jobs.
 
         Returns:
-            True if the state of a command, job, digest or link has changed.
+            True if anything was done, or if a job, digest or link has changed.
         """
         while self._commands:
             self._carry_out(self._commands.pop(0))
         has_posted = self._post_one()
-        happened = self.digester.drive() or has_posted
+        has_changed = self.digester.drive() or has_posted
         for job in list(self._jobs.values()):
-            happened |= self._drive(job, job.poll)
+            has_changed |= self._drive(job, job.poll)
             self._report_failing(job)
             if job.has_ended:
                 self._end(job)
-                happened = True
+                has_changed = True
         for peer in self._peers.values():
             link = peer.link
             error = peer.clean_up_link()
-            # Once a link is closed, jobs that wait for a link may connect again.
-            happened |= peer.link is not link
+            # After a link was closed, jobs that wait for a link may connect again.
+            has_changed |= peer.link is not link
             if error is not None:
                 self._stop_waiting_jobs(peer, error)
-                happened = True
+                has_changed = True
         self._close_hanging_links()
         self._bypass_hanging_staging()
-        return happened
+        return has_changed
 
     def _post_one(self) -> bool:
-        """Posts one piece of the first job that can post; returns False if none can."""
+        """Calls `post` of the jobs in turn, until one posts. False if no job posts."""
         for pull_id, job in list(self._jobs.items()):
             if not job.is_stopping and self._drive(job, job.post):
                 self.counters["posts"] += isinstance(job, ReadJob)
@@ -199,7 +202,7 @@ class TransferWorker:
         return True
 
     def _fail_jobs(self, error: Exception, *jobs: TransferJob) -> None:
-        """Fails jobs after a bug here or an error of a device, so that no pull hangs.
+        """Fails jobs after an unexpected exception, so that no pull hangs.
 
         Then pauses, so that repeated failures do not fill the log quickly.
         """
@@ -211,7 +214,7 @@ class TransferWorker:
         time.sleep(_STUCK_NAP_S)
 
     def _report_failing(self, job: TransferJob) -> None:
-        """Reports, once, a job that has failed while its READs are still active."""
+        """Reports a job that has failed while its READs are still active, only once."""
         if job.error is None or not job.num_active or job.is_failure_reported:
             return
         job.is_failure_reported = True
@@ -312,9 +315,10 @@ class TransferWorker:
                 peer.link.close()
 
     def _close_hanging_links(self) -> None:
-        """Closes a link if all its active READs hang, some of them of a stopped job.
+        """Closes links on which all READs hang, so that stopped jobs can end.
 
-        Closing a link ends its READs, so that the stopped job can end.
+        Closing a link ends its READs. A link is closed only if a stopped job waits for
+        the end of a READ.
         """
         jobs = self._jobs.values()
         hanging_peers = {
@@ -333,12 +337,13 @@ class TransferWorker:
                 peer.link.close(error)
 
     def _bypass_hanging_staging(self) -> None:
-        """Makes jobs stop waiting for staging memory if the owning job hangs.
+        """Makes jobs read straight into the pool if the owner of staging memory hangs.
 
-        The owning job also counts as hanging if it waits behind hanging READs from the
-        same peer. The jobs then read straight into the pool. A job that has to convert
-        KV cannot do so. Such a job fails if the owner is stopping, because the memory
-        stays in use.
+        The owner is the job that uses the staging memory; the other jobs wait for it.
+        The owner also counts as hanging if it has posted nothing because READs of other
+        jobs from the same peer hang. A job that has to convert KV cannot do without
+        staging memory. It fails if the owner is stopping, because the memory stays in
+        use.
         """
         staging = self._rank.staging
         owner = self._jobs.get(staging.owner or "") if staging else None
@@ -352,11 +357,11 @@ class TransferWorker:
             return
         for job in jobs:
             can_continue = not isinstance(job, ReadJob) or job.bypass_staging()
-            # An owner that is not stopping may still free the memory.
+            # Only an owner that is stopping is hopeless; others may still free memory.
             if not can_continue and owner.is_stopping:
                 job.stop(
                     PullCircuitOpen(
-                        "the staging memory is in use by a pull with hanging READs"
+                        "the staging memory is in use by a pull with READs that hang"
                     )
                 )
 
@@ -395,8 +400,8 @@ class TransferWorker:
 
         Args:
             error: why the pull has failed on this rank.
-            fields: the fields of RankEnded that only a complete pull has. Without
-                fields, `complete` is false in the report.
+            fields: the fields of RankEnded that only a complete pull has. If there are
+                none, the report is about an incomplete pull.
         """
         report = RankEnded(
             pull_id=pull_id,
@@ -411,11 +416,13 @@ class TransferWorker:
 def use_one_core() -> None:
     """Keeps torch from starting OpenMP threads for the calling thread.
 
-    With more OpenMP threads than cores, libgomp's threads sleep instead of spinning for
-    work. The engine's operations would then wait for threads to wake up.
+    If there are more OpenMP threads than cores, libgomp's threads sleep while they wait
+    for work. The engine's operations would then wait for threads to wake up.
     """
     torch.set_num_threads(1)
-    torch.get_num_threads()  # fixes the number for this thread
+    # Fixes the number for this thread, so that later calls in other threads do not
+    # change it.
+    torch.get_num_threads()
 
 
 def _print_stacks() -> None:

@@ -1,8 +1,8 @@
 """Digests of KV: equal on any two engines that hold the same KV, in whatever layout.
 
-A *row* has the D elements of one head of one token in one layer and component. The
-elements of a row are contiguous in every layout. The value of a row is computed in
-three steps:
+A *row* has the D elements (head_dim) of one head of one token in one layer and
+component. The elements of a row are contiguous in every layout. The value of a row is
+computed in three steps:
 
 1. Multiply each word of the row by the odd key of the word's position; add the
    products up.
@@ -10,16 +10,17 @@ three steps:
 3. Scramble the sum.
 
 A digest has one sum for each head and each chunk of tokens: the sum of the values of
-their rows. So the sums of ranks that share a sequence's tokens can be added up. All
-arithmetic is modulo 2^64.
+the rows of that head and chunk. So the sums of ranks that share a sequence's tokens can
+be added up. All arithmetic is modulo 2^64.
 
 One wrong bit always changes a sum: a bit times an odd key is not 0, and scrambling maps
-no two numbers to one. A fault of several bits is missed about once in 2^32 pulls, at
-random: the keys depend on the lease.
+different numbers to different numbers. A fault of several bits is missed with a
+probability of about 1 in 2^32 per pull, because the keys depend on the lease.
 
-A *sample* covers, for each chunk, all tokens and heads of one layer in 16. The layers
-differ between chunks and leases. A sample contains rows of every block that is wrong,
-stale or missing; it contains a single wrong bit with a chance of 1 in 16.
+A *sample* covers, for each chunk, all tokens and heads of one in 16 layers. The layers
+differ between chunks and leases. A sample contains rows of every block, so it finds
+blocks that are wrong, stale or missing. A single wrong bit is in the sample with a
+probability of 1 in 16.
 """
 
 from collections import deque
@@ -39,28 +40,29 @@ logger = get_logger(__name__)
 OnPart = Callable[[DigestPart | None], None]  # called with None if the digest failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
-# Computing a piece of this size takes about 2 ms. The transfer thread does nothing else
-# in that time.
+# Computing a piece of this size takes about 2 ms. During that time, the transfer thread
+# does nothing else.
 _CPU_PIECE_BYTES: Final = 2 << 20
-# Preparing a launch takes about 0.2 ms, as long as computing a piece of this size.
+# Computing a piece of this size takes about 0.2 ms, as long as preparing its launch.
 _GPU_PIECE_BYTES: Final = 256 << 20
-# Bytes that `_values` reads at a time. For larger temporary tensors, malloc returns the
-# memory pages to the system each time, and new pages have to be faulted in.
+# Bytes that `_values` reads at a time. malloc returns the memory of larger temporary
+# tensors to the system each time, and touching new pages is slow.
 _MAX_TEMPORARY_BYTES: Final = 256 << 10
 
 
 class Rows(NamedTuple):
     """The rows of T tokens, G rows for each token.
 
-    G is heads x covered layers x components. The covered layers depend on the chunk.
+    G is heads x covered layers x components. The chunk of a token decides which layers
+    are covered.
 
     Attributes:
-        tokens: i64 [T]: each token's first row, as a row number in the pool.
+        tokens: i64 [T]: the number of each token's first row, counted in the pool.
         token_keys: i64 [T]: the key of each token.
         chunks: i64 [T]: each token's chunk, as an index into `groups` and `group_keys`.
-        groups: i64 [chunks, G]: for each of a token's rows, its distance in rows from
-            the token's first row.
-        group_keys: i64 [chunks, G]: the key of (layer, component, head).
+        groups: i64 [chunks, G]: the distance, in rows, from a token's first row to each
+            of its rows.
+        group_keys: i64 [chunks, G]: the key of each row's (layer, component, head).
     """
 
     tokens: torch.Tensor
@@ -81,13 +83,14 @@ class _Digest(NamedTuple):
 class Digester:
     """Computes digest parts of one rank. Only one thread may use a Digester.
 
-    Several digests take turns, a piece each.
+    Concurrent digests take turns: one piece of each.
 
     Args:
         total_kv_heads: KV heads of the model.
 
     Attributes:
-        values: Computes the value of each row: `_values` or the kernel.
+        values: The function that computes the value of each row, with torch or with the
+            kernel.
         piece_bytes: Bytes of KV in one piece.
     """
 
@@ -114,7 +117,7 @@ class Digester:
             self._compile()
 
     def _compile(self) -> None:
-        """Compiles the kernel by launching it, so that no request has to wait for that.
+        """Compiles the kernel by launching it, so that no request has to wait.
 
         If the kernel cannot be compiled, torch computes all digests.
         """
@@ -124,8 +127,7 @@ class Digester:
         while self._digests:
             self.drive()
         if None in parts:
-            # The driver or the compiler does not support the kernel; `drive` has logged
-            # the error.
+            # The kernel cannot be compiled; `drive` has logged the error.
             self.values = _values
 
     @property
@@ -147,9 +149,9 @@ class Digester:
         self._digests.append(_Digest(name, pieces, on_part))
 
     def stop(self, name: str) -> None:
-        """Drops a digest: `on_part` is not called.
+        """Drops a digest: `on_part` will not be called.
 
-        A kernel that still reads the digest's blocks is harmless.
+        A kernel may still read the digest's blocks, which is harmless.
         """
         self._digests = deque(d for d in self._digests if d.name != name)
 
@@ -160,7 +162,7 @@ class Digester:
             False if there was nothing to do, or if the GPU still computes a piece.
         """
         if not self._digests:
-            return False  # the transfer thread comes here between any two posts
+            return False  # checked first, because the transfer thread calls this often
         if self._stream is not None and not self._stream.query():
             return False
         digest = self._digests.popleft()
@@ -218,7 +220,7 @@ class Digester:
         layers: IntArray,
         first_layer: int,
     ) -> tuple[Rows, int]:
-        """The rows of some tokens in the covered layers of a layer group.
+        """Returns the rows of some tokens in the covered layers of a layer group.
 
         Args:
             blocks: The group's blocks of the sequence.
@@ -293,8 +295,8 @@ def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.T
         selected = words.index_select(0, index[start : start + count])
         torch.sum(selected * word_keys, -1, out=sums[start : start + count])
     value = sums.view(groups.shape).add_(group_keys).add_(rows.token_keys[:, None])
-    # The arithmetic of scope.scramble on signed numbers: `>>` keeps the sign, so the
-    # upper 33 bits are masked.
+    # This is scope.scramble on signed numbers: `>>` copies the sign bit, so the upper
+    # 33 bits are masked.
     for multiplier in MULTIPLIERS:
         value ^= (value >> 33) & ((1 << 31) - 1)
         value *= multiplier - (1 << 64)

@@ -1,8 +1,10 @@
-"""The values of rows (digest.py) on a GPU. Only this file of verify/ imports Triton.
+"""Computes the values of rows (digest.py) on a GPU.
 
-One variant is compiled for each width of rows, which depends on the model. As in the
-placing kernel (transfer/move/place_kernel.py), few programs process tiles of rows in
-turn, so that most multiprocessors remain for the engine.
+This is the only file of verify/ that imports Triton.
+
+One variant of the kernel is compiled for each width of rows, which depends on the
+model. As in transfer/move/place_kernel.py, only a few programs (thread blocks) process
+tiles of rows in turn, so that the engine can use most multiprocessors.
 """
 
 import torch

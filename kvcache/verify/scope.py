@@ -1,4 +1,4 @@
-"""The scope of a digest of KV (digest.py); merges and compares the parts of ranks."""
+"""What a digest of KV (digest.py) covers, and how the parts of ranks are merged."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from kvcache.stripe import IntArray
 
-# Called with the sums of an engine's digest; with b"" if the digest failed.
+# A callback for the sums of an engine's digest, as from `Scope.merge`; b"" if the
+# digest has failed.
 OnSums = Callable[[bytes], None]
 U64s = npt.NDArray[np.uint64]
 
@@ -28,7 +29,7 @@ class KeyKind(IntEnum):
 
     WORD = 0  # one key for each word's position in a row (see digest.py)
     TOKEN = 1  # one key for each token's position in the sequence
-    LAYER_COMPONENT_HEAD = 2
+    LAYER_COMPONENT_HEAD = 2  # one key for each (layer, component, head)
     LAYER_SAMPLE = 3  # the order in which layers are chosen for a sample
 
 
@@ -36,9 +37,8 @@ class DigestPart(msgspec.Struct, frozen=True):
     """One rank's part of a digest.
 
     Attributes:
-        copy: If several ranks hold copies of the same heads, the number of this rank's
-            copy. The ranks of a context-parallel group share one copy, so their sums
-            are added up.
+        copy: The number of the copy of the heads that this rank holds. The ranks of a
+            context-parallel group share a copy, so their sums are added up.
         first_head: The first KV head of the part.
         sums: u64 [heads, chunks], as bytes.
     """
@@ -49,7 +49,7 @@ class DigestPart(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True, dict=True):
-    """What a digest covers: tokens [start, stop) of a leased sequence.
+    """The KV that a digest covers: tokens [start, stop) of a leased sequence.
 
     Attributes:
         samples: The digest covers a sample of the layers instead of all layers.
@@ -91,7 +91,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def merge(self, parts: Sequence[DigestPart | None], num_heads: int) -> bytes:
         """Merges the parts of an engine's ranks into one digest.
 
-        If several ranks hold copies of a head, the sums of one copy are taken.
+        If there are several copies of a head, the sums of one copy are taken.
 
         Args:
             parts: The part of each rank; None if the rank failed.
@@ -130,7 +130,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def _copies(
         self, parts: Sequence[DigestPart | None]
     ) -> Iterable[tuple[slice, U64s]]:
-        """The heads and the sums of each copy; sums of one copy are added up."""
+        """For each copy of heads: the heads, and the added up sums of its ranks."""
         copies: dict[int, tuple[slice, U64s]] = {}
         for part in filter(None, parts):
             sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))

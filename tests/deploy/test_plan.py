@@ -47,7 +47,7 @@ def test_token_major_blocks_cut_by_heads_are_staged_with_a_reason():
     report = explain(LLAMA, p, d, tokens=1024)
     (rank, _) = report["ranks"]
     assert rank["path"] == "staged" and rank["bytes_read"] == 2 * rank["useful_bytes"]
-    assert "direct would read 65536 runs" in rank["why"]
+    assert "direct path would read 65536 runs" in rank["why"]
     assert rank["why"] in plan.text(report)
 
 
@@ -93,7 +93,7 @@ def test_another_dtype_is_converted_on_demand():
     p = geometry(dtype="float32")
     d = geometry(dtype="bfloat16")
     (rank,) = explain(LLAMA, p, d, kv_convert=True)["ranks"]
-    assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
+    assert rank["path"] == "staged" and "from float32 to bfloat16" in rank["why"]
 
 
 def test_only_tokens_within_the_window_move():

@@ -1,4 +1,4 @@
-"""Carries out block copies with torch, with a kernel or with copy engines.
+"""Carries out block copies into the pool, with torch, a kernel or copy engines.
 
-The source of a copy is mapped memory of a peer, or staging memory.
+The source of a copy is a peer's mapped memory, or staging memory.
 """

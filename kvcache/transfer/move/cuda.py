@@ -1,6 +1,5 @@
-"""Calls of the CUDA driver that torch does not offer.
+"""Calls of the CUDA driver that torch does not offer: batched copies and CUDA IPC.
 
-The calls begin batches of copies, and share memory with other processes of this host.
 All calls act on the calling thread's current device. Addresses are plain integers.
 """
 
@@ -17,7 +16,7 @@ HANDLE_BYTES = 64  # size of a CUDA IPC handle
 _LAZY_ENABLE_PEER_ACCESS = 1
 # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream.
 _STREAM_ORDER = 1
-# CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors.
+# CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines copy, not multiprocessors.
 _OVERLAP_WITH_COMPUTE = 1
 _ATTRIBUTES = np.dtype([("order", "i4"), ("hints", "i4", 4), ("flags", "u4")])
 
@@ -32,16 +31,17 @@ def copies_batches() -> bool:
 
 
 def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
-    """Queues copies of `width` bytes each for the copy engines.
+    """Queues copies of `width` bytes each on a stream, for the copy engines.
 
-    The copies are made in no particular order.
+    The copies of a call are made in no particular order.
 
     Args:
-        sources, targets: i64[n], addresses.
-        stream: a handle of the CUDA stream.
+        sources, targets: i64[n]: the addresses of each copy.
+        stream: the handle of the CUDA stream.
     """
     widths = np.full(len(sources), width)
-    # One set of attributes holds for the first copy and for all copies after it.
+    # One set of attributes is enough: it applies to the first copy and all later
+    # copies.
     first_copy = np.zeros(1, np.int64)
     attributes = np.zeros(1, _ATTRIBUTES)
     attributes["order"] = _STREAM_ORDER
@@ -65,8 +65,9 @@ def _pointer(array: np.ndarray[Any, Any]) -> c_void_p:
     return c_void_p(array.ctypes.data)
 
 
-# The functions below share memory with processes of this host. If the owner of an
-# allocation dies, the memory is freed when the last process has closed its mapping.
+# The functions below share GPU memory with processes of this host by CUDA IPC. If the
+# owner of an allocation dies, the memory is freed only when the last process that has
+# mapped it has closed its mapping.
 
 
 class _IpcHandle(ctypes.Structure):
@@ -77,11 +78,12 @@ def export_handle(address: int) -> tuple[bytes, int]:
     """The CUDA IPC handle with which another process can map device memory.
 
     Returns:
-        The handle of the allocation that contains `address`, and the offset in bytes of
-        `address` in it.
+        The handle of the allocation that contains `address`, and the number of bytes
+        from the start of the allocation to `address`.
 
     Raises:
-        CudaError: the memory cannot be shared (managed or virtual-memory allocations).
+        CudaError: the memory cannot be shared: it is managed memory, or was allocated
+            with the virtual-memory functions of the driver.
     """
     base, _ = allocation(address)
     handle = _IpcHandle()
@@ -90,7 +92,7 @@ def export_handle(address: int) -> tuple[bytes, int]:
 
 
 def open_handle(handle: bytes) -> int:
-    """Maps another process's allocation for the current device.
+    """Maps the allocation of a different process, for the current device.
 
     Returns:
         The address of the allocation in this process.
@@ -131,7 +133,7 @@ def close_handle(address: int) -> None:
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """(address, bytes) of the allocation that contains device memory at `address`."""
+    """Returns (start, bytes) of the device allocation that contains `address`."""
     base = c_uint64()
     size = c_size_t()
     _call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))

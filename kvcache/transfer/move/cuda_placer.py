@@ -1,20 +1,20 @@
-"""Placing on a GPU with copy engines and a kernel, concurrently with the decode batch.
+"""Places block copies on a GPU with copy engines and a kernel, while a batch may run.
 
-Copy engines take no multiprocessor from the decode batch. They move many long runs in
-one call, nearly as fast as a plain copy does. Copy engines carry out the copies with
+Copy engines take no multiprocessor from the batch. They move many long runs in one
+call, nearly as fast as a plain copy does. So copy engines carry out the copies with
 one long run per piece, and the kernel carries out all other copies. If the kernel
-cannot be compiled for the KV of a peer, the peer's memory is not mapped, and torch
-places copies out of staging memory.
+cannot be compiled for the KV of a peer, the peer's memory is not mapped: KV is read
+into staging memory, and torch copies it from there.
 
 The kernel (place_kernel.py) moves *units* of up to 16 bytes. It numbers the units of a
 copy piece by piece, and inside a piece in the order of the source, so that units with
 neighbouring numbers are neighbours in the source's memory. Five divisions turn the
 number of a unit into its piece and its index on every axis. Two tables have the offset
-of each piece at the source and at the target. Two sets of strides give the offset of
-the unit inside the piece. All offsets are in units. So no list of runs is needed, for
-any orders, block sizes, heads and dtypes. If the two sides have different scales, the
-same divisions give the layer and the component of a unit, which select the scale factor
-of the unit.
+of each piece, one at the source and one at the target. Two sets of strides give the
+offset of the unit inside the piece, on each side. All offsets are in units. So no list
+of runs is needed, whatever the orders, block sizes, heads and dtypes are. If the two
+sides have different scales, the same divisions give the layer and the component of a
+unit, which select the scale factor of the unit.
 """
 
 import sys
@@ -38,14 +38,14 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-UNIT_BYTES = 16  # the largest word that a thread moves at once
+UNIT_BYTES = 16  # largest size of a unit: the largest word that a GPU thread moves
 NUM_PARAMETERS = 3 + 4 * 6  # without the scale factors
 MAX_UNITS = (1 << 31) - 1  # units of one launch: the kernel numbers them with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
-# Placing out of staging memory uses all multiprocessors, but only for a tenth of the
-# time that reading takes.
+# Thread blocks of one launch that places out of staging memory: one for each
+# multiprocessor. Such launches run for only a tenth of the time that reading takes.
 _STAGING_PROGRAMS = 132
 # Copy engines move runs of at least this size as fast as the kernel, or faster.
 LONG_RUN_BYTES = 2 << 20
@@ -56,7 +56,8 @@ LONG_RUN_BYTES = 2 << 20
 PACED_BYTES_PER_S = 90e9
 _PACED_LAUNCH_BYTES = 16 << 20
 _BUSY_RUN_BYTES = 64 << 10
-# Copies of one launch by copy engines. Starting 128 copies takes 0.1 to 0.6 ms.
+# Bound of the copies in one launch for copy engines. Queuing 128 copies takes 0.1 to
+# 0.6 ms.
 _MAX_ENGINE_COPIES = 128
 
 
@@ -70,15 +71,16 @@ class Kind(NamedTuple):
 
 
 class Units(NamedTuple):
-    """A copy as units, except for the offsets of its pieces.
+    """The kernel's description of a copy, except for the offsets of the pieces.
 
     Attributes:
         units_per_piece: number of units in one piece.
         parameters: i64[NUM_PARAMETERS + number of scale factors]. The first 3 numbers
-            are the number of units in one head of one token, as a divisor. Then each
-            axis has 6 numbers, innermost of the source first: its size as a divisor
-            (3), its stride at the source, its stride at the target, and its stride in
-            the scale factors. Last come the float32 bits of the scale factors.
+            are the number of units in one head of one token, as from `divisor`. Then
+            come 6 numbers for each axis, beginning with the innermost axis of the
+            source: its size as from `divisor` (3 numbers), its stride at the source,
+            its stride at the target, and its stride in the scale factors. Last come the
+            float32 bits of the scale factors.
     """
 
     kind: Kind
@@ -87,10 +89,10 @@ class Units(NamedTuple):
 
 
 def kind_of(source: KVLayout, target: KVLayout, scale_factors: ScaleFactors) -> Kind:
-    """The kernel that places a copy.
+    """The constants of the kernel that places a copy.
 
     The number of elements in a unit is the largest power of two that divides head_dim
-    and takes at most 16 bytes on either side.
+    and for which a unit has at most 16 bytes on either side.
     """
     max_elements = UNIT_BYTES // max(source.itemsize, target.itemsize)
     largest_power_of_two = source.head_dim & -source.head_dim
@@ -99,7 +101,7 @@ def kind_of(source: KVLayout, target: KVLayout, scale_factors: ScaleFactors) -> 
 
 
 def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
-    """All kernels that may be needed to place KV of any peer into a pool.
+    """Yields the constants of all kernels that may be needed to place KV of any peer.
 
     Args:
         target: the layout of the pool.
@@ -114,7 +116,7 @@ def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
 
 
 def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
-    """Describes a copy as units.
+    """Describes a copy for the kernel, which moves it unit by unit.
 
     Raises:
         PlanError: one piece has more than MAX_UNITS units.
@@ -132,8 +134,8 @@ def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
         units_per_piece *= sizes[axis]
     if units_per_piece > MAX_UNITS:
         raise PlanError(
-            f"a block of the peer has {units_per_piece} units to place, "
-            f"more than {MAX_UNITS}; use smaller blocks"
+            f"a block of the peer has {units_per_piece} words to copy, but at most "
+            f"{MAX_UNITS} are supported; use a lower --block-size"
         )
     factors = np.array(scale_factors or (), np.float32)
     bits = factors.view(np.int32).astype(np.int64)
@@ -150,11 +152,11 @@ def piece_units(copy: BlockCopy, kind: Kind) -> tuple[IntArray, IntArray]:
 
 
 def divisor(size: int) -> tuple[int, int, int]:
-    """Numbers by which a division becomes a multiplication and a shift.
+    """The numbers with which a GPU divides by `size`: it multiplies and shifts.
 
     Returns:
-        (d, magic, shift) with n // d == (n * magic) >> shift for 0 <= n < 2**31, and
-        n * magic < 2**63.
+        (d, magic, shift) with d = size and n // d == (n * magic) >> shift for
+        0 <= n < 2**31, where n * magic < 2**63.
 
     Proof: let d be `size`, s the number of bits of d - 1, and shift = 31 + s. Then
     magic = ceil(2**shift / d) exceeds 2**shift / d by less than 1 <= 2**s / d. So
@@ -167,7 +169,7 @@ def divisor(size: int) -> tuple[int, int, int]:
 
 
 def run_bytes_of(copy: BlockCopy, scale_factors: ScaleFactors) -> int:
-    """Bytes of a piece if it is one run and needs no conversion; otherwise 0."""
+    """Bytes of each piece if a piece is one run and is not converted; otherwise 0."""
     converts = scale_factors is not None or copy.source.dtype != copy.target.dtype
     if converts or copy.shape.axes:
         return 0
@@ -200,10 +202,10 @@ class CudaPlacer(Placer):
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._busy = busy
-        # While a batch is computed, the kernel is not launched before this time, by
-        # time.perf_counter.
+        # While a batch is computed, the kernel is not launched before this time (by
+        # time.perf_counter).
         self._next_paced_launch_s = 0.0
-        # Kernels that cannot be compiled, and the reasons.
+        # Kernels that cannot be compiled, each with the reason.
         self._failed: dict[Kind, str] = {}
 
     def compile(self, *, convert: bool) -> None:
@@ -216,14 +218,14 @@ class CudaPlacer(Placer):
             try:
                 with torch.cuda.device(self._pool.device):
                     self._launch(kind, *[self._pool.base_address] * 5, 0)
-            except Exception as error:  # of any type, from the driver or the compiler
+            except Exception as error:  # driver and compiler raise errors of any type
                 self._failed[kind] = repr(error)
         if self._failed:
             reasons = "; ".join(sorted(set(self._failed.values())))
             logger.warning(
-                "some kernels that place KV cannot be compiled: %s; peers that need "
-                "these kernels are read over NIXL, and torch places KV out of staging "
-                "memory, which is slower",
+                "some kernels that copy KV cannot be compiled: %s; KV of peers that "
+                "need these kernels is read over NIXL and copied by torch, which is "
+                "slower",
                 reasons,
             )
 
@@ -234,7 +236,7 @@ class CudaPlacer(Placer):
             if kind in self._failed:
                 reason = self._failed[kind]
                 raise NotMappable(
-                    f"the kernel that places KV cannot be compiled: {reason}"
+                    f"the kernel that copies KV cannot be compiled: {reason}"
                 )
         return open_on_gpu(rank, self._pool.device)
 
@@ -246,13 +248,14 @@ class CudaPlacer(Placer):
         now = time.perf_counter()
         if now < self._next_paced_launch_s:
             return 0
-        # If this launch is late, the next one may catch up, by at most one interval.
+        # If this launch is late, the next launch may come earlier to catch up, but at
+        # most by one interval.
         interval_s = _PACED_LAUNCH_BYTES / PACED_BYTES_PER_S
         self._next_paced_launch_s = max(self._next_paced_launch_s + interval_s, now)
         return _PACED_LAUNCH_BYTES
 
     def _is_for_engines(self, copy: BlockCopy, scale_factors: ScaleFactors) -> bool:
-        """True if copy engines carry out this copy, not the kernel."""
+        """True if copy engines, not the kernel, have to carry out this copy."""
         long_bytes = self._long_run_bytes
         if self._busy():
             long_bytes = min(long_bytes, _BUSY_RUN_BYTES)

@@ -2,7 +2,7 @@
 
 A pool on the CPU is a memory file (kvcache/shared_memory.py), which is mapped
 read-only. A pool on a GPU is opened with CUDA IPC for the current device. The memory
-stays readable after the death of the peer, until this process unmaps the memory.
+stays readable even after the death of the peer, until this process unmaps it.
 """
 
 import ctypes
@@ -28,21 +28,21 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-EXTRA_KEY = "mapped"  # the key of the offer in RankMetadata.extra
-# Identifies this process and its forks. A pid does not: processes in two containers may
-# have equal pids.
+EXTRA_KEY = "mapped"  # the key of the MappableRecord in RankMetadata.extra
+# Identifies this process and its forks. A pid does not identify a process, because
+# processes in two containers may have equal pids.
 _PROCESS = secrets.token_bytes(16)
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
-    """A rank's pool, as offered to processes of its own host.
+    """What other processes of the host need to know to map a rank's pool.
 
     Attributes:
-        host: `host_id` of the owner.
+        host: the owner's `host_id`.
         handle: the CUDA IPC handle of the allocation; empty for host memory.
         offset: bytes from the start of the allocation to the pool.
-        fd: the file descriptor of the memory file, in the owner; -1 on a GPU.
-        token: SharedMemory.token; on a GPU, an id of the owner's process.
+        fd: the owner's file descriptor of the memory file; -1 on a GPU.
+        token: SharedMemory.token; on a GPU, the `_PROCESS` of the owner.
     """
 
     host: str
@@ -58,13 +58,14 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The source of placed copies: a peer's mapped pool, or a slot of staging memory.
+    """The source of copies into the pool: a peer's mapped pool, or a staging slot.
 
     A peer's pool stays mapped until `close`. Host memory is also unmapped when this
     object is freed.
 
     Attributes:
-        bytes: u8[n], a view of the memory; None if torch does not read the memory.
+        bytes: u8[n], a view of the memory; None if only kernels and copy engines read
+            the memory.
         close: unmaps the memory; must not be called before the last copy has ended.
     """
 
@@ -86,7 +87,7 @@ def host_id() -> str:
 
 
 def offer(pool: KVPool) -> dict[str, Any]:
-    """The entry of RankMetadata.extra with which processes of this host map the pool.
+    """The entries of RankMetadata.extra with which processes of this host map the pool.
 
     Empty, after a warning, if the pool cannot be shared.
     """
@@ -109,7 +110,7 @@ def offer(pool: KVPool) -> dict[str, Any]:
 
 
 def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
-    """The metadata by which peers reach a rank's pool, over NIXL or mapped."""
+    """The metadata with which peers read a rank's pool, over NIXL or by mapping it."""
     return RankMetadata(
         rank=rank,
         agent_metadata=agent_metadata,
@@ -124,10 +125,11 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
 
 
 def offered(rank: RankMetadata) -> MappableRecord:
-    """Reads the offer in a rank's metadata; the rank must be on this host.
+    """Reads the MappableRecord in a rank's metadata.
 
     Raises:
-        NotMappable: the rank offers nothing usable, or is on another host.
+        NotMappable: there is no record, the record is malformed, or the rank is on a
+            different host.
     """
     if EXTRA_KEY not in rank.extra:
         raise NotMappable("the peer offers no memory to map")
@@ -144,7 +146,8 @@ def open_host(rank: RankMetadata) -> Memory:
     """Maps a rank's pool in host memory.
 
     Raises:
-        NotMappable: the rank is on another host, offers no such memory, or has ended.
+        NotMappable: the rank is on a different host, shares no host memory, or has
+            ended.
     """
     record = offered(rank)
     if rank.device_kind != "cpu" or record.fd < 0:
@@ -167,15 +170,15 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     """Opens a rank's pool on a GPU, for `device` to read.
 
     Raises:
-        NotMappable: the rank is on another host, offers no such memory, or has ended;
-            or `device` cannot access the memory.
+        NotMappable: the rank is on a different host, shares no GPU memory, or has
+            ended; or `device` cannot access the memory.
     """
     record = offered(rank)
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"the peer's KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)
     is_same_process = (record.token, rank.pid) == (_PROCESS, os.getpid())
-    if is_same_process:  # the pool may still be on another device
+    if is_same_process:  # no mapping is needed, but the pool may be on a different GPU
         try:
             if rank.device_id != (device.index or 0):
                 cuda.enable_peer_access(rank.device_id)

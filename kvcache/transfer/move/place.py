@@ -1,10 +1,10 @@
-"""Placing block copies with torch. On GPUs CudaPlacer (cuda_placer.py) is faster.
+"""Places block copies with torch. On GPUs, CudaPlacer (cuda_placer.py) is faster.
 
 Torch makes strided copies between views of two memories. A view has the shape [pieces,
-heads, layers, components, tokens, elements], and the pieces of a view are equally
-spaced. A sequence's blocks are scattered over a pool, but the pieces of one block and
-the blocks of a slot are equally spaced. Each series of equally spaced pieces is one
-copy of torch.
+heads, layers, components, tokens, elements], so the pieces of a view must be equally
+spaced. A sequence's blocks are scattered over a pool, but the pieces inside a block are
+equally spaced, and so are the blocks inside a slot. Each series of equally spaced
+pieces is one copy by torch.
 """
 
 from collections import deque
@@ -22,11 +22,11 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.steps import Step
 from protocol.handshake import RankMetadata
 
-# The elements of a head are copied as words of the first of these dtypes that fits the
-# sizes and addresses: the larger the words, the faster the copy.
+# Elements that need no conversion are copied as words of the first of these dtypes that
+# divides the sizes and the addresses: the larger the words, the faster the copy.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 ALL_BYTES = 1 << 62  # `claim_launch_bytes` returns this value if there is no limit
-_MAX_SLOTS = 4  # slots of one staging memory
+_MAX_SLOTS = 4  # largest number of slots that the staging memory is divided into
 
 
 class Placer:
@@ -36,7 +36,7 @@ class Placer:
     Only the thread that has called `bind_thread` may use a placer.
     """
 
-    launch_bytes = 16 << 20  # bound of a launch: 2 to 4 ms of copying on a CPU
+    launch_bytes = 16 << 20  # bound of a launch; a CPU copies this in 2 to 4 ms
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -64,18 +64,18 @@ class Placer:
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
         """Returns how many bytes of a copy may be launched now; 0: none.
 
-        The caller launches that much at once: a placer with a limited rate counts the
-        bytes as launched.
+        The caller must launch that much at once, because a placer with a limited rate
+        counts the returned bytes as launched.
         """
         return ALL_BYTES
 
     def launch(
         self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
     ) -> Any:
-        """Begins to place all pieces of a copy.
+        """Begins to copy all pieces of a copy into the pool.
 
         Returns:
-            A token for `finished`.
+            A token with which `finished` checks this launch.
         """
         if self._stream is None:
             self._place(copy, source, scale_factors)
@@ -86,22 +86,23 @@ class Placer:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
             except Exception:
-                self._stream.synchronize()  # queued copies have no event to wait for
+                # Copies that were queued before the error have no event to wait for.
+                self._stream.synchronize()
                 raise
         return event
 
     def finished(self, token: Any) -> bool:
-        """True if a launch has ended. Never blocks.
+        """True if the launch of a token has ended. Never blocks.
 
-        Raises the error of a launch that failed.
+        Raises the launch's error if the launch has failed.
         """
         return token is None or bool(token.query())
 
     def retire(self, tokens: deque[Any]) -> None:
         """Removes launches that have ended from the front of a queue.
 
-        Stops at the first launch that has not ended. Raises the error of a launch that
-        failed.
+        Stops at the first launch that has not ended. Raises the error of a failed
+        launch.
         """
         while tokens:
             oldest = tokens.popleft()
@@ -121,7 +122,7 @@ class StagingBuffer:
 
     One pull at a time owns all slots; other pulls wait in a queue. READs fill a slot in
     the peer's layout, then `place` copies the slot into the pool. A slot is reused only
-    after the copies out of it have finished (I8).
+    after the copies out of it have ended (invariant I8 in docs/design.md).
 
     Args:
         placer: used by this buffer alone.
@@ -132,8 +133,8 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer) -> None:
         self.nbytes = nbytes
-        # On a CPU, pages are allocated at first write, so only a far too large size
-        # fails here.
+        # On a CPU, pages take memory only at their first write, so only a size far
+        # beyond the memory fails here.
         try:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         except RuntimeError:
@@ -180,9 +181,9 @@ class StagingBuffer:
             self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
-        """True if every copy out of the slot has finished.
+        """True if every copy out of the slot has ended.
 
-        Raises the error of a copy that failed.
+        Raises the error of a failed copy.
         """
         self._placer.retire(self._launches[slot])
         return not self._launches[slot]
@@ -206,7 +207,7 @@ class StagingBuffer:
 def split_into_launches(
     copies: Iterable[BlockCopy], max_bytes: int
 ) -> Iterator[BlockCopy]:
-    """Divides copies into parts of at most `max_bytes`, but of at least one piece."""
+    """Divides copies into parts of at most `max_bytes`, but at least one piece each."""
     for copy in copies:
         count = max(1, max_bytes // copy.piece_bytes)
         for first in range(0, len(copy.sources), count):
@@ -224,7 +225,7 @@ def place(
     On a GPU the copies are queued on the current stream.
 
     Args:
-        source: u8, contiguous; `copy.sources` count from its start.
+        source: u8, contiguous; the offsets in `copy.sources` count from its start.
         pool: the rank's whole KV pool, contiguous, on the source's device.
     """
     convert = _converter(copy, pool, scale_factors)
@@ -266,9 +267,9 @@ def _converter(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that converts a view of the source for the pool.
 
-    Torch's own copy converts the dtype, but neither clamps to FP8's largest number nor
-    multiplies by scale factors. If neither is needed, the function returns the view
-    unchanged.
+    The function clamps to FP8's largest number and multiplies by scale factors, because
+    torch's own copy only converts the dtype. If neither is needed, the function returns
+    the view unchanged.
     """
     is_fp8_conversion = (
         pool.dtype is fp8.DTYPE and copy.source.dtype != copy.target.dtype
@@ -292,11 +293,11 @@ def _view(
     start: int,
     step: int,
 ) -> torch.Tensor:
-    """A view of `count` equally spaced pieces.
+    """A view of `count` equally spaced pieces of a copy, at its source or target.
 
     Args:
         layout: the layout of the memory.
-        words: the memory, as words or elements.
+        words: the memory, as words of several bytes or as elements.
         start: byte at which the first piece starts.
         step: bytes from the start of one piece to the start of the next one.
     """

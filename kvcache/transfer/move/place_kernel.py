@@ -2,11 +2,11 @@
 
 This is the only file of kvcache/transfer/ that imports Triton.
 
-One variant is compiled for each width of a unit, and for each pair of dtypes that needs
-a conversion. The geometry is passed as numbers in memory, so a new peer compiles
-nothing. Only a few programs run, and each processes tiles of units in turn. Reading
-over NVLink needs many bytes in flight, but not many multiprocessors; most
-multiprocessors remain for the decode batch.
+One variant of the kernel is compiled for each size of a unit, and for each pair of
+dtypes that needs a conversion. The geometry is passed as numbers in memory, so nothing
+is compiled for a new peer. Only a few programs (thread blocks) run, and each processes
+tiles of units in turn: reading over NVLink needs many bytes in flight, but few
+multiprocessors, and the decode batch needs the others.
 """
 
 import triton
@@ -40,7 +40,7 @@ def launch(
     num_programs: int,
     *numbers: int,
 ) -> None:
-    """Queues the kernel on the current stream; compiles the kernel at the first call.
+    """Queues the kernel on the current stream; compiles a variant at its first call.
 
     Args:
         source, target, unit_elements, scaled: the fields of cuda_placer.Kind.
@@ -88,7 +88,10 @@ def _divide(number, divisor):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-untyped-def]
-    """Divides one axis out of the unit numbers; adds index x stride to the offsets."""
+    """Takes the index on one axis out of the unit numbers: one step of `_walk`.
+
+    Adds index x stride to the source, target and scale factor offsets.
+    """
     number, index = _divide(number, divisor)
     source += index.to(tl.int64) * axis[0]
     target += index.to(tl.int64) * axis[1]
@@ -100,11 +103,11 @@ def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-unt
 def _walk(  # type: ignore[no-untyped-def]
     number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
 ):
-    """Divides all four axes out of the unit numbers, which leaves the piece numbers.
+    """Takes the indices on all four axes out of the unit numbers.
 
     Returns:
-        The piece numbers, the offsets of the units in their pieces (at the source and
-        at the target), and the indices of the units' scale factors.
+        The piece numbers, which are left over; the offsets of the units in their pieces
+        at the source and at the target; and the indices of the units' scale factors.
     """
     source = unit.to(tl.int64)
     target = source

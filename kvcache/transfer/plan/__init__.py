@@ -1,1 +1,1 @@
-"""Planning of a transfer between two KV caches: pieces, strategy and estimated cost."""
+"""Plans a transfer between two KV caches: its pieces, strategy and estimated cost."""

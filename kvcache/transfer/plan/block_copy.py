@@ -4,14 +4,14 @@ A paged memory is an array in some order of axes (kvcache/layout.py) with a bloc
 the pool of a rank, or a slot of staging memory. The tokens of a sequence are cut
 wherever a block of either side ends. So a piece lies in one block on both sides, and
 contains some tokens of some heads, in all layers and components. Pieces of equal size
-make one BlockCopy, the only thing that is ever read, placed or counted:
+make one BlockCopy. READs, copies and cost estimates are all made from BlockCopies:
 
     descriptors(copies)   READs of the longest runs that are contiguous on both sides
     place                 strided copies, by torch (move/place.py) or by a kernel
 
-A run starts as the elements of one head of one token. If an axis has the length of the
-run as its stride on BOTH sides, the run is multiplied by the size of the axis. This is
-repeated until there is no such axis. The axes that are left give the offsets of the
+A run starts as the elements of one head of one token. If the stride of an axis equals
+the length of the run on BOTH sides, the run grows by the factor of the axis' size. This
+is repeated until there is no such axis. The remaining axes give the offsets of the
 runs, as an outer product. Offsets on both sides are mixed-radix numbers, so a piece
 cannot be divided into fewer runs. Runs of different pieces that follow each other on
 both sides are merged.
@@ -34,18 +34,18 @@ ScaleFactors = tuple[float, ...] | None
 
 
 class Side(NamedTuple):
-    """Source or target of a copy: a sequence's blocks in one paged memory."""
+    """The source or the target of a copy: a sequence's blocks in one paged memory."""
 
     layout: KVLayout
     blocks: IntArray  # i64, the block table from token 0 of the sequence on
     head: int = 0  # first head to copy, counted in this memory
-    base: int = 0  # bytes to the memory's first block
+    base: int = 0  # bytes from the address that offsets count from to block 0
 
     def byte_offsets(self, tokens: IntArray) -> IntArray:
         """Byte offsets of tokens in the memory.
 
-        The offset of a token is the offset of the token's first element, in layer 0,
-        component 0 and the first copied head.
+        The offset of a token is that of its first element in the first copied head, in
+        layer 0 and component 0.
         """
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
@@ -54,15 +54,18 @@ class Side(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Equal pieces: `tokens` tokens of `heads` heads in all layers and components."""
+    """Copies of equal pieces: each has `tokens` tokens of `heads` heads.
 
-    owner: int  # rank of P with the source memory; unused if the source is a slot
+    A piece has all layers and components of its tokens and heads.
+    """
+
+    owner: int  # the rank of P that has the source; unused if the source is a slot
     source: KVLayout
     target: KVLayout
     heads: int
     tokens: int
-    sources: IntArray  # i64[n], bytes from the memory's base to each piece
-    targets: IntArray  # i64[n]
+    sources: IntArray  # i64[n]: bytes from the base of the source to each piece
+    targets: IntArray  # i64[n]: bytes from the base of the target to each piece
 
     @property
     def piece_bytes(self) -> int:
@@ -75,7 +78,7 @@ class BlockCopy(NamedTuple):
         return len(self.sources) * self.piece_bytes
 
     def part(self, first: int, count: int) -> "BlockCopy":
-        """The same copy, restricted to `count` pieces from number `first` on."""
+        """The same copy, restricted to `count` pieces, starting with piece `first`."""
         pieces = slice(first, first + count)
         return self._replace(sources=self.sources[pieces], targets=self.targets[pieces])
 
@@ -85,10 +88,10 @@ class BlockCopy(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One axis of a piece, on both sides of a copy."""
+    """One axis of a piece, with its strides on both sides in bytes."""
 
     size: int
-    source_stride: int  # bytes
+    source_stride: int
     target_stride: int
 
 
@@ -104,10 +107,10 @@ class Shape(NamedTuple):
 
 
 class ReadDescriptors(NamedTuple):
-    """The runs to read from one rank of P.
+    """One READ: the runs to read from one rank of P.
 
-    Offsets and lengths are i64[n], in bytes. Remote offsets count from the base of the
-    rank's pool, local offsets from the base of the memory that is read into.
+    Offsets and lengths are i64[n], in bytes. Remote offsets count from the start of the
+    rank's pool, local offsets from the start of the pool or slot that is read into.
     """
 
     remote_rank: int
@@ -128,14 +131,15 @@ class _Runs(NamedTuple):
     lengths: IntArray
 
 
-@lru_cache(maxsize=64)  # enough for the chunks of one pull and of the next one
+@lru_cache(maxsize=64)  # enough for the chunks of two pulls
 def pieces(
     start: int, stop: int, *block_sizes: int
 ) -> tuple[tuple[int, IntArray], ...]:
-    """Cuts tokens [start, stop) at every block border of both sides.
+    """Cuts tokens [start, stop) at every multiple of every block size.
 
     Returns:
-        For each length that occurs: (length, the first token of each piece).
+        For each length of pieces that occurs: (length, the first token of each piece of
+        this length).
     """
     if start >= stop:
         return ()
@@ -158,13 +162,13 @@ def cut(
     tokens: range,
     is_from_owner: IntArray | None = None,
 ) -> Iterator[BlockCopy]:
-    """Cuts tokens of a sequence into copies between two paged memories.
+    """Yields the copies that move tokens of a sequence between two paged memories.
 
     Args:
         owner: as in BlockCopy.
         heads: number of heads to copy.
-        is_from_owner: bool[n], for each block of the source: whether it is read from
-            this owner; None: all blocks are.
+        is_from_owner: bool[n]: whether each block of the source is read from this
+            owner; None: all blocks are.
     """
     source_size = source.layout.block_size
     target_size = target.layout.block_size
@@ -185,9 +189,9 @@ def cut(
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The KV that one rank of D wants of one sequence.
+    """The KV of one sequence that one rank of D has to get, in one layer group.
 
-    The KV is that of the rank's heads, in all layers of one layer group and all
+    A transfer moves the heads of the rank, in all layers of the group and all
     components. If D has a dcp above 1, tokens and blocks are counted on this rank
     alone.
 
@@ -196,12 +200,12 @@ class Transfer:
         remote: the ranks of P, by rank.
         groups: the wanted heads, grouped by the ranks of P that own them.
         tokens: the wanted tokens.
-        local_blocks: i64, D's block table from token 0 on.
-        remote_blocks: i64, P's block table from token 0 on.
-        lanes: i64, for each block of P: the number, in a context-parallel group, of the
-            rank that stores the block.
-        shift: if several ranks of P hold the same head, blocks with different values of
-            (index + shift) are read from different ranks.
+        local_blocks: i64: D's block table from token 0 on.
+        remote_blocks: i64: P's block table from token 0 on.
+        lanes: i64: for each block of P, the number of the rank that stores the block,
+            counted within P's context-parallel group.
+        shift: if n copies of a head exist on P, block i is read from copy number
+            (i + shift) % n, so that the copies share the load.
     """
 
     local: Endpoint
@@ -222,7 +226,7 @@ class Transfer:
 
     @property
     def remote_ordinals(self) -> range:
-        """The blocks of the tokens, as indices into P's block table."""
+        """The indices in P's block table of the blocks that hold the tokens."""
         return range(
             self.tokens.start // self.block_size,
             -(-self.tokens.stop // self.block_size),
@@ -252,7 +256,7 @@ class Transfer:
         return replace(self, tokens=range(start, stop))
 
     def copies(self, tokens: range | None = None) -> Iterator[BlockCopy]:
-        """Copies straight from P's memory into D's pool.
+        """Yields the copies straight from P's memory into D's pool.
 
         Args:
             tokens: the tokens to copy; None: all tokens of the transfer.
@@ -271,9 +275,9 @@ class Transfer:
     def copies_from(
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
-        """Copies of `heads` from the ranks of P that own a group into `target`.
+        """Yields the copies of `heads` into `target`, from the owners of a head group.
 
-        If several ranks hold copies of the heads, they take turns, block by block.
+        If several owners hold the same heads, the owners take turns, block by block.
 
         Args:
             heads: heads of the model: those of the group, or more heads that all owners
@@ -285,9 +289,9 @@ class Transfer:
         owner_indices = copy_numbers * dcp + self.lanes
         is_from_owner = None
         for index, owner in enumerate(group.owners):
-            end = self.remote[owner]
-            head = heads.start - end.heads(self.total_kv_heads).start
-            source = Side(end.layout, self.remote_blocks, head=head)
+            endpoint = self.remote[owner]
+            head = heads.start - endpoint.heads(self.total_kv_heads).start
+            source = Side(endpoint.layout, self.remote_blocks, head=head)
             if len(group.owners) > 1:
                 is_from_owner = owner_indices == index
             yield from cut(owner, source, target, len(heads), tokens, is_from_owner)
@@ -305,10 +309,11 @@ def check_blocks(
 
     Args:
         name: the table's name, for errors.
-        first: the lowest valid block id: 1 where tables have gaps, else 0.
+        first: the lowest valid block id. If it is 1, a null block in the place of a
+            needed block is an error.
 
     Raises:
-        PlanError: the table is too short, or names a block outside the pool.
+        PlanError: the table is too short, or has an id outside the pool.
     """
     table = np.array(ids, np.int64).reshape(-1)
     if not tokens:
@@ -330,7 +335,7 @@ def check_blocks(
 
 
 def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
-    """One READ per rank of P that carries out all copies from this rank.
+    """Makes one READ per rank of P, which carries out all copies from that rank.
 
     Each READ has the fewest possible runs, in the order of the target.
     """
@@ -345,7 +350,7 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
-    """The number of runs in `descriptors(copies)`, or a few more: an upper bound."""
+    """A close upper bound of the number of runs in `descriptors(copies)`."""
     return sum(
         len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies
     )
@@ -353,7 +358,7 @@ def count_descriptors(copies: Iterable[BlockCopy]) -> int:
 
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
-    """The runs of a piece. Both sides must have the same dtype."""
+    """The shape of a piece of a copy. Both sides must have the same dtype."""
     source_strides = source.byte_strides
     target_strides = target.byte_strides
     sizes = {
@@ -379,9 +384,9 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
 
 
 def _joined_pieces(copy: BlockCopy) -> _Runs:
-    """The first run of each piece, with neighbours merged.
+    """The first run of each piece, after neighbouring pieces were joined.
 
-    All further runs of the pieces merge in the same way.
+    The second, third, ... runs of joined pieces follow each other in the same way.
     """
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
     return _merge(_Runs(copy.sources, copy.targets, lengths))
@@ -401,8 +406,8 @@ def _expand(copy: BlockCopy) -> _Runs:
         source_offsets = index * axis.source_stride
         target_offsets = index * axis.target_stride
         terms.append(_Runs(source_offsets, target_offsets, lengths=index * 0))
-    # For the target's order, the first runs come after the axes with strides that are
-    # longer than the distance from the first piece to the last one.
+    # In the order of the target, an axis is outside the pieces if its stride is longer
+    # than the distance from the first piece to the last piece.
     num_longer_axes = sum(axis.target_stride > target_extent for axis in axes)
     terms.insert(num_longer_axes, first_runs)
     return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*terms, strict=True)))

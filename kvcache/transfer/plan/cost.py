@@ -1,10 +1,10 @@
-"""The cost of moving bytes over a link, for the planner, measured at first contact.
+"""The cost of moving bytes over a link: measured at first contact, for the planner.
 
 Two probes separate the cost of a descriptor from the cost of a byte: the long probe has
 a few long runs, the short probe has many short runs. Both read the peer's null block,
 which always exists and contains no KV. The caller carries out the READs and measures
-their time. The long probe is repeated with more bytes only while it is quick, so that
-probing does not occupy a slow link for seconds.
+their time. The long probe is repeated with more bytes only if it took little time, so
+that probing does not occupy a slow link for seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descrip
 from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_PROBE_BYTES = 256 << 10
-_PROBE_GROWTH = 4  # factor from the bytes of one long probe to those of the next one
-_MIN_PROBE_S = 0.002  # a long probe that takes less time is not exact enough
+_PROBE_GROWTH = 4  # each long probe has this many times the bytes of the previous one
+_MIN_PROBE_S = 0.002  # the result of a shorter long probe is not exact enough
 _NUM_SHORT_RUNS = 512
 _SHORT_RUN_BYTES = 256
 
@@ -28,10 +28,11 @@ class CostModel:
     """Costs of one link, measured at first contact or configured. All numbers are > 0.
 
     Attributes:
-        per_descriptor_s: fixed cost in seconds of each contiguous run (descriptor) in a
-            READ.
-        bytes_per_s: speed of READs, without this fixed cost.
-        reformat_bytes_per_s: speed of copying from staging memory into the pool.
+        per_descriptor_s: seconds that each contiguous run (descriptor) of a READ takes
+            in addition to the time for its bytes.
+        bytes_per_s: speed of READs of the bytes alone.
+        reformat_bytes_per_s: speed of copying ("placing") from staging memory into the
+            pool.
         overlaps: a chunk can be read while the previous chunk is placed; False if READs
             are CPU copies.
     """
@@ -52,7 +53,7 @@ class CostModel:
 
     @classmethod
     def configured(cls, numbers: Sequence[float], device: str) -> "CostModel | None":
-        """The model of configured numbers; None if no numbers are configured.
+        """The cost model from configured numbers; None if there are no numbers.
 
         Args:
             numbers: us per descriptor, GB/s of reading, GB/s of placing; or empty.
@@ -75,18 +76,18 @@ class CostModel:
     def staged_s(
         self, read_s: float, place_s: float, chunks: int, last_share: float
     ) -> float:
-        """Seconds of a staged transfer.
+        """Seconds that a staged transfer takes.
 
         Args:
-            read_s: seconds of reading all chunks, if nothing is placed.
-            place_s: seconds of placing all chunks, if nothing is read.
+            read_s: seconds that reading all chunks takes, without any placing.
+            place_s: seconds that placing all chunks takes, without any reading.
             chunks: number of chunks.
-            last_share: share of the last chunk in all bytes.
+            last_share: the last chunk's share of all bytes.
         """
         if not self.overlaps:
             return read_s + place_s
-        # Reading and placing overlap, except for reading the first chunk and placing
-        # the last chunk. The slower of the two decides.
+        # Reading the first chunk overlaps no placing, and placing the last chunk
+        # overlaps no reading. Otherwise the two overlap, and the slower one decides.
         return max(read_s + place_s * last_share, place_s + read_s / chunks)
 
 
@@ -101,13 +102,14 @@ class Sample(NamedTuple):
 
     Attributes:
         descriptors: number of runs.
-        at_once: the READ ended within its post, because the posting thread copied.
+        ended_at_once: the READ ended within its post, because the posting thread itself
+            copied the bytes.
     """
 
     descriptors: int
     nbytes: int
     seconds: float
-    at_once: bool = False
+    ended_at_once: bool = False
 
 
 def measure_link(
@@ -123,16 +125,16 @@ def measure_link(
         target_bytes: size of the memory that is read into; runs may overwrite each
             other.
         max_bytes: bound of the bytes of the long probe.
-        read: carries out a probe and measures its time. Local offsets count from the
-            start of the memory that is read into.
+        read: carries out a probe and measures its time. The probe's local offsets count
+            from the start of the memory that is read into.
 
     Returns:
         The samples of the long probe and of the short probe.
     """
     short_bytes = _NUM_SHORT_RUNS * _SHORT_RUN_BYTES
     short_probe = probe(remote, target_bytes, short_bytes, _SHORT_RUN_BYTES)
-    # The time of the first READ is not used, because that READ connects and faults
-    # memory in.
+    # The time of the first READ is not used, because it includes connecting and the
+    # first use of memory pages.
     read(short_probe)
     short = read(short_probe)
     nbytes = _FIRST_PROBE_BYTES
@@ -148,9 +150,9 @@ def measure_link(
 def probe(
     remote: Endpoint, target_bytes: int, nbytes: int, run_bytes: int | None = None
 ) -> ReadDescriptors:
-    """A READ of about `nbytes` out of the null block, in runs of equal size.
+    """Makes a READ of about `nbytes` out of the null block, in runs of equal size.
 
-    If the null block is smaller than `nbytes`, the READ repeats the block. Runs are as
+    If the null block is smaller than `nbytes`, it is read several times. Runs are as
     long as the layout and `run_bytes` allow.
 
     Args:
@@ -185,12 +187,13 @@ def probe(
 
 
 def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel:
-    """The costs that explain both samples, with the default speed of placing.
+    """Computes the costs of a link from both samples.
 
-    A run of a probe takes p + bytes / w seconds. The samples give two equations in p
-    and 1 / w. If noise makes a solution negative, a negligible value replaces it. If
-    READs ended within their posts, READs are copies by the CPU: placing is no faster
-    than such a copy, and does not overlap reading.
+    A run takes p + bytes / w seconds, where p is the cost of a descriptor and w the
+    speed. The samples give two equations in p and 1 / w. If noise makes a solution
+    negative, a negligible value replaces it. The speed of placing is not measured, but
+    a default. If both READs ended within their posts, READs are copies by the CPU:
+    placing is then no faster than such a copy, and does not overlap reading.
 
     Raises:
         ValueError: both samples have the same bytes per run.
@@ -204,7 +207,7 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     per_descriptor = long.seconds * short.nbytes - short.seconds * long.nbytes
     per_byte = long.descriptors * short.seconds - short.descriptors * long.seconds
     bytes_per_s = 1 / max(per_byte / determinant, 1e-13)
-    reads_are_copies = long.at_once and short.at_once
+    reads_are_copies = long.ended_at_once and short.ended_at_once
     place_bytes_per_s = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s
     if reads_are_copies:
         place_bytes_per_s = min(place_bytes_per_s, bytes_per_s)

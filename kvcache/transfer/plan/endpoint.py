@@ -4,7 +4,7 @@ Ranks hold contiguous ranges of the model's KV heads. If there are more ranks th
 (GQA with few heads, or the one latent "head" of MLA), neighbouring ranks hold copies of
 the same head. A rank of D reads each of its heads from the ranks of P that hold the
 head. If several ranks of P hold a head, these ranks take turns, block by block, so that
-none of them becomes a hot spot.
+no rank becomes a hot spot.
 
 Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the
 same heads. Each of these ranks stores the tokens of one stripe (kvcache/stripe.py).
@@ -44,7 +44,8 @@ class Endpoint:
     """The geometry of one rank of an engine.
 
     Attributes:
-        layout: the layout of the rank's pool, with the layers of one layer group.
+        layout: the layout of the rank's pool; its layers are those of one layer group.
+        tp: number of ranks of the engine.
         scales: as in KVPool: empty, or one for each layer and component.
         dcp: number of neighbouring ranks that share a sequence's tokens; divides tp.
         groups: the layer groups of the model.
@@ -63,7 +64,7 @@ class Endpoint:
 
     @property
     def stripe(self) -> Stripe:
-        """Which tokens of a sequence this rank stores; the same for every sequence."""
+        """Which tokens of every sequence this rank stores."""
         return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
 
 
@@ -89,17 +90,18 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
 class HeadGroup(NamedTuple):
     """Heads that a rank of D reads from the same ranks of P, the owners.
 
-    If there are several owners, all of them hold these heads. The owners take turns.
+    Each owner holds all of these heads. Several owners take turns, block by block.
     """
 
     heads: range  # numbers of the model's KV heads
-    owners: tuple[int, ...]  # ranks of P; with a dcp, complete context-parallel groups
+    owners: tuple[int, ...]  # ranks of P; all ranks of each context-parallel group
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
     """The heads that `rank` of `tp` ranks holds.
 
-    A rank holds at least one head. If tp exceeds total_heads, ranks hold copies.
+    A rank holds at least one head. If tp exceeds total_heads, several ranks hold copies
+    of the same head.
     """
     assert 0 <= rank < tp and total_heads > 0, (rank, tp, total_heads)
     start = rank * total_heads // tp
@@ -110,7 +112,7 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
 def head_groups(
     local_heads: range, remote_tp: int, total_heads: int, remote_dcp: int = 1
 ) -> tuple[HeadGroup, ...]:
-    """Groups the heads that a rank of D reads by the ranks of P that own them.
+    """Groups heads of a rank of D, so that the heads of a group have the same owners.
 
     Args:
         local_heads: the heads of the rank of D.
@@ -138,7 +140,7 @@ def check_endpoints(
     *,
     convert: bool = False,
 ) -> None:
-    """Refuses geometries between which no plan can move KV.
+    """Checks that KV can be moved between two geometries.
 
     The peer's metadata must have passed check_consistent (protocol/metadata_rules.py).
 
@@ -146,7 +148,8 @@ def check_endpoints(
         convert: accept different dtypes and scales.
 
     Raises:
-        PlanError: a field does not fit; the message has both values.
+        PlanError: the values of a field do not fit together; the message has both
+            values.
     """
     _check_ranks_agree(remote)
     peer = remote[0]
@@ -167,17 +170,18 @@ def check_endpoints(
     if not convert:
         _check_elements("dtype", local.layout.dtype, peer.layout.dtype)
         _check_elements("scales", local.scales, peer.scales)
-    for end in (local, *remote):
-        num_heads = len(end.heads(total_kv_heads))
-        if end.layout.num_heads != num_heads:
+    for endpoint in (local, *remote):
+        num_heads = len(endpoint.heads(total_kv_heads))
+        if endpoint.layout.num_heads != num_heads:
             raise PlanError(
-                f"num_heads is {end.layout.num_heads} on rank {end.rank}; with "
-                f"{total_kv_heads} KV heads and tp {end.tp} it must be {num_heads}"
+                f"num_heads is {endpoint.layout.num_heads} on rank {endpoint.rank}; "
+                f"with {total_kv_heads} KV heads and tp {endpoint.tp} it must be "
+                f"{num_heads}"
             )
 
 
 def _check_elements(name: str, local_value: object, peer_value: object) -> None:
-    """Refuses dtypes or scales that differ, if no conversion is allowed."""
+    """Raises PlanError if dtypes or scales differ; for peers that are not converted."""
     if local_value != peer_value:
         raise PlanError(
             f"KV {name} is {local_value} here and {peer_value} on the peer; start both "
@@ -186,12 +190,12 @@ def _check_elements(name: str, local_value: object, peer_value: object) -> None:
 
 
 def _check_ranks_agree(remote: Sequence[Endpoint]) -> None:
-    """Refuses a peer if a field that must be equal on all its ranks is not."""
+    """Raises PlanError if the layouts of a peer's ranks differ in more than heads."""
     names = ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype")
-    for rank, end in enumerate(remote):
+    for rank, endpoint in enumerate(remote):
         for name in names:
             first_value = getattr(remote[0].layout, name)
-            value = getattr(end.layout, name)
+            value = getattr(endpoint.layout, name)
             if first_value != value:
                 raise PlanError(
                     f"the peer's ranks 0 and {rank} differ in {name}: "

@@ -1,14 +1,15 @@
 """The planner turns two geometries and a range of tokens into the steps of a transfer.
 
-- Tensor parallelism decides which heads are read from each rank of P (endpoint.py).
-- Context parallelism decides which blocks of P are read by a rank of D
-  (kvcache/stripe.py).
+- Tensor parallelism decides which heads a rank of D reads from each rank of P
+  (endpoint.py).
+- Context parallelism decides which blocks of P a rank of D reads (kvcache/stripe.py).
 - The tokens are cut at the block borders of both sides. The strides of the two layouts
   decide how long the runs are (block_copy.py).
 - The cheaper of two paths is taken (strategy.py):
 
-    direct   READ every run into its final place
-    staged   READ the long runs of the peer's layout into staging memory, then place
+    direct   READ every run into its final place in the pool
+    staged   READ the long runs of the peer's layout into staging memory, then copy
+             ("place") the KV into the pool
 
 A mapped pull needs no plan: it posts no READs, but copies out of P's mapped memory.
 """
@@ -41,8 +42,8 @@ from kvcache.transfer.plan.strategy import (
     steps,
 )
 
-# Bound of remembered decisions. The pulls from one peer are of a few dozen kinds, and
-# each kind has one decision.
+# Bound of remembered decisions, one for each kind of pull; see `Planner._decide`. The
+# pulls from one peer are of a few dozen kinds.
 _MAX_DECISIONS = 1024
 
 
@@ -51,14 +52,14 @@ class TransferPlan:
     """The steps by which one rank of D gets its KV."""
 
     path: str  # "direct", "staged", or "mixed" for steps of both paths
-    transfer: Transfer  # if there are several layer groups: that of the first group
+    transfer: Transfer  # with several layer groups, the transfer of the first group
     steps: tuple[Step, ...]
     estimated_s: float
     reason: str  # why this path was chosen, for the operator
 
     @property
     def reads(self) -> Iterator[ReadDescriptors]:
-        """The READs of all steps. They are computed on first use."""
+        """Yields the READs of all steps. A step computes its READs on first use."""
         return (read for step in self.steps for read in step.reads)
 
     @cached_property
@@ -81,7 +82,7 @@ class TransferPlan:
 
     @property
     def explanation(self) -> str:
-        """A text for the operator: the path, its cost, and the reason for it.
+        """A text for the operator: the path, its cost, and why it was chosen.
 
         Computes the READs of all steps.
         """
@@ -92,7 +93,7 @@ class TransferPlan:
 
 
 def join_plans(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """One plan with the steps of several plans, which are those of the layer groups."""
+    """Joins the plans of a pull's layer groups into one plan."""
     nonempty_plans = [plan for plan in plans if plan.steps]
     if not nonempty_plans:
         return plans[0]
@@ -110,7 +111,7 @@ def join_plans(plans: Sequence[TransferPlan]) -> TransferPlan:
 
 
 class _Decision(NamedTuple):
-    """The strategy for one kind of pull."""
+    """The chosen strategy for one kind of pull."""
 
     strategy: TransferStrategy
     seconds_per_token: float
@@ -126,8 +127,8 @@ class Planner:
         local: this rank of D.
         remote: all ranks of P, by rank.
         total_kv_heads: KV heads of the model.
-        staging_bytes: size of the staging memory, two slots or more; None: there is no
-            staging memory, so all paths are direct.
+        staging_bytes: size of the staging memory; None: there is no staging memory, so
+            all paths are direct.
         convert: allow the staged path to change the dtype and the scales.
 
     Raises:
@@ -167,15 +168,15 @@ class Planner:
 
         Args:
             tokens: (start, stop): tokens [start, stop) of the sequence are pulled.
-            local_block_ids: D's blocks from token 0 of the sequence on. A block has D's
-                block size times D's dcp tokens; this rank stores a part of them.
+            local_block_ids: D's blocks from token 0 of the sequence on. A block has
+                (D's block size) x (D's dcp) tokens; this rank stores a part of them.
             remote_block_ids: P's leased blocks from token 0 on, each of P's block size.
-                With a dcp of P, each id occurs dcp times in a row, once per rank.
-            lease_hash: leases with different hashes read copied heads from different
-                ranks of P.
+                If P's dcp is above 1, each id occurs dcp times in a row, once per rank.
+            lease_hash: selects the rank of P for heads that several ranks hold, so that
+                the pulls of different leases share the load.
 
         Raises:
-            PlanError: an impossible token range, or a block table that does not fit.
+            PlanError: the token range is impossible, or a block table does not fit it.
         """
         start, stop = tokens
         if not 0 <= start <= stop:
@@ -185,7 +186,8 @@ class Planner:
             start, stop = local.stripe.num_local(np.array([start, stop])).tolist()
         remote_block_ids, lanes = self._split_remote_table(remote_block_ids)
         token_range = range(start, stop)
-        # Block tables have gaps (the null block, 0) where windows drop blocks.
+        # If groups have windows, tables have null blocks (0) for tokens outside of the
+        # windows. Such tokens are not pulled, so a null block in their place is wrong.
         min_block = int(local.groups.drops_blocks)
         local_blocks = check_blocks(
             "local_block_ids",
@@ -221,8 +223,7 @@ class Planner:
     ) -> tuple[Sequence[int] | IntArray, IntArray]:
         """The part of P's block table that this rank reads, and the lane of each block.
 
-        The lane is the number, in a context-parallel group of P, of the rank that
-        stores the block.
+        The lane is as in Transfer: the number of the rank of P that stores the block.
         """
         peer = self._remote[0]
         lanes = np.arange(len(block_ids)) % peer.dcp
@@ -236,7 +237,8 @@ class Planner:
         """The cheapest plan of a transfer from `make_transfer`.
 
         Raises:
-            PlanError: the KV has to be converted, and the staging memory is too small.
+            PlanError: the KV has to be converted, but there is not enough staging
+                memory.
         """
         if not transfer.tokens:
             return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
@@ -253,8 +255,9 @@ class Planner:
     def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
         """The cheapest strategy, chosen once for each kind of pull.
 
-        Pulls of one kind begin and end at equal offsets in a block, are about as long,
-        and have about as many blocks that are neighbours in memory.
+        All pulls of a kind begin and end at the same offsets in a block, have about the
+        same length, and have about the same share of blocks that are neighbours in
+        memory.
         """
         if costs is not self._decision_costs or len(self._decisions) >= _MAX_DECISIONS:
             self._decision_costs = costs
@@ -293,8 +296,8 @@ class Planner:
                 )
             local_dtype = self._local.layout.dtype
             remote_dtype = self._remote[0].layout.dtype
-            scales = "" if transfer.scale_factors is None else " of other scales"
-            reason = f"{remote_dtype} becomes {local_dtype}{scales}"
+            scales = "" if transfer.scale_factors is None else " with different scales"
+            reason = f"KV is converted from {remote_dtype} to {local_dtype}{scales}"
             return cheapest_staged(transfer, costs, staging_bytes), reason
         direct = cheapest_direct(transfer, costs)
         if staging_bytes is None:
@@ -305,15 +308,15 @@ class Planner:
             # The peer's blocks are too large for the staging memory.
             return direct, str(error)
         if direct.seconds <= staged.seconds:
-            return direct, f"staged would read {staged}"
-        return staged, f"direct would read {direct}"
+            return direct, f"the staged path would read {staged}"
+        return staged, f"the direct path would read {direct}"
 
 
 def _neighbour_quarters(blocks: IntArray) -> int:
-    """The share of blocks that directly follow the previous one in memory.
+    """The share of blocks that follow the table's previous block directly in memory.
 
     Returns:
-        The share in quarters, from 0 to 4.
+        The share in quarters, rounded down: 0 to 4.
     """
     if len(blocks) < 2:
         return 0

@@ -1,14 +1,14 @@
-"""The steps of a transfer: the READs of some of its tokens, and the copies after them.
+"""The steps of a transfer. Each step moves some of the tokens.
 
 A direct step READs straight into the pool. A staged step READs into a *slot* of staging
-memory, from where copies place the KV into the pool.
+memory. Then copies place the KV from the slot into the pool.
 
 A slot contains one paged memory for each head group. The memory has P's layout, but
 fewer blocks than P's pool. Reading into a slot is a copy between two layouts of the
 same order, so the runs stay long. Placing is a second copy, out of the slot. If several
 ranks of P own a head group, they fill the slot in turn, block by block, so placing does
-not depend on the owner. A slot may hold all heads of the owners, if reading all of them
-makes fewer runs.
+not depend on the owner. A slot may hold all heads of the owners, if reading all heads
+takes fewer runs than reading the wanted heads.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, wants heads 2 and 3)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
@@ -33,8 +33,8 @@ from kvcache.transfer.plan.block_copy import (
 )
 from kvcache.transfer.plan.endpoint import IntArray
 
-# Slots, and the memories in a slot, start at multiples of this number, because placing
-# copies whole words.
+# Slots, and the memories in a slot, start at multiples of this number of bytes, because
+# placing copies words of up to 16 bytes.
 ALIGN_BYTES = 64
 
 
@@ -47,10 +47,10 @@ class SlotMemory(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The layout of a slot for some number of blocks.
+    """The layout of a slot for some number of blocks, without an address.
 
-    A slot depends on P's layout, the heads and the number of blocks. So different pulls
-    from an engine use equal slots.
+    The layout depends only on P's layout, the heads and the number of blocks. So
+    different pulls from an engine have equal Slots, which are cached.
     """
 
     memories: tuple[SlotMemory, ...]  # one memory for each head group
@@ -60,7 +60,7 @@ class Slot(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slot_of(layout: KVLayout, heads: tuple[range, ...], num_blocks: int) -> Slot:
-    """The layout of a slot for `num_blocks` blocks of a peer.
+    """Makes the layout of a slot for `num_blocks` blocks of a peer.
 
     Args:
         layout: the layout of the peer's pool.
@@ -79,7 +79,7 @@ def slot_of(layout: KVLayout, heads: tuple[range, ...], num_blocks: int) -> Slot
 
 
 def min_staging_bytes(layout: KVLayout) -> int:
-    """The size of the smallest accepted staging memory: two blocks of `layout`."""
+    """The smallest accepted size of the staging memory: two blocks of `layout`."""
     return 2 * _aligned(layout.block_bytes)
 
 
@@ -97,10 +97,10 @@ class Step:
 
     Attributes:
         transfer: the transfer, restricted to the tokens of this step.
-        read: the tokens to read: those of the step, perhaps with unwanted tokens before
-            or after them.
+        read: the tokens to read: the tokens of this step, perhaps with unwanted tokens
+            before or after them.
         slot: the slot's layout; None: READs write straight into the pool.
-        slot_blocks: i64, the block table of the slot, from token 0 of the sequence on.
+        slot_blocks: i64: the block table of the slot, from token 0 of the sequence on.
     """
 
     transfer: Transfer
@@ -114,7 +114,7 @@ class Step:
         return descriptors(self.read_copies())
 
     def read_copies(self) -> Iterator[BlockCopy]:
-        """The block copies that READs carry out, from P into the slot or the pool."""
+        """Yields the copies that READs carry out, from P into the slot or the pool."""
         if self.slot is None:
             yield from self.transfer.copies(self.read)
             return

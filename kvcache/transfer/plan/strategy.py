@@ -1,8 +1,8 @@
 """The strategies of a transfer, their estimated costs, and their steps.
 
 A part of a block may be hundreds of short runs, although the whole block is one run. So
-a strategy may read more than the wanted tokens, but never more than the leased blocks.
-A direct strategy may add only the tail of the last block: in D's pool, the tail belongs
+a strategy may read more than the wanted tokens, but never blocks that are not leased. A
+direct strategy may add only the tail of the last block: in D's pool, the tail belongs
 to the sequence and contains no KV yet.
 
 A staged strategy divides the transfer into *chunks* of P's blocks. A chunk fits into a
@@ -22,21 +22,22 @@ from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import PlanError
 from kvcache.transfer.plan.steps import Step, slot_of
 
-# If READs are CPU copies, a chunk should still be in the processor's cache when it is
-# placed. Reading a chunk that fits into the cache takes this long.
+# If READs are CPU copies, a chunk should still be in the CPU cache when it is placed.
+# So a chunk is at most as large as what is read in this time.
 _CACHED_CHUNK_S = 0.75e-3
-# Bound of the number of these small chunks, because each has to be posted and polled.
+# Bound of the number of such small chunks, because each has to be posted and polled.
 _MAX_CACHED_CHUNKS = 32
 # If placing overlaps READs, a transfer is read either in about this many equal chunks
-# or in chunks as large as possible, whichever costs less. Placing the last chunk
-# overlaps no READ: with eight chunks, that is an eighth of all placing.
+# (a pipeline) or in chunks as large as possible, whichever costs less. Only the last
+# chunk is placed without overlapping a READ: with eight chunks, an eighth of the KV.
 _PIPELINE_CHUNKS = 8
-# With four slots, the link stays busy while copies out of a slot are launched.
+# A pipeline's chunks are small enough for this many slots, so that the link stays busy
+# while copies out of a slot are launched.
 _PIPELINE_SLOTS = 4
-# If half the staging memory suffices, a chunk of the pipeline is so large that reading
-# the chunk takes at least this long. Posting and placing a chunk takes about as long.
+# A pipeline's chunks are so large that reading a chunk takes at least this long, if
+# half the staging memory suffices. Posting and placing a chunk takes about as long.
 _MIN_PIPELINE_CHUNK_S = 0.1e-3
-# A run between GPUs takes at least this long; a probe of few runs may measure less.
+# A run between GPUs takes at least this long, although a probe may measure less.
 _MIN_RUN_S = 3e-6
 
 
@@ -46,12 +47,12 @@ class TransferStrategy(NamedTuple):
     Attributes:
         staged: READ into staging memory and place from there; otherwise READ directly
             into the pool.
-        whole_blocks: read whole blocks, also if only a part of a block is wanted. A
+        whole_blocks: read whole blocks, even if only a part of a block is wanted. A
             direct transfer does so only at its end; see `_tokens_to_read`.
         all_heads: read all heads that the source ranks of P hold, not only the wanted
             heads.
-        pipelined: read in about _PIPELINE_CHUNKS chunks, not in chunks as large as
-            possible.
+        pipelined: read in about _PIPELINE_CHUNKS chunks; otherwise in chunks as large
+            as possible.
     """
 
     staged: bool
@@ -61,7 +62,12 @@ class TransferStrategy(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The estimated cost of moving a transfer by one strategy."""
+    """The estimated cost of moving a transfer by one strategy.
+
+    Attributes:
+        descriptors: number of runs of the READs.
+        nbytes: bytes that the READs move.
+    """
 
     strategy: TransferStrategy
     descriptors: int
@@ -81,7 +87,12 @@ def describe_runs(num_runs: int, nbytes: int, seconds: float) -> str:
 def cheapest_direct(transfer: Transfer, costs: CostModel) -> Estimate:
     """The estimate of the cheapest strategy that reads straight into the pool."""
     estimates = [
-        _estimate(transfer, TransferStrategy(False, whole_blocks), costs, 0)
+        _estimate(
+            transfer,
+            TransferStrategy(staged=False, whole_blocks=whole_blocks),
+            costs,
+            staging_bytes=0,
+        )
         for whole_blocks in (False, True)
     ]
     return min(estimates, key=lambda estimate: estimate.seconds)
@@ -114,14 +125,19 @@ def cheapest_staged(
     for whole_blocks in (False, True):
         for all_heads in all_heads_choices:
             for pipelined in pipelined_choices:
-                strategy = TransferStrategy(True, whole_blocks, all_heads, pipelined)
+                strategy = TransferStrategy(
+                    staged=True,
+                    whole_blocks=whole_blocks,
+                    all_heads=all_heads,
+                    pipelined=pipelined,
+                )
                 estimates.append(_estimate(transfer, strategy, costs, staging_bytes))
-    extra_run_s = 0.0
+    extra_s_per_run = 0.0
     if costs.overlaps:
-        extra_run_s = max(_MIN_RUN_S - costs.per_descriptor_s, 0.0)
+        extra_s_per_run = max(_MIN_RUN_S - costs.per_descriptor_s, 0.0)
     return min(
         estimates,
-        key=lambda estimate: estimate.seconds + extra_run_s * estimate.descriptors,
+        key=lambda estimate: estimate.seconds + extra_s_per_run * estimate.descriptors,
     )
 
 
@@ -184,10 +200,11 @@ def _estimate(
 
 
 def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
-    """The tokens to read: the wanted tokens, widened if `strategy.whole_blocks`.
+    """The tokens to read: with `whole_blocks` more than the wanted tokens.
 
-    A staged transfer widens the range at both ends to whole blocks of P. A direct
-    transfer extends only the end, to where P's or D's block ends first.
+    A staged transfer extends the range at both ends to whole blocks of P. A direct
+    transfer extends only the end of the range: to the end of P's block or of D's block,
+    whichever comes first.
     """
     tokens = transfer.tokens
     if not strategy.whole_blocks:
@@ -235,8 +252,8 @@ def _max_chunk_blocks(
     """The largest number of P's blocks in one chunk, at least one.
 
     Args:
-        period: number of P's blocks after which blocks of both sides end. A pipelined
-            chunk has at least this number of blocks.
+        period: number of P's blocks after which a block of each side ends. A pipelined
+            chunk has at least this number of blocks, if it fits into a slot.
     """
     heads = _heads(transfer, strategy.all_heads)
     block_bytes = slot_of(transfer.remote[0].layout, heads, 1).nbytes
@@ -255,7 +272,7 @@ def _max_chunk_blocks(
 
 
 def _heads(transfer: Transfer, all_heads: bool) -> tuple[range, ...]:
-    """The heads that are read for each head group.
+    """The heads to read for each head group.
 
     Args:
         all_heads: as in TransferStrategy.

@@ -3,7 +3,7 @@
 The circuit breaker has three states:
 - closed: pulls are allowed.
 - open: no pull is allowed until `retry_at`. The circuit breaker opens after two
-  failures in a row. The time until `retry_at` doubles with every failure after that, up
+  failures in a row. The time until `retry_at` doubles with every further failure, up
   to a bound.
 - half-open: from `retry_at` on, one pull at a time is allowed. A success closes the
   circuit breaker; a failure opens it again.
@@ -16,9 +16,9 @@ def backoff_s(min_s: float, max_s: float, num_failures: int) -> float:
     """Seconds to wait after a failure.
 
     Args:
-        min_s: the wait after the first failure in a row.
+        min_s: the wait if `num_failures` is 0.
         max_s: bound of the wait.
-        num_failures: failures in a row before this failure; each doubles the wait.
+        num_failures: number of earlier failures in a row; each doubles the wait.
     """
     return min(min_s * 2.0 ** min(num_failures, 30), max_s)
 
@@ -27,11 +27,11 @@ class CircuitBreaker:
     """The circuit breaker of one peer. Pure: no I/O, no clock.
 
     Args:
-        min_backoff_s: how long the circuit breaker stays open at first.
-        max_backoff_s: bound of the time for which the circuit breaker stays open.
+        min_backoff_s: how long the circuit breaker is open when it has just opened.
+        max_backoff_s: the longest time for which it is open before the next retry.
 
     Attributes:
-        num_failures: failed pulls in a row.
+        num_failures: number of failed pulls in a row.
         retry_at: before this time, an open circuit breaker allows no pull and counts no
             failure.
     """
@@ -45,8 +45,8 @@ class CircuitBreaker:
     def record_failure(self, now: float) -> bool:
         """Counts a failed pull; returns True if that opens a closed circuit breaker.
 
-        A pull that fails while the circuit breaker is open does not count, because the
-        pull began earlier, while pulls were allowed.
+        A failure while the circuit breaker is open does not count, because the pull
+        began before the circuit breaker opened.
         """
         if now < self.retry_at:
             return False

@@ -1,9 +1,9 @@
 """The coordinator runs all pulls of a decode engine, on rank 0.
 
 pull_state.py (for one pull), handshakes.py and lookups.py make the decisions. This file
-has the sockets and the clock, and passes answers and reports to the pulls that they
-belong to. The coordinator has no thread: rank 0's TransferWorker drives it by calling
-`receive`.
+has the sockets and the clock. It passes replies of prefill servers and reports of ranks
+to the right pull. The coordinator has no thread: the thread of rank 0's TransferWorker
+drives it by calling `receive`.
 """
 
 import selectors
@@ -79,8 +79,8 @@ def _do_nothing() -> None:
 class PullCoordinator:
     """Runs handshakes, renewals, the orders to all ranks, and the fence of every pull.
 
-    `receive`, `report` and `close` are for the thread of rank 0's worker. Any thread
-    may call all other methods; rank 0's worker carries out what they order.
+    Only the thread of rank 0's worker calls `receive`, `report` and `close`. Any thread
+    may call all other methods; they queue calls that rank 0's worker makes.
 
     Args:
         ends: sockets to the workers of ranks 1 and up.
@@ -89,7 +89,8 @@ class PullCoordinator:
         convert: accept peers with a different KV dtype or KV scales.
         dcp, block_size: as in Endpoint and KVLayout of this engine's ranks. With a dcp
             above 1, block_size must be a multiple of the peer's block size.
-        verify: which digests are compared before the fence: "off", "sample", "all".
+        verify: which KV is verified with digests before the fence: "off" (none),
+            "sample" or "all".
 
     Attributes:
         on_event: called by the worker's thread when `drain` has events; must not block.
@@ -128,7 +129,7 @@ class PullCoordinator:
         self._commands: list[Command] = []  # commands that rank 0 has not received
         on_reply = partial(self._try, self._take_reply)
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
-        self._due = 0.0  # when `_tick` has something to do
+        self._due = 0.0  # when to call `_tick` next, by `clock`
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
         self._peers = PeerTable(compat, self._settings, convert, stripe)
@@ -150,31 +151,28 @@ class PullCoordinator:
         )
 
     def can_pull_from(self, remote: RemotePrefill) -> bool:
-        """True if a pull may begin now.
-
-        The handshake with the engine must be complete, and the engine's circuit breaker
-        must allow a pull.
-        """
+        """True if the handshake is complete and the circuit breaker allows a pull."""
         peer = self._peers.get(key_of(remote))
         if peer is None or peer.metadata is None:
             return False
         return peer.circuit.allows_pull(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
-        """Begins a handshake if one is needed and allowed now.
+        """Begins a handshake with an engine, unless its outcome is already known.
 
-        A PeerDecided always follows, at once if the outcome is already known.
+        A PeerDecided always follows. It follows at once if no handshake is needed, or
+        if the circuit breaker or the backoff of a failed handshake allows none now.
         """
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
-        """Requests the engine's longest cached prefix; LookedUp has the reference."""
+        """Requests the engine's longest cached prefix. A LookedUp follows."""
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        """Renews the lease from now on, before there are blocks to read into.
+        """Begins to renew the lease, before this engine has blocks to read into.
 
-        If P still computes the prompt, subscribes to the offer.
+        If P still computes the prompt, subscribes to the offer instead.
         """
         self._call(lambda: self._begin(pull_id, remote))
 
@@ -189,12 +187,12 @@ class PullCoordinator:
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine.
 
-        Every rank reads its share. A pull also does what `hold` does. messages.py lists
-        the events that follow.
+        Every rank reads its share. Like `hold`, this begins to renew the lease.
+        messages.py lists the events that follow.
 
         Args:
             local_block_ids: this engine's blocks from token 0 of the sequence on. A
-                block holds block_size x dcp tokens, both of this engine.
+                block holds (block_size x dcp) tokens.
             reach: as in KVGroups.token_ranges.
         """
         order = Pull(
@@ -237,7 +235,7 @@ class PullCoordinator:
         return Counter({**self._counters, "pulls_open": len(self._pulls)})
 
     def handshakes(self) -> dict[str, int]:
-        """Number of ended handshakes, by "ok" or the code of the error."""
+        """The number of ended handshakes by outcome: "ok" or the code of the error."""
         return dict(self._peers.outcomes)
 
     # -- called by rank 0's worker
@@ -270,8 +268,8 @@ class PullCoordinator:
     def close(self) -> None:
         """Aborts the leases of open pulls, and closes all sockets.
 
-        Leases of pulls that are `PullState.is_untouched` are not aborted. Does not wait
-        for answers.
+        Does not abort the leases of pulls that are `PullState.is_untouched`. Does not
+        wait for P's answers.
         """
         self._ranks.close()
         for state in self._pulls:
@@ -298,10 +296,10 @@ class PullCoordinator:
             self._try(self._calls.popleft())
 
     def _try(self, call: Callable[..., Any], *args: Any) -> None:
-        """Makes one call of a round. If the call raises, all pulls fail.
+        """Makes a call. If it raises, all pulls fail, but this method does not raise.
 
-        The error is not raised, because all other calls of the round must be made: the
-        messages that they handle come only once.
+        The caller must continue with its other calls, because the messages that those
+        calls handle come only once.
         """
         try:
             call(*args)
@@ -334,7 +332,8 @@ class PullCoordinator:
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        # If there were events already, `on_event` was called, and `drain` will follow.
+        # If there were events already, `on_event` was called before, and the engine has
+        # not called `drain` yet. That call will return this event, too.
         if len(self._events) == 1:
             self.on_event()
 
@@ -390,7 +389,7 @@ class PullCoordinator:
     # -- peers
 
     def _on_peer_decided(self, peer: PeerRecord) -> None:
-        """Continues all that waits for a peer, if the peer's handshake has ended."""
+        """Continues pulls and lookups that wait for a handshake, if it has ended."""
         if peer.is_handshaking:
             return
         self._lookups.on_peer_decided(peer, self._clock())
@@ -428,8 +427,8 @@ class PullCoordinator:
     def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
         """The error if a circuit breaker refuses a pull from the engine, else None."""
         peer = self._peers.get(key_of(remote))
-        # Each start of a pull comes here, so only a peer with failures is worth a
-        # search through all open pulls.
+        # This is called at each start of a pull, so all open pulls are searched only
+        # for a peer with failures.
         if peer is None or not peer.circuit.num_failures:
             return None
         pulls = self._pulls.reading_from(peer.key)
@@ -466,8 +465,8 @@ class PullCoordinator:
         if isinstance(action, RecordPeerFailure | PullStuck):
             self._record_failure(state, peer)
         elif isinstance(action, PullDone):
-            # A success does not close the circuit breaker while READs of any pull from
-            # the peer hang.
+            # A success does not close the circuit breaker while READs of any other pull
+            # from the peer hang.
             pulls = self._pulls.reading_from(peer.key)
             if not any(pull.hangs for pull in pulls):
                 peer.circuit.record_success()

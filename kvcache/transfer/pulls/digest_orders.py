@@ -9,7 +9,7 @@ from kvcache.verify.scope import Scope as Scope
 
 
 class DigestOrders:
-    """The DigestOrders that have not ended. Used by the coordinator's thread only.
+    """The DigestOrders in progress. Only the coordinator's thread uses this object.
 
     Args:
         broadcast: sends an order to every rank.
@@ -24,10 +24,11 @@ class DigestOrders:
         self._num_ranks = num_ranks
         self._total_kv_heads = total_kv_heads
         self._broadcast = broadcast
+        # By id of the order: scope, `reply`, and the parts that have come so far.
         self._open: dict[str, tuple[Scope, OnSums, list[DigestPart | None]]] = {}
 
     def begin(self, order: DigestOrder, reply: OnSums) -> None:
-        """Sends an order. `reply` is called once every rank has sent its part."""
+        """Sends an order. `reply` is called with the sums after every rank's part."""
         self._open[order.pull_id] = (order.scope, reply, [])
         self._broadcast(order)
 

@@ -1,7 +1,7 @@
-"""Handshakes with prefill engines over the side channel, and lost side channels.
+"""Handshakes with prefill engines, and what happens if a side channel is lost.
 
-A handshake requests the metadata of an engine. This file sends the requests. It ends a
-handshake when the metadata comes, the server refuses, or a timeout passes.
+A handshake requests the metadata of an engine over the engine's side channel. It ends
+when the metadata comes, the server refuses, or a timeout passes.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from protocol.handshake import GetMetadata, Metadata
 
 
 class Handshakes:
-    """Drives the handshakes of a PeerTable. Used by the coordinator's thread only.
+    """Drives the handshakes of a PeerTable. Only the coordinator's thread uses this.
 
     Args:
-        side_channel_timeout_s: an address is dropped after this time without a
-            connection.
+        side_channel_timeout_s: after this time without a connection, pulls from an
+            address and handshakes with it fail.
         broadcast: sends a command to every rank.
         pulls_from: returns the open pulls from an address.
         fail_pull: fails a pull.
@@ -65,13 +65,13 @@ class Handshakes:
             self._on_decided(peer)
 
     def drop_lost(self, now: float) -> None:
-        """Drops the addresses that have had no connection for too long."""
+        """Fails pulls and handshakes at addresses without a connection for too long."""
         for address, since in self._leases.unconnected().items():
             if now - since >= self._side_channel_timeout_s:
                 self._drop(address)
 
     def on_metadata(self, address: Address, reply: Metadata) -> None:
-        """Ends the handshakes for which a server has sent its metadata."""
+        """Ends the handshakes that a server has answered with its metadata."""
         peers = [
             peer for peer in self._handshaking_at(address) if peer.nonce == reply.nonce
         ]
@@ -88,10 +88,10 @@ class Handshakes:
         self._fail_handshakes(address, PeerUnreachable(message))
 
     def _drop(self, address: Address) -> None:
-        """Fails all pulls from, and handshakes with, an address that is probably dead.
+        """Fails all pulls and handshakes with the servers at an address.
 
-        The ranks forget the peers at the address. Otherwise the memory of a dead peer
-        would stay mapped by this engine, and would not be freed.
+        The servers are probably dead. The ranks forget them, because the memory of a
+        dead server is freed only when this engine has unmapped it.
         """
         error = unreachable(address, "cannot be connected to")
         for peer in self._peers.peers_at(address):
@@ -102,10 +102,10 @@ class Handshakes:
         self._fail_handshakes(address, error)
 
     def _drop_earlier_engines(self, key: PeerKey, address: Address) -> None:
-        """Forgets engines that ran at an address before the engine `key`.
+        """Forgets the engines that ran at an address before the engine `key`.
 
-        A restarted server has a new engine id and a new incarnation. Pulls from the
-        earlier engines fail, because all their leases have ended.
+        A restarted server has a new engine id and a new incarnation. Pulls from an
+        earlier engine fail, because its leases ended with its process.
         """
         for peer in self._peers.peers_at(address):
             if peer.key != key:
@@ -121,7 +121,7 @@ class Handshakes:
             self._on_decided(peer)
 
     def _forget(self, peer: PeerRecord) -> None:
-        """Drops a peer's metadata, and lets the ranks drop the peer."""
+        """Drops a peer's metadata, and sends DropPeer to the ranks."""
         peer.metadata = None
         if peer.is_announced:
             peer.is_announced = False

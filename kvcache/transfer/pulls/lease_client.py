@@ -1,8 +1,8 @@
 """D's end of the side channel: one connection for each prefill engine.
 
-Replies come in any order. A lost connection is opened again, until the owner of the
-client forgets the address. Unsent requests wait for the new connection. A request may
-be lost with its connection, so its sender has to repeat it.
+Replies come in any order. A lost connection is opened again, until `forget` is called.
+Unsent requests wait for the new connection. A request that was sent may be lost with
+its connection, so callers repeat a request that is not answered.
 """
 
 import os
@@ -32,8 +32,8 @@ logger = get_logger(__name__)
 Address = tuple[str, int]
 
 _MAX_REPLY_BYTES = 64 << 20
-# Bytes of replies that are read from one peer at a time, so that the peer does not
-# delay replies of other peers.
+# Most bytes that are read from one peer at a time, so that one peer does not delay the
+# replies of all others.
 _READ_BYTES = 1 << 20
 _MAX_UNSENT = 1000  # unsent requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
@@ -48,11 +48,11 @@ class _Link:
 
     Attributes:
         since: when the connection was lost, or when the oldest unsent request was
-            posted, if that was later.
+            posted, whichever was later.
         unsent: requests that wait for the connection, or for the peer to read.
-        num_attempts: failed attempts and lost connections since the last authentic
-            reply.
-        retry_at: when to connect again.
+        num_attempts: number of failed attempts to connect and of lost connections since
+            the last authentic reply.
+        retry_at: when to connect again; infinity for never.
         wire: the connection; None if there is none.
     """
 
@@ -88,24 +88,24 @@ class LeaseClient:
         self._links: dict[Address, _Link] = {}
         self._waker = Waker()
         self._closed = False
-        # Attempts to connect that have ended, with the socket; None: the attempt has
-        # failed.
+        # Ended attempts to connect, each with its socket; None: the attempt has failed.
         self._dialled: deque[tuple[_Link, socket.socket | None]] = deque()
         selector.register(self._waker, EVENT_READ, self._take_dialled)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether any request has not been sent completely."""
+        """Whether any request has not been sent, or only in part."""
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
-        """Addresses without a connection, after a failed attempt or a lost connection.
+        """The addresses that have lost their connection or cannot be connected to.
 
-        A killed process shows up here at once, before requests to the process time out.
+        The address of a killed process is among them at once, before requests to it
+        time out.
 
         Returns:
-            For each address, when its connection was lost, or when the oldest unsent
-            request was posted, if that was later.
+            For each address, when its connection was lost, or when its oldest unsent
+            request was posted, whichever was later.
         """
         links = self._links.values()
         return {
@@ -126,10 +126,10 @@ class LeaseClient:
                 self._dial(link)
 
     def post(self, address: Address, request: Request) -> None:
-        """Queues a request, and sends as much as possible at once.
+        """Queues a request, and sends as much of the queue as possible at once.
 
-        The request is dropped if the queue is full: the peer does not read, or there is
-        no connection to it.
+        The request is dropped if the queue is full, because the peer does not read or
+        has no connection.
         """
         link = self._links.get(address)
         if link is None:
@@ -145,7 +145,8 @@ class LeaseClient:
             link.wire.queue(message)
             self._flush(link, link.wire)
             return
-        if not link.unsent:  # the time before this request does not count
+        # The time without a connection counts only while requests wait.
+        if not link.unsent:
             link.since = self._clock()
         link.unsent.append(framed(message))
 
@@ -169,11 +170,13 @@ class LeaseClient:
         try:
             threading.Thread(target=self._connect, args=(link,), daemon=True).start()
         except RuntimeError as error:  # the system cannot start a thread now
-            logger.warning("no connection to %s:%d: %s", *link.address, error)
+            logger.warning(
+                "side channel: cannot connect to %s:%d: %s", *link.address, error
+            )
             self._lose(link)
 
     def _connect(self, link: _Link) -> None:
-        """Connects. Runs in a separate thread, as resolving a name may take seconds."""
+        """Connects, in its own thread, because resolving a name may take seconds."""
         sock = None
         try:
             sock = socket.create_connection(link.address, _CONNECT_TIMEOUT_S)
@@ -182,7 +185,7 @@ class LeaseClient:
             # the local one, and connect the socket to itself.
             if sock.getsockname() == sock.getpeername():
                 raise OSError("connected to itself")
-        # UnicodeError: a part of the host name is empty or too long.
+        # UnicodeError is raised if a part of the host name is empty or too long.
         except (OSError, UnicodeError):
             if sock is not None:
                 sock.close()
@@ -244,7 +247,12 @@ class LeaseClient:
             try:
                 reply = open_reply(message, self._secret)
             except FrameError as error:
-                logger.warning("dropped a side channel reply: %s", error)
+                logger.warning(
+                    "side channel: closing the connection to %s:%d after an invalid "
+                    "reply: %s",
+                    *link.address,
+                    error,
+                )
                 self._lose(link)
                 return
             link.num_attempts = 0

@@ -1,7 +1,7 @@
 """The messages that a pull sends to P about its lease.
 
-A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce. So the coordinator finds
-the pull, and the pull finds out which of its messages P has answered.
+A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce: the attempt id identifies
+the pull, and the verb identifies the message that P has answered.
 """
 
 from kvcache.verify.scope import Scope
@@ -9,7 +9,7 @@ from protocol.handshake import AbortLease, Complete, GetDigest, Renew, Subscribe
 from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S = 0.02  # shortest time between two renewals
-_MAX_SUBSCRIBE_S = 1.0  # longest time between two subscriptions
+_MAX_SUBSCRIBE_S = 1.0  # longest time between two Subscribe messages of a pull
 
 
 def renew_interval_s(
@@ -19,7 +19,7 @@ def renew_interval_s(
 
     Args:
         configured_s: the configured interval; None: a third of the lease.
-        grows: P still computes the prompt; subscriptions take the place of renewals.
+        grows: P still computes the prompt, so Subscribe messages renew the lease.
     """
     interval_s = configured_s or remote.lease_s / 3
     if grows:
@@ -53,9 +53,9 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
 
 
 def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
-    """Returns the message of the fence, upon which P ends the lease.
+    """Returns the message that asks P to end the lease after the last READ.
 
-    P's answer confirms that the lease was held until then.
+    P's answer is the fence of the pull: it confirms that the lease was held until then.
     """
     return Complete(
         nonce=f"complete-{attempt_id}",
@@ -66,9 +66,9 @@ def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
 
 
 def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortLease:
-    """Returns the message that gives up the lease.
+    """Returns the message that gives up the lease and the subscription.
 
-    If no lease is known, the message gives up the subscription. P's answer is ignored.
+    P's answer is ignored.
 
     Args:
         lend: give up only the subscription, so that a different engine may subscribe.

@@ -1,6 +1,6 @@
-"""Look-ups: requests to prefill engines for a reference to the KV of a prefix.
+"""Lookups: requests to prefill engines for a reference to the KV of a cached prefix.
 
-This module has no clock, and its only I/O is `post`.
+This module has no clock; times are arguments.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from protocol.messages import KVHint, RemotePrefill
 
 @dataclass(frozen=True)
 class _OpenLookup:
-    """A look-up that has not ended. It began at `began`, by the caller's clock."""
+    """A lookup that has not ended. It began at `began`, by the caller's clock."""
 
     pull_id: str
     hint: KVHint
@@ -25,9 +25,9 @@ class _OpenLookup:
 
 
 class Lookups:
-    """The open look-ups, at most one for each pull.
+    """The open lookups, at most one for each pull.
 
-    Each look-up ends in one LookedUp, at the latest after `lookup_timeout_s`.
+    Each lookup ends with one LookedUp, at the latest after `lookup_timeout_s`.
 
     Args:
         post: sends a request to an address.
@@ -48,30 +48,30 @@ class Lookups:
         self._open: dict[str, _OpenLookup] = {}  # by nonce, oldest first
 
     def begin(self, pull_id: str, hint: KVHint, request: Lookup, now: float) -> None:
-        """Sends a look-up to the hinted engine, after a handshake if necessary."""
+        """Sends a lookup to the engine of the hint, after a handshake if necessary."""
         self._open[request.nonce] = _OpenLookup(pull_id, hint, request, now)
         self._send(request.nonce, self._peers.connect(hint, now), now)
 
     def on_peer_decided(self, peer: PeerRecord, now: float) -> None:
-        """Sends or ends the look-ups that wait for the peer's handshake."""
+        """Sends or ends the lookups that wait for the peer's handshake."""
         for nonce, lookup in list(self._open.items()):
             if key_of(lookup.hint) == peer.key:
                 self._send(nonce, peer, now)
 
     def _send(self, nonce: str, peer: PeerRecord, now: float) -> None:
-        """Sends a look-up; ends the look-up if no pull from the peer would be allowed.
+        """Sends a lookup, or ends it if no pull from the peer would be allowed.
 
         Does nothing while the handshake is in progress.
         """
         metadata = peer.metadata
         if metadata is not None and peer.circuit.allows_pull(now, busy=True):
-            # A lease server accepts long messages only after an authentic short message
-            # over the same connection.
+            # GetMetadata comes first, because a lease server accepts a long message
+            # only after an authentic short message over the same connection.
             self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
             request = self._open[nonce].request
             layout = metadata.ranks[0].layout
-            capacity = layout.num_blocks * layout.block_size * metadata.dcp_size
-            token_ids = request.token_ids[:capacity]
+            max_tokens = layout.num_blocks * layout.block_size * metadata.dcp_size
+            token_ids = request.token_ids[:max_tokens]
             self._post(peer.address, replace(request, token_ids=token_ids))
         elif not peer.is_handshaking:
             self._end(nonce, "none", now)
@@ -84,7 +84,7 @@ class Lookups:
         return oldest + self._timeout_s
 
     def tick(self, now: float) -> None:
-        """Ends the look-ups that have timed out."""
+        """Ends the lookups that have timed out."""
         expired_nonces = [
             nonce
             for nonce, lookup in self._open.items()
@@ -96,9 +96,9 @@ class Lookups:
     def on_reply(
         self, address: tuple[str, int], reply: LookupResult, now: float
     ) -> None:
-        """Ends the look-up that an engine has answered.
+        """Ends the lookup that an engine has answered.
 
-        If the look-up has ended already, the lease of the reference is aborted.
+        If the lookup has ended already, the lease of the reference is aborted.
         """
         lookup = self._open.get(reply.nonce)
         remote = reply.remote
@@ -119,6 +119,7 @@ class Lookups:
     ) -> None:
         lookup = self._open.pop(nonce)
         if remote is not None:
-            # The engine may not know the address at which this host reaches the engine.
+            # The engine may not know the address at which this host reaches it, so the
+            # address of the hint is used.
             remote = replace(remote, host=lookup.hint.host, port=lookup.hint.port)
         self._emit(LookedUp(lookup.pull_id, remote, outcome, now - lookup.began))

@@ -1,4 +1,4 @@
-"""Pulling a prompt's KV out of a prefill server: the events, commands and reports.
+"""Pulling a prompt's KV from a prefill server (P): the events, commands and reports.
 
     engine thread --calls--> PullCoordinator --commands--> TransferWorker --READs--> P
                  <--events--   (on rank 0)  <--reports--   of each rank
@@ -10,16 +10,18 @@ worker.py do the I/O, in the transfer threads of the ranks.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives the pull up.
-- A reference with a `transfer_id` has no lease yet. `hold` subscribes to the offer,
-  PullBegun and PullSealed report progress, and `pull` may come at any time. The KV is
-  read in cuts while P computes the prompt, with one fence after the last cut.
+- A reference with a `transfer_id` has no lease yet: P still computes the prompt. `hold`
+  subscribes to the offer of the prompt, and PullBegun and PullSealed report P's
+  progress. `pull` may be called at any time. The KV is read in several cuts, each of
+  the tokens that are new. The fence follows after the last cut: P confirms that the
+  lease was held until all READs had ended.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained.
 - PullFailed may come before `pull` was called, for example if the lease has ended. A
   later call of `pull` is then ignored.
 - After PullFailed(drained=False), bytes may still arrive in the pull's blocks, until
   PullDrained comes.
-- A cancelled pull gets exactly one PullDrained in all, even if the pull had ended
-  before or was never held. Events that were already queued may come before PullDrained.
+- A cancelled pull gets exactly one PullDrained, even if the pull had ended before or
+  was never held. Events that were already queued may come before PullDrained.
 - If READs of a cancelled pull do not end within `drain_grace_s`, PullStuck comes before
   PullDrained. Until PullDrained, bytes may still arrive in the pull's blocks.
 """
@@ -36,7 +38,7 @@ from protocol.messages import ErrorInfo, KVHint, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
-# Why pulls with these values of PullDone.verified were not verified.
+# For each value of PullDone.verified that means "not verified", the reason.
 UNVERIFIED = {
     "converted": (
         "the two servers have different KV dtypes or KV scales, so the bytes differ"
@@ -46,7 +48,8 @@ UNVERIFIED = {
         "use the same version of Baton on both servers"
     ),
 }
-# "mixed": several paths were used; "none": nothing was read.
+# How the KV of a pull was moved; see plan/plan.py. "mixed": several paths were used;
+# "none": nothing was read.
 PATHS = ("direct", "staged", "mapped", "mixed", "none")
 
 
@@ -78,16 +81,16 @@ class PullSettings:
             has ended and the KV is verified. While P computes the prompt, also the
             longest wait for more blocks.
         fence_timeout_s: longest wait for P's answer to COMPLETE. While P computes the
-            prompt, also the longest wait for any answer of P.
-        lookup_timeout_s: longest time of a look-up, first contact included. After this
+            prompt, also the longest wait for any answer from P.
+        lookup_timeout_s: longest time of a lookup, first contact included. After this
             time the prompt is computed locally.
         side_channel_timeout_s: pulls fail after this time without a connection to the
             side channel.
-        fence_retry_s: COMPLETE and requests for digests are repeated after this time
-            without an answer, with the same nonce.
+        fence_retry_s: a COMPLETE or a request for a digest that is not answered is
+            repeated after this time, with the same nonce.
         renew_interval_s: time between two renewals; None: a third of the lease.
         drain_grace_s: how long a failed or cancelled pull waits for its READs to end.
-            PullFailed or PullStuck then comes even if READs are still active.
+            After this time PullFailed or PullStuck comes, although READs are active.
         backoff_min_s: pause after a failed handshake, or after the failure of a pull
             that opens the circuit breaker. The pause doubles with every further
             failure, up to `backoff_max_s`.
@@ -106,7 +109,7 @@ class PullSettings:
 
 
 class PeerDecided(msgspec.Struct, frozen=True):
-    """`connect` has ended: pulls from the peer may begin, unless there is an error."""
+    """The outcome of `connect`. Pulls from the peer may begin if there is no error."""
 
     peer: PeerKey
     error: BatonError | None = None
@@ -122,7 +125,7 @@ class PullBegun(msgspec.Struct, frozen=True):
 class PullSealed(msgspec.Struct, frozen=True):
     """P has computed the whole prompt, and the lease has all blocks of the prompt.
 
-    The blocks of the last cut are read next; then the fence follows.
+    The pull next reads the blocks of the last cut; then the fence follows.
     """
 
     pull_id: str
@@ -130,12 +133,12 @@ class PullSealed(msgspec.Struct, frozen=True):
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """`look_up` has ended. The engine has to pull from `remote` or to cancel the pull.
+    """`look_up` has ended. The engine must now pull from `remote`, or cancel the pull.
 
     Attributes:
         remote: the reference; None if no prefix was found in time.
-        outcome: "found", "none", or "late" for a look-up that has timed out.
-        seconds: the duration of the look-up.
+        outcome: "found", "none", or "late" for a lookup that has timed out.
+        seconds: the duration of the lookup.
     """
 
     pull_id: str
@@ -148,11 +151,11 @@ class PullDone(msgspec.Struct, frozen=True):
     """Every rank has read its share, and the lease was held until the last READ ended.
 
     Attributes:
-        nbytes: bytes of the wanted tokens, of all ranks together.
+        nbytes: bytes of the wanted tokens, on all ranks together.
         descriptors: number of runs of all READs.
-        seconds: time from `pull` until the fence was passed.
+        seconds: time from `pull` until P has confirmed the lease (the fence).
         path: one of PATHS.
-        fence_s: the part of `seconds` that the fence took.
+        fence_s: the part of `seconds` that was spent waiting for the fence.
         verified: "off", "sample", "all", or a key of UNVERIFIED.
         is_converted: P's KV has a different dtype or different scales than D's, and was
             converted.
@@ -215,7 +218,7 @@ class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):
 
 
 class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
-    """Coordinator to rank: forget this peer as soon as no pull from it is active."""
+    """Coordinator to rank: forget this peer once no pull from the peer is active."""
 
     peer: PeerKey
 
@@ -266,7 +269,7 @@ Command = AddPeer | DropPeer | Pull | StopPull | DigestOrder
 
 
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
-    """Rank to coordinator: this pull has failed here; its READs are still active."""
+    """Rank to coordinator: the pull has failed on this rank; READs are still active."""
 
     pull_id: str
     rank: int
@@ -281,9 +284,8 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
 
     Attributes:
         complete: every byte was read and is in its place.
-        error: why this rank's share has failed; None if the share was stopped or is
-            complete.
-        part: this rank's part of the digest, if the pull has a scope.
+        error: why this rank's share has failed; None if it was stopped or is complete.
+        part: this rank's part of the digest; None if no digest was requested.
     """
 
     pull_id: str

@@ -1,8 +1,9 @@
-"""A decode engine's records of prefill engines, and of their handshakes.
+"""A decode engine's records of prefill engines and the handshakes with them.
 
 Records are keyed by engine id and incarnation, so that a restarted engine gets a new
-record. A failed handshake is remembered for a backoff time that doubles: many requests
-to a dead peer fail at once, not after one timeout each. Pure: no I/O, no clock.
+record. A failed handshake is remembered for a backoff time, which doubles with every
+failure. So requests to a dead peer fail at once, not after one timeout each. Pure: no
+I/O, no clock.
 """
 
 from collections import Counter
@@ -27,11 +28,11 @@ from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
-# Bound of the records of idle peers. References and hints that name a peer are signed,
-# so there are only a few peers.
+# Bound of the number of records that may be evicted. It is not expected to be reached:
+# references and hints that name a peer are signed, so there are only a few peers.
 _MAX_IDLE = 1024
 
-# To be formatted with: engine id, host, port, number of failures.
+# Arguments of this log line: engine id, host, port, number of failures.
 CIRCUIT_OPENED = (
     "KV pulls from prefill server %s (%s:%d) failed %d times in a row; recomputing its "
     "prompts locally and retrying with backoff. Its side channel answers, so check "
@@ -60,10 +61,10 @@ class PeerRecord:
     `metadata` is set), or has failed (then `error` is set).
 
     Attributes:
-        num_failed_handshakes: failed handshakes in a row.
+        num_failed_handshakes: number of failed handshakes in a row.
         deadline: when a handshake in progress times out; after an error, when the
             backoff ends.
-        next_request: when to send the next request of a handshake in progress.
+        next_request: when to request the metadata again in a handshake in progress.
         nonce: the nonce of the handshake's requests; set by Handshakes.
         is_awaited: a PeerDecided has to be emitted after the handshake; set by the
             coordinator.
@@ -103,19 +104,19 @@ class PeerRecord:
     def circuit_error(
         self, now: float, *, is_busy: bool, hangs: bool
     ) -> PullCircuitOpen | None:
-        """Why the circuit breaker allows no pull now; None if it allows one.
+        """The error if no pull from the peer is allowed now, else None.
 
         Args:
             is_busy: a pull is reading from the peer.
-            hangs: READs of a pull from the peer hang. A new pull might hang as well,
-                and the blocks of the new pull would be quarantined.
+            hangs: READs of a pull from the peer hang, so no new pull is allowed: it
+                might hang as well, and its blocks would be quarantined.
         """
         if not self.circuit.num_failures:
             return None
         if hangs:
-            reason = "READs from it hang"
+            reason = "READs from the server hang"
         elif not self.circuit.allows_pull(now, busy=is_busy):
-            reason = "its latest pulls failed"
+            reason = "the latest pulls from the server failed"
         else:
             return None
         return PullCircuitOpen(
@@ -129,7 +130,7 @@ class PeerTable:
     Args:
         local: the compatibility record of this engine.
         allow_convert: accept peers with a different KV dtype or KV scales.
-        stripe: the tokens of a sequence that one rank of this engine reads.
+        stripe: the stripe of one rank of this engine, for `Stripe.check_remote`.
 
     Attributes:
         outcomes: number of ended handshakes, by "ok" or the code of the error.
@@ -197,8 +198,8 @@ class PeerTable:
         """Fails handshakes that have timed out, and schedules the next requests.
 
         Returns:
-            The peers to send a request for metadata to now, and the peers with a
-            handshake that has timed out now.
+            The peers from which to request metadata now, and the peers with handshakes
+            that this call has failed.
         """
         timed_out = [peer for peer in self.handshaking() if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
@@ -246,7 +247,8 @@ class PeerTable:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
-        except PlanError as error:  # a block of the peer spans stripes of several ranks
+        # A block of the peer has tokens of several ranks of this engine.
+        except PlanError as error:
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
             peer.is_handshaking = False
@@ -279,7 +281,7 @@ def misfit_of(
 ) -> PeerIncompatible | None:
     """The error if a reference contradicts the metadata of its engine, else None."""
     if remote.transfer_id is not None:
-        # The reference is an offer; its blocks come from the engine itself.
+        # P still computes the prompt, so the reference has no blocks yet.
         return None
     layout = metadata.ranks[0].layout
     for name, value, engine_value in (
@@ -288,7 +290,7 @@ def misfit_of(
     ):
         if value != engine_value:
             message = (
-                f"{name} is {value} in kv_transfer_params, "
+                f"{name} is {value} in kv_transfer_params, but "
                 f"{engine_value} on the prefill server"
             )
             return PeerIncompatible(message, param=f"kv_transfer_params.{name}")
@@ -296,7 +298,7 @@ def misfit_of(
     if largest < layout.num_blocks:
         return None
     message = (
-        f"remote_block_ids names block {largest}; "
-        f"the prefill server has {layout.num_blocks}"
+        f"remote_block_ids has the block id {largest}; "
+        f"the prefill server has {layout.num_blocks} blocks"
     )
     return PeerIncompatible(message, param="kv_transfer_params.remote_block_ids")

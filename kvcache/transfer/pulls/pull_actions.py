@@ -20,12 +20,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class RecordPeerFailure:
-    """The action to count a failure in the peer's circuit breaker.
+    """The action that counts a failure in the peer's circuit breaker.
 
-    The peer's metadata may be wrong, so the next pull repeats the handshake.
+    It also discards the peer's metadata, which may be wrong: the next pull repeats the
+    handshake.
     """
 
 
-# LeaseRequest and Subscribe go to P, Pull and StopPull to every rank, an Event to the
-# engine. RecordPeerFailure is for the coordinator.
+# The coordinator sends LeaseRequest and Subscribe to P, Pull and StopPull to every
+# rank, and an Event to the engine. RecordPeerFailure changes the coordinator's own
+# record.
 Action = LeaseRequest | Subscribe | Pull | StopPull | RecordPeerFailure | Event

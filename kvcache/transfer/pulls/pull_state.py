@@ -1,4 +1,4 @@
-"""One pull's decisions: (state, event, now) -> actions. No I/O, no clock.
+"""The state machine of one pull: (state, event, now) -> actions. No I/O, no clock.
 
     HELD --pull--> WAITING --peer ready--> READING --all read--> FENCING --ok--> ENDED
       |               |                       |                     |
@@ -7,8 +7,8 @@
                                    DRAINING (READs still active) --all ended--> ENDED
 
 The fence is P's answer to COMPLETE: it confirms that the lease was held until all READs
-had ended. While P still computes the prompt, READING proceeds in cuts, and waits for
-more blocks between two cuts.
+had ended. While P still computes the prompt, READING proceeds in cuts, each of the
+tokens that are new, and waits for more blocks between two cuts.
 """
 
 from msgspec.structs import replace
@@ -57,7 +57,7 @@ from protocol.handshake import (
 )
 from protocol.messages import RemotePrefill
 
-# Errors that are not the peer's fault.
+# Codes of errors that are not counted in the peer's circuit breaker.
 _INNOCENT_CODES = (InternalError.code, PullCircuitOpen.code, PeerIncompatible.code)
 _NEVER = float("inf")
 
@@ -70,7 +70,7 @@ class PullState:
         tokens_per_block: tokens of one of this engine's blocks, on all ranks together.
 
     Attributes:
-        scheduled_tick: when `tick` is due. Only PullTable uses this attribute.
+        scheduled_tick: when PullTable has scheduled a `tick`. Only PullTable uses it.
         is_drained_reported: a PullDrained was returned.
     """
 
@@ -105,11 +105,12 @@ class PullState:
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone
         self._is_converted = False  # as in PullDone
-        self._scope: Scope | None = None  # digest of the cut; None once it is verified
-        self._parts: list[DigestPart] = []  # the ranks' parts of that digest
+        # What the current cut's digests cover; None if they are equal or not needed.
+        self._scope: Scope | None = None
+        self._parts: list[DigestPart] = []  # the ranks' parts of D's digest of the cut
         self._sums: bytes | None = None  # P's digest of the cut
-        # The digests have differed, and P's digest is requested once more. If the lease
-        # has ended, P's blocks may have changed, but then P answers LeaseEnded.
+        # The two digests have differed, and P's digest was requested again. If they
+        # have differed because the lease had ended, P now answers LeaseEnded.
         self._is_repeating_digest = False
         self._error: BatonError | None = None
         self._is_failure_reported = False
@@ -120,27 +121,27 @@ class PullState:
         self._next_renewal = now
         self._timeout = _NEVER  # when the phase times out
         self._next_retry = _NEVER  # when to repeat COMPLETE or GetDigest
-        # While P computes the prompt, the pull fails if no answer comes by this time.
+        # While P computes the prompt, the pull fails if P does not answer by this time.
         self._answer_deadline = _NEVER
         if self._grows:
             self._answer_deadline = now + settings.fence_timeout_s
 
     @property
     def is_reading(self) -> bool:
-        """True if a rank has not reported the end of its share."""
+        """True if any rank has not reported the end of its share."""
         return bool(self._reading)
 
     @property
     def hangs(self) -> bool:
-        """True if the pull was given up and its READs outlast `drain_grace_s`."""
+        """True if READs of a given-up pull are still active after `drain_grace_s`."""
         return self.phase is Phase.DRAINING and self._timeout == _NEVER
 
     @property
     def is_untouched(self) -> bool:
         """True if the lease need not be aborted when this pull is given up.
 
-        No READ was ordered, and the sender of the reference either ends the lease
-        itself or offers the reference to a different engine.
+        This holds if no READ was ordered, and if the sender of the reference then ends
+        the lease itself or gives the reference to a different engine.
         """
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
@@ -154,7 +155,7 @@ class PullState:
     # -- events
 
     def pull(self, order: Pull, now: float) -> None:
-        """Stores the engine's order to read; `on_peer_ready` starts it."""
+        """Stores the engine's order to read; `on_peer_ready` begins to read."""
         if self.phase is Phase.HELD:
             self.phase = Phase.WAITING
             self._order = order
@@ -164,7 +165,7 @@ class PullState:
     def on_peer_ready(
         self, now: float, verified: str = "off", *, is_converted: bool = False
     ) -> list[Action]:
-        """Orders the first cut, because the handshake is complete.
+        """Orders the first cut. Called once the handshake is complete.
 
         Args:
             verified, is_converted: as in PullDone.
@@ -226,7 +227,7 @@ class PullState:
         return self._end(self._done(now)) if is_fence else []
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull, unless it has ended or was given up. Blames no peer."""
+        """Fails the pull, unless it has ended or was given up. Counts no failure."""
         if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
@@ -279,7 +280,7 @@ class PullState:
         """Orders the next cut, or requests the fence after the last cut.
 
         Does nothing while a cut is being read or verified. While P computes the prompt,
-        a cut has all new tokens, rounded down to full blocks of this engine.
+        a cut has all tokens that are new, rounded down to full blocks of this engine.
         """
         order = self._order
         if self.phase is not Phase.READING or order is None:
@@ -331,8 +332,8 @@ class PullState:
     def _on_blocks_announced(self, progress: Progress, now: float) -> list[Action]:
         """Takes the blocks that P has announced, and orders the next cut.
 
-        Ignores a message if blocks before its first block are missing here. P will
-        announce the missing blocks again after the next subscription.
+        Ignores the message if earlier blocks have not been announced here. P announces
+        them again after the next Subscribe message.
         """
         if not self._grows or progress.first > len(self._blocks):
             return []
@@ -415,7 +416,7 @@ class PullState:
     # -- the end
 
     def _fail_by_peer(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull; counts a failure of the peer if the error is the peer's."""
+        """Fails the pull. Also counts a peer failure, except for _INNOCENT_CODES."""
         actions: list[Action] = []
         if error.code not in _INNOCENT_CODES:
             actions.append(RecordPeerFailure())
@@ -429,7 +430,7 @@ class PullState:
                 message = f"reading the KV from {peer} took longer than {limit_s:g} s"
             elif self._scope:
                 message = f"{peer} sent no digest of its KV within {limit_s:g} s"
-            else:  # the prompt is slow, but the transfer has not failed
+            else:  # P computes the prompt slowly, but no READ of P's memory has failed
                 message = f"{peer} did not continue the prompt within {limit_s:g} s"
                 return self.fail(PullTimeout(message), now)
             return self._fail_by_peer(PullTimeout(message), now)
@@ -455,13 +456,14 @@ class PullState:
     def _end_drained(self) -> list[Action]:
         """Ends a pull that has failed or was cancelled, and aborts its lease.
 
-        The lease is aborted only now: while READs are active, P must not unmap the
-        memory or reuse the blocks. (Late bytes are harmless for D: nothing uses them.)
+        The lease is aborted only now, because P must not unmap the memory or reuse the
+        blocks while READs are active.
         """
         messages: list[Action] = []
         if not isinstance(self._error, LeaseGone):
             if self._grows and not self.remote.lease_id:
-                # P may not know the offer yet.
+                # P ignores an abort of an offer that P does not know yet. Subscribe
+                # makes the offer known.
                 messages.append(self._subscribe())
             messages.append(self.abort_message())
         if self._is_cancelled or self._is_failure_reported:

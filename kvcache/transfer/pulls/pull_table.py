@@ -8,8 +8,8 @@ from kvcache.transfer.pulls.lease_client import Address
 from kvcache.transfer.pulls.messages import PeerKey
 from kvcache.transfer.pulls.pull_state import PullState
 
-# Pulls that are remembered after they have ended, so that a `cancel` that comes late is
-# answered exactly once.
+# Number of ended pulls that are remembered, so that a late `cancel` of an ended pull is
+# answered with exactly one PullDrained.
 _MAX_ENDED = 16384
 _NEVER = float("inf")
 
@@ -21,7 +21,7 @@ class PullTable:
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id
         self._ticks: list[tuple[float, str]] = []  # heap of (time, pull id)
-        # By id of an ended pull: whether a PullDrained was emitted. Oldest first.
+        # By id of an ended pull, oldest first: whether a PullDrained was emitted.
         self._ended: OrderedDict[str, bool] = OrderedDict()
 
     def __len__(self) -> int:
@@ -39,11 +39,11 @@ class PullTable:
         return self._attempts.get(nonce.partition("-")[2])
 
     def pulls_from(self, address: Address) -> list[PullState]:
-        """The open pulls from the engine at an address."""
+        """The open pulls from the engines at an address."""
         return [state for state in self if state.address == address]
 
     def reading_from(self, key: PeerKey) -> list[PullState]:
-        """The open pulls from a peer that are still being read on some rank."""
+        """The open pulls from a peer that some rank still reads."""
         return [state for state in self if state.is_reading and state.key == key]
 
     def add(self, state: PullState) -> None:
@@ -51,7 +51,7 @@ class PullTable:
         self._attempts[state.attempt_id] = state
 
     def end(self, state: PullState) -> None:
-        """Removes an ended pull, and remembers its id. A second call does nothing."""
+        """Removes an ended pull and remembers its id. Repeated calls do nothing."""
         if self._pulls.pop(state.pull_id, None) is not None:
             del self._attempts[state.attempt_id]
             self.remember_ended(state.pull_id, state.is_drained_reported)
@@ -71,7 +71,7 @@ class PullTable:
     def schedule(self, state: PullState) -> None:
         """Schedules a tick at the pull's deadline, unless an earlier tick is scheduled.
 
-        The earlier tick will schedule the next tick.
+        If an earlier tick is scheduled, the caller schedules again after that tick.
         """
         tick_time = state.deadline()
         if tick_time < state.scheduled_tick:

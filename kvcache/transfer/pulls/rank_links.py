@@ -22,8 +22,8 @@ from protocol.ipc.wire import (
     update_selector,
 )
 
-# Bound of the size of a message. The bound is high, because the ranks of an engine
-# trust each other.
+# Bound of the size of a message in bytes. The bound is high, because no message comes
+# from outside of the engine.
 _MAX_BYTES = 1 << 30
 
 

@@ -232,8 +232,8 @@ class Broken(MemoryPlacer):
     [
         ({"edit": without_offer}, MemoryPlacer, "not mapped: the peer offers no memory",
          "offers no memory to map.*--transfer auto"),
-        ({}, without_compiler, "some kernels that place KV cannot be compiled",
-         "the kernel that places KV"),
+        ({}, without_compiler, "some kernels that copy KV cannot be compiled",
+         "the kernel that copies KV"),
         ({}, Broken, "not mapped: a bug", "a bug"),
     ],
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The state that all HTTP calls of one server share, and the hooks for the legs of
-disaggregated requests.
+"""The state that all HTTP calls of one server share, and the hooks for the prefill and
+decode legs of disaggregated requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# The most bytes of kv_transfer_params, which a proxy adds to a request. They do not
-# count towards --max-body-bytes. They contain a prompt's logprobs if the client
-# requests logprobs: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
+# The most bytes of the members that a proxy adds to a body, which do not count towards
+# --max-body-bytes. The member kv_transfer_params contains a prompt's logprobs if the
+# client requests logprobs: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
 
@@ -36,7 +36,7 @@ class Endpoint(NamedTuple):
 
     Attributes:
         name: the value of the label `endpoint` of metrics.
-        parse: validates the members of a body.
+        parse: validates the members of a body, and returns them as a request.
         writer: writes responses in the endpoint's format.
     """
 
@@ -89,15 +89,16 @@ class ServerHooks:
             request has ended.
 
         Raises:
-            Overloaded: requests of several prompts would hold too many KV blocks.
+            Overloaded: the requests that have several prompts each would together hold
+                too many KV blocks.
         """
         return no_op
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """Return messages to the engine that release the KV of `kv_transfer_params`.
 
-        The server sends these messages when it refuses a request with the params, or
-        when no server will pull the KV to which the params refer.
+        The server sends these messages when it refuses a request that has these params,
+        or when no server will pull the KV to which these params refer.
         """
         return ()
 
@@ -111,12 +112,12 @@ class ServerHooks:
 
 
 def no_op() -> None:
-    """Do nothing. `admit` returns this callback if it has reserved nothing."""
+    """Do nothing. `ServerHooks.admit` returns this if it has reserved nothing."""
 
 
 @dataclass
 class Api:
-    """The state that every call needs. An application has one Api.
+    """The state that every call needs. Each application, and so each server, has one.
 
     `set_model` adds the model. Until `set_model` has been called,
     `client.require_ready` refuses the calls that need the model.

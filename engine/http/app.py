@@ -46,8 +46,8 @@ def create_app(api: Api) -> FastAPI:
     """Return the application of one server.
 
     The caller starts and closes `api.client` and `api.grammars`, on the event loop that
-    serves the application. The application can serve requests before the engine is
-    ready: it refuses those that need the model, and reports its health.
+    serves the application. The application can run before the engine is ready: until
+    then, it refuses the requests that need the model, and answers all others.
     """
     pages = _Pages(api)
     post_handlers: dict[str, Callable[..., Any]] = {
@@ -192,7 +192,10 @@ class _Pages:
         return Response(self._page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
-        """Release the KV of the body's `kv_transfer_params`. No server will pull it."""
+        """Release the KV of the body's `kv_transfer_params`, which no server will pull.
+
+        The response has the number of messages that were sent to the engine for this.
+        """
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False
         )
@@ -203,7 +206,10 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        """Shut the server down like SIGTERM: its streams migrate to other servers."""
+        """Shut the server down, as SIGTERM does: its streams migrate to other servers.
+
+        The response is sent without waiting for the shutdown.
+        """
         check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
@@ -236,7 +242,7 @@ class _Pages:
                 the body's size in bytes.
         """
         settings = self._api.settings
-        self._api.client.require_ready()  # the tokenizer is loaded before this succeeds
+        self._api.client.require_ready()  # succeeds only once the tokenizer is loaded
         async with enforce_deadline(
             deadline_of(request.scope["headers"], settings.request_timeout_s)
         ):
@@ -257,7 +263,8 @@ class _Pages:
 
         parsed = await api.texts.run_python(num_bytes, parse)
         # Clients use the count to learn how far a text exceeds the context. So a text
-        # beyond the context is tokenized, too, if it has at most LONG_CHARS characters.
+        # that exceeds the context is not refused if it has at most LONG_CHARS
+        # characters.
         (ids,) = await api.texts.tokenize(
             parsed.as_generation(), num_bytes, length, always_tokenized=LONG_CHARS
         )

@@ -37,7 +37,8 @@ from protocol.resume import HEADER, Resume
 
 log = get_logger(__name__)
 
-# Frames that a resumed stream replays between two yields to the event loop.
+# When a stream resumes at this server, the replay of its frames yields to the event
+# loop each time it has replayed this many.
 _REPLAYED_AT_ONCE = 64
 
 
@@ -51,8 +52,8 @@ class HttpRequestState:
             another server (engine/http/resume.py).
 
     Attributes:
-        migrated_kv: the kv_transfer_params of a request that has migrated, which refer
-            to its KV; None for other requests.
+        migrated_kv: once the request has migrated to another server, the
+            kv_transfer_params that refer to its KV; until then None.
     """
 
     def __init__(
@@ -92,19 +93,20 @@ class HttpRequestState:
         }
         self.subscription = subscription
         self.stats = stats
-        self._num_open = num_choices * len(adds)
+        self._num_open_choices = num_choices * len(adds)
         self._num_sent_tokens = 0
         self.migrated_kv: dict[str, Any] | None = None
 
     @property
     def done(self) -> bool:
-        return self._num_open == 0
+        return self._num_open_choices == 0
 
     async def respond(self, receive: Receive) -> Response:
-        """Wait for a stream's first tokens, else for all tokens; return a response.
+        """Wait for tokens, and return the response.
 
-        The response closes the subscription when it has been sent. This function closes
-        the subscription if an error occurs.
+        For a stream, the first tokens suffice. Any other response needs all tokens. The
+        response closes the subscription when it has been sent. This function closes the
+        subscription if an error occurs.
 
         Raises:
             BatonError: the request failed before its response began.
@@ -116,7 +118,7 @@ class HttpRequestState:
                 replayed: list[ChoicePiece] = []
                 if framing.resumed:
                     replayed = await self._replay(framing.resumed)
-                if framing.is_movable:  # from now on a drain can migrate this request
+                if framing.is_movable:  # from now on the server can migrate the request
                     self.subscription.allow_migration(
                         lambda: framing.may_migrate,
                         is_resumed=framing.resumed is not None,
@@ -132,11 +134,12 @@ class HttpRequestState:
     async def _collect(self, pieces: list[ChoicePiece]) -> Response:
         """Collect all pieces and return the complete response.
 
-        If the request migrates while pieces are collected, the response has its frames
-        instead.
+        If the request migrates while pieces are collected, the response contains the
+        request's frames instead, with which another server continues.
 
         Args:
-            pieces: the pieces that have arrived, including those of a resumed request.
+            pieces: the pieces that have arrived, including those that `_replay` has
+                returned.
         """
         merged: dict[int, ChoicePiece] = {}
         while True:
@@ -158,16 +161,16 @@ class HttpRequestState:
         num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
         is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
         body = await asyncio.to_thread(write) if is_long else write()
-        headers = {KV_HEADER: kv_header(usage), **self.prefill_kv()}
+        headers = {KV_HEADER: kv_header(usage), **self.prefill_kv_headers()}
         return CompleteAnswer(
             self.subscription, body, headers, refers_to_kv=bool(extra)
         )
 
-    def prefill_kv(self) -> dict[str, str]:
+    def prefill_kv_headers(self) -> dict[str, str]:
         """Return the header that describes the KV of the prefill legs.
 
-        The result is empty until every prompt has reported its usage, and if no KV came
-        from a prefill leg.
+        Returns {} until the engine has reported the usage of every prompt, and if no KV
+        came from a prefill leg.
         """
         first_usages = [prompt.first_usage for prompt in self._prompts.values()]
         usage = Usage(kv=add_kv([first for first in first_usages if first is not None]))
@@ -179,8 +182,8 @@ class HttpRequestState:
         """Select the `n` best candidates of each prompt, and number them from 0.
 
         Args:
-            merged: the complete answers of all candidates, by index. The index of each
-                selected one is changed.
+            merged: the complete answers of all candidates, by index. This function
+                changes the `index` of the selected answers.
         """
         best: list[ChoiceStream] = []
         for prompt in self._prompts.values():
@@ -197,8 +200,8 @@ class HttpRequestState:
         """Wait for pieces, and return those that have arrived since the last call.
 
         The result is empty only if the request is `done` or has migrated. A migration
-        sets `migrated_kv`. New tokens are counted in the request's stats and added to
-        its frames.
+        sets `migrated_kv`. New tokens are counted in the request's stats, and added to
+        the response's next frame.
 
         Raises:
             BatonError: a sequence failed; the call cannot continue.
@@ -228,16 +231,16 @@ class HttpRequestState:
         """Restore the state of a resumed request from its frames.
 
         Returns:
-            The pieces of the frames if the response is not a stream. The client of a
-            stream has already received the pieces, so the list is then empty.
+            The pieces of the frames; [] for a stream, because its client has already
+            received these pieces.
         """
         pieces: list[ChoicePiece] = []
         request_ids = list(self._prompts)
         num_choices = self._parsed.num_candidates
         for prompt in self._prompts.values():
             if prompt.is_resumed and self._parsed.num_prompt_logprobs is not None:
-                # The client has already received the prompt's logprobs. Placeholders
-                # stand for them.
+                # The client has already received the prompt's logprobs, so placeholders
+                # suffice.
                 prompt.add_logprobs([None] * len(prompt.ids))
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
@@ -278,19 +281,19 @@ class HttpRequestState:
         if piece is None:
             return None
         if piece.finish_reason is not None:
-            self._num_open -= 1
+            self._num_open_choices -= 1
         elif choice.needs_abort and not was_stopped:
-            has_others = len(prompt.choices) > 1
+            has_other_choices = len(prompt.choices) > 1
             self.subscription.abort(
-                delta.request_id, delta.choice if has_others else None
+                delta.request_id, delta.choice if has_other_choices else None
             )
         return piece
 
     def events(self, pieces: list[ChoicePiece]) -> bytes:
-        """Return the events of `pieces` as bytes.
+        """Return the server-sent events for `pieces`.
 
-        After the last piece of the request they end in [DONE], and the request is
-        recorded as finished.
+        If `pieces` end the request, the events end in [DONE], and this function records
+        the request as finished.
         """
         last = len(pieces) - 1 if self.done else -1
         shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
@@ -298,7 +301,7 @@ class HttpRequestState:
         usage_so_far = self._usage() if self._parsed.continuous_usage else None
         for position, piece in enumerate(pieces):
             self._num_sent_tokens += len(piece.token_ids)
-            # A piece has no tokens after a stop string.
+            # After a stop string has ended the text, pieces have no tokens.
             has_shown_tokens = shows_tokens and piece.token_ids
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
@@ -318,7 +321,7 @@ class HttpRequestState:
         """Record the request as finished.
 
         Returns:
-            The usage, and the members that the hooks add to the response.
+            The usage, and the members that `ServerHooks.finish` adds to the response.
         """
         usage = self._usage()
         finals = self._finals()
@@ -375,7 +378,7 @@ class CompleteAnswer(Response):
             await _send_head(send, self)
             await _send_body(send, bytes(self.body), more=self._refers_to_kv)
             if self._refers_to_kv:
-                # This call returns only when most of the body has been sent.
+                # This call returns only when most of the body has left the process.
                 await _send_body(send, b"", more=True)
                 if not is_closing(scope):
                     self._subscription.confirm_delivery()
@@ -391,14 +394,14 @@ class EventStream(Response):
     for each stream.
 
     Args:
-        pieces: the pieces that have arrived, which are sent first.
+        pieces: the pieces that have already arrived. They are sent first.
     """
 
     media_type = sse.MEDIA_TYPE
 
     def __init__(self, call: HttpRequestState, pieces: list[ChoicePiece]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=headers | call.prefill_kv())
+        super().__init__(headers=headers | call.prefill_kv_headers())
         del self.headers["content-length"]
         if call.framing.is_requested:
             self.headers[HEADER] = "1"
@@ -431,7 +434,7 @@ class EventStream(Response):
         try:
             while True:
                 data = call.events(pieces)
-                if pieces:  # a frame also has the tokens of pieces without an event
+                if pieces:  # also if they make no event: the frame has their tokens
                     data = first_frame + framing.wrap(data)
                     first_frame = b""
                 if data:
@@ -451,7 +454,7 @@ class EventStream(Response):
     async def _send_migration(
         self, scope: Scope, send: Send, params: dict[str, Any]
     ) -> None:
-        """End the stream at this server; the proxy continues it at another server.
+        """End the stream here, so that the proxy continues it at another server.
 
         Args:
             params: the kv_transfer_params that refer to the stream's KV.

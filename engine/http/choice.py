@@ -26,15 +26,15 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-# Up to this number of logprobs are written on the event loop, larger numbers in a
-# thread. Writing a logprob takes 4 us.
+# Up to this number of logprobs are converted to JSON on the event loop, larger numbers
+# in a thread. Converting a logprob takes 4 us.
 INLINE_LOGPROBS = 1 << 12
 # An Encoder reuses its buffer, so it needs a fifth of the memory that
 # msgspec.json.encode needs.
 _encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-# If the decoded prompt does not end with the client's text, the client's text is
-# located by this many of its first characters.
+# If the decoded prompt does not end with the client's text, this many of the text's
+# first characters are searched for, to find where the text begins.
 _HEAD_CHARS = 4
 
 
@@ -116,9 +116,9 @@ class PromptGeneration:
     def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
         """Return the first choice's first or last delta, with corrected usage.
 
-        Stores the usage of the first delta in `first_usage`. In a response that has
-        migrated, the last delta reports as many cached tokens as the first one. So the
-        client does not see which tokens the second server computed again.
+        Stores the usage of the first delta in `first_usage`. In a response that resumed
+        at this server, the last delta gets the number of cached tokens of the first
+        delta. So the client does not see that this server computed tokens again.
         """
         first_usage = self.first_usage
         usage = delta.usage
@@ -164,7 +164,8 @@ class PromptGeneration:
     def is_slow_to_report(self) -> bool:
         """Whether the next call of `prompt_report` takes long and so needs a thread.
 
-        False before all of the prompt's logprobs have come, and after the first call.
+        False until all of the prompt's logprobs have arrived, and after the first call
+        of `prompt_report`.
         """
         num_logprobs = self.request.num_prompt_logprobs
         has_logprobs = num_logprobs is None or len(self._logprobs) == len(self.ids)
@@ -178,8 +179,8 @@ class PromptGeneration:
     def prompt_report(self) -> PromptReport:
         """Return the parts of the response that describe the prompt.
 
-        Call this only after all of the prompt's logprobs have come. The first call
-        makes the report, on any thread. Later calls return the same report.
+        Call this only after all of the prompt's logprobs have arrived. The first call
+        makes the report, and may run in any thread. Later calls return the same report.
         """
         if self._report is None:
             text = ""
@@ -236,8 +237,8 @@ class PromptGeneration:
     def _complete_logprobs(self) -> list[TokenLogprobs | None]:
         if len(self._logprobs) != len(self.ids):
             raise InternalError(
-                f"The engine scored {len(self._logprobs)} of the prompt's "
-                f"{len(self.ids)} tokens."
+                f"The engine returned logprobs for {len(self._logprobs)} of the "
+                f"prompt's {len(self.ids)} tokens."
             )
         return self._logprobs
 
@@ -310,7 +311,8 @@ class ChoiceStream:
         # The text of a stop token is shown only with `include_stop_str_in_output`.
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
-        # Tags that the parsers need, although the tags may be special tokens.
+        # Tags that the parsers must see, even if the tags are special tokens, which the
+        # detokenizer otherwise skips.
         visible_tags: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
         if tool_parser:
             visible_tags += SPECIAL_TAGS
@@ -327,8 +329,8 @@ class ChoiceStream:
         self._is_first_piece = True
         self._tool_parser = tool_parser
         self.num_reasoning = 0
-        # How many of the last tokens the reasoning parser holds back. They count as
-        # reasoning, until `_finish` learns that they belong to the answer.
+        # How many of the last tokens have text that the reasoning parser holds back.
+        # These tokens count as reasoning unless `_finish` assigns them to the answer.
         self._num_held_back = 0
         self._reasoning = reasoning
 
@@ -350,8 +352,8 @@ class ChoiceStream:
         """Return the piece that a delta adds. The delta must not have an error.
 
         Returns None for a delta that describes only the prompt. The last piece has the
-        finish reason. A stop string completes the text, but does not make the last
-        piece: that comes with the engine's last delta, which has the usage.
+        finish reason. Even if a stop string has ended the text, the last piece is made
+        only from the engine's last delta, because that delta has the usage.
         """
         if not delta.token_ids and delta.finish_reason is None:
             return None
@@ -404,8 +406,8 @@ class ChoiceStream:
         self._offset += len(text)
         is_of_head = bool(tag) or reasoning.is_in_head
         may_think = reasoning.may_think
-        # Text before min_tokens is not searched for stop strings, and neither is the
-        # head of a harmony message, which the client does not see.
+        # Stop strings are searched for only after min_tokens, and never in the head of
+        # a harmony message, which the client does not see.
         if self.num_tokens > self._request.min_tokens and not reasoning.is_in_head:
             text, self.hit_stop_string = self._stops.push(text)
         self._add_text(piece, *reasoning.feed(text))
@@ -444,8 +446,8 @@ class ChoiceStream:
 def _separate_calls(piece: ChoicePiece, parser: ToolParser) -> None:
     """Move the calls in a piece's text to its `tool_calls`.
 
-    Sets the finish reason "tool_calls" on the last piece of an answer that stopped by
-    itself and has complete calls.
+    Changes the finish reason of the last piece from "stop" to "tool_calls" if the
+    answer has calls and all of them are complete.
     """
     parsed = parser.feed(piece.text)
     piece.text = parsed.content

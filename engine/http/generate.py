@@ -66,18 +66,18 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     except (BatonError, RecursionError) as raised:
         error = as_baton_error(raised)
         if call is None:
-            _release_offered_kv(api, members)
+            _release_referenced_kv(api, members)
         stats.close(error)
         return error_response(error)
     except BaseException as error:
         if call is None:  # the client disconnected before the engine had the request
-            _release_offered_kv(api, members)
+            _release_referenced_kv(api, members)
         stats.close(error)
         raise
 
 
-def _release_offered_kv(api: Api, members: dict[str, Any]) -> None:
-    """Release the KV that a request refers to. The request was never started.
+def _release_referenced_kv(api: Api, members: dict[str, Any]) -> None:
+    """Release the KV to which a body's members refer, as its request never started.
 
     Does nothing if the sender of the request releases the KV itself.
     """
@@ -97,10 +97,11 @@ async def _start(
 ) -> "HttpRequestState":
     """Prepare a call and submit it to the engine.
 
-    The call enters the queue when its length is known and this server can serve it.
+    The call enters the queue once it has been checked and its tokens are counted.
 
     Args:
-        members: those of the body. `baton_resume` is removed, and `model` is set.
+        members: the body's members. This function removes `baton_resume`, and sets
+            `model` if it is absent.
         num_bytes: the size of the body.
 
     Raises:
@@ -138,7 +139,7 @@ async def _start(
     )
     _release_unused_kv(api, adds)
     subscription = api.client.submit(open_adds, queue_entry)
-    # The engine works on the request while its response is prepared.
+    # The engine already works on the request while this process prepares the response.
     try:
         parsed = parsed.without_prompt_fields()
         return HttpRequestState(
@@ -150,18 +151,18 @@ async def _start(
 
 
 def _release_unused_kv(api: Api, adds: list[AddRequest]) -> None:
-    """Release the remote KV of prompts for which nothing is left to generate."""
+    """Release the remote KV of prompts that have no choice left to generate."""
     for add in adds:
         if add.remote is not None and not has_open_choice(add):
             api.client.send(ReleaseRemote(add.remote))
 
 
 def _parsing_size(api: Api, num_bytes: int) -> int:
-    """Return the `size` for `TextWorkers.run_python` to parse a body of `num_bytes`.
+    """Return the `size` argument of `TextWorkers.run_python` for parsing a body.
 
-    The size is 0 if the body is parsed on the event loop. Proxies add references to KV,
-    which can make a body larger than --max-body-bytes. The size never exceeds that
-    limit.
+    The result is 0 for a body that is small enough to be parsed on the event loop. It
+    is at most --max-body-bytes: a body exceeds this limit only by the references to KV
+    that proxies add.
     """
     if num_bytes <= INLINE_BODY_BYTES:
         return 0
@@ -199,7 +200,8 @@ async def _prepare(
     limits = [
         token_limit(parsed, len(ids), max_model_len, default_limit) for ids in prompts
     ]
-    # The prompts fit the context now, so this loop does not block the event loop long.
+    # The prompts are known to fit the context, so checking their ids on the event loop
+    # does not take long.
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
@@ -209,7 +211,7 @@ async def _prepare(
         num_prompt_tokens=sum(map(len, prompts)),
         num_output_tokens=sum(limits) * parsed.num_candidates,
     )
-    # The work depends on the length of the bad words, which `_make_adds` tokenizes.
+    # `_make_adds` tokenizes the bad words, so its cost depends on their length.
     num_chars = sum(map(len, parsed.bad_words))
     make_adds = partial(_make_adds, api, parsed, prompts, limits)
     adds = await api.texts.run(num_chars, make_adds)
@@ -223,7 +225,7 @@ def _make_adds(
 
     Args:
         prompts: the token ids of each prompt.
-        limits: how many tokens each prompt may generate at most.
+        limits: for each prompt, how many tokens each of its choices may have at most.
     """
     sampling = parsed.sampling(
         parsed.seed if parsed.seed is not None else secrets.randbits(63)
@@ -234,8 +236,8 @@ def _make_adds(
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stop_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     stop_ids += [i for i in parsed.stop_token_ids if i not in stop_ids]
-    # The random part keeps ids unique if a client sends the same X-Request-Id twice.
-    # The cut keeps them short.
+    # The random part keeps ids unique if a client sends the same X-Request-Id twice. A
+    # long X-Request-Id is cut, so that ids stay short.
     unique_id = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"
     return [
         AddRequest(

@@ -14,17 +14,19 @@ from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import schema_text
 from protocol.short_repr import short_repr
 
-# The most tokens that all sequences of one request may have, prompts and outputs. The
-# limit is higher if --max-num-seqs sequences of full context length have more tokens.
+# The most tokens that all sequences of one request may have together, prompts included.
+# The limit is higher if --max-num-seqs sequences of full context length have more
+# tokens.
 MAX_REQUEST_TOKENS = 1 << 22
 # A shorter choice counts as this number of tokens: even a short choice takes memory.
 MIN_CHOICE_TOKENS = 256
-# The most logprobs of prompt tokens in one response. Each takes 100 bytes. In a stream
-# or in a reference to KV, each also takes a few microseconds of the event loop. So the
-# limit is lower for streams, whereas a thread writes the other responses.
+# The most logprobs of prompt tokens in one response. Each takes 100 bytes. The event
+# loop writes those of a stream or of a reference to KV, at a few microseconds each. So
+# streams have a lower limit. A thread writes all other responses.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
-# The most logprobs of output tokens in one response. They take about 0.3 GB.
+# The most logprobs of output tokens in one response. This number of logprobs takes
+# about 0.3 GB.
 MAX_LOGPROBS = 1 << 23
 
 
@@ -137,8 +139,8 @@ def token_limit(
     """Return how many tokens may be generated after a prompt.
 
     Args:
-        model_limit: `max_new_tokens` of the model's files, which limits requests
-            without a limit; None if the files have none.
+        model_limit: `max_new_tokens` in the model's generation_config.json, which
+            applies to requests without a limit; None if the file does not set it.
 
     Raises:
         ContextLengthExceeded: the context is too short for the prompt, or for the
@@ -192,8 +194,8 @@ def check_logprobs(
         alternative = ", or stream it" if parsed.streams_logprobs_once else ""
         refuse(
             parsed.logprobs_field,
-            f"asks for up to {num_logprobs} logprobs of generated tokens, a response "
-            f"has {MAX_LOGPROBS} at most; lower `n` or `{parsed.limit_field}`"
+            f"asks for up to {num_logprobs} logprobs of generated tokens; the limit is "
+            f"{MAX_LOGPROBS} in a response; lower `n` or `{parsed.limit_field}`"
             f"{alternative}",
         )
 
@@ -211,8 +213,8 @@ def _check_prompt_logprobs(parsed: GenerationRequest, num_prompt_tokens: int) ->
         response = "a stream" if parsed.stream else "a response"
         refuse(
             field,
-            f"asks for {num_logprobs} logprobs of prompt tokens, {response} has "
-            f"{limit} at most; send fewer or shorter prompts at once",
+            f"asks for {num_logprobs} logprobs of prompt tokens; the limit is {limit} "
+            f"in {response}; send fewer or shorter prompts at once",
         )
 
 
@@ -228,7 +230,8 @@ def check_size(
     have more tokens.
 
     Args:
-        lengths: for each prompt, the number of its tokens and of one choice's tokens.
+        lengths: for each prompt, the number of its tokens plus the most tokens that one
+            choice may have.
     """
     num_choices = parsed.num_candidates
     size = num_choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)

@@ -29,12 +29,12 @@ from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
 
-# The most brackets, commas and colons in the members that proxies add, which bounds the
-# time to decode the members to 0.2 s. A reference to many blocks with the 2**19
-# logprobs of a prompt has this number.
+# The most brackets, commas and colons, weighted, in the members that proxies add. The
+# limit bounds the time to decode these members to 0.2 s. A reference to many blocks
+# with the 2**19 logprobs of a prompt reaches the limit.
 MAX_MARKS = 5 << 20
-# A colon stands for an object's member, which takes longer to decode than an element of
-# a list.
+# Each colon is a member of an object, which takes longer to decode than an element of a
+# list.
 _MARK_WEIGHTS = {b",": 1, b"[": 1, b"{": 1, b":": 8}
 # Access logs show this status, as nginx's do. The client has disconnected, so it does
 # not receive the status.
@@ -44,8 +44,8 @@ CLIENT_CLOSED_REQUEST = 499
 class RequestIdMiddleware:
     """Gives each request an id, and refuses requests without a valid API key.
 
-    The id is the client's X-Request-Id, or a new one. The response repeats the id in
-    its own X-Request-Id header.
+    The id is the client's X-Request-Id, or a random id if the client sends none. The
+    response has the same X-Request-Id header.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -112,9 +112,9 @@ async def read_json(
 
     Raises:
         PayloadTooLarge: the body is too large, has more members than `check_bounds`
-            allows, or has more values in the members that proxies add than servers
-            send.
-        QueueFull: other requests already hold too many bytes.
+            allows, or its kv_transfer_params and baton_resume have more values than any
+            server sends.
+        QueueFull: the bodies of other requests already hold too many bytes.
         InvalidRequest: the body is not a JSON object, or it is nested too deeply.
         ClientDisconnected: the client disconnected before the body was complete.
     """
@@ -153,8 +153,9 @@ def _check_size(body: bytes, max_bytes: int) -> None:
         if num_marks > MAX_MARKS:
             names = ", ".join(_ProxyMembers.__struct_fields__)
             raise PayloadTooLarge(
-                f"{names}: {num_marks} brackets, commas and colons are too many, the "
-                f"limit is {MAX_MARKS}; send the members as a server returned them"
+                f"{names}: there are {num_marks} brackets, commas and colons (a colon "
+                f"counts as {_MARK_WEIGHTS[b':']}), the limit is {MAX_MARKS}; send the "
+                "members as a server returned them"
             )
         for value in filter(None, map(bytes, values)):
             client_part = client_part.replace(value, b"", 1)
@@ -219,8 +220,9 @@ def error_response(
 def as_baton_error(raised: BatonError | RecursionError) -> BatonError:
     """Return the error to send to the client.
 
-    Parsing a nested body may succeed and a RecursionError occur later, in an error
-    message or a chat template, which use more of the stack.
+    A RecursionError means that the body is nested too deeply. It may occur even after
+    the body was parsed, because error messages and chat templates use more of the stack
+    than the parser.
     """
     if isinstance(raised, BatonError):
         return raised
@@ -228,7 +230,7 @@ def as_baton_error(raised: BatonError | RecursionError) -> BatonError:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Return the response for an exception. Log exceptions that are not expected."""
+    """Return the response for an exception. Log the exception if it is unexpected."""
     path = request.url.path[:200]
     match error:
         case BatonError() | RecursionError():

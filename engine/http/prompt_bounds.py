@@ -10,15 +10,16 @@ from typing import Any
 
 from protocol.errors import ContextLengthExceeded
 
-# These numbers of items and characters are accepted even if the context is short. They
-# are rendered quickly, and tokenizing stops at twice the context.
+# Up to these numbers of items and characters are accepted even if the context is short.
+# Rendering them is quick, and tokenizing stops at twice the context. An item is a
+# message, a part of a message, a tool call or a tool.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
 # Upper bound of the number of characters that Unicode normalization can compose into
 # one character. Hangul composes three.
 _COMPOSED_CHARS = 4
-_LISTS = ("messages", "input", "tools")
-_PARTS = ("content", "tool_calls")
+_ITEM_FIELDS = ("messages", "input", "tools")  # the fields of a body that have items
+_PART_FIELDS = ("content", "tool_calls")  # the fields of a message that have items
 
 
 def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
@@ -30,16 +31,16 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
     Raises:
         ContextLengthExceeded: a field has too many items. The error names the field.
     """
-    if _is_truncated(members):
+    if _requests_truncation(members):
         return
     max_items = _max_items(max_model_len)
-    for name in _LISTS:
+    for name in _ITEM_FIELDS:
         items = members.get(name)
         if not isinstance(items, list):
             continue
         num_items = len(items)
         if num_items <= max_items:
-            num_items += sum(map(_num_parts, items))
+            num_items += sum(map(_num_further_items, items))
         if num_items > max_items:
             unit = "messages, parts and tool calls" if name != "tools" else "tools"
             _refuse(name, f"{num_items} {unit}", max_items, max_model_len)
@@ -51,12 +52,13 @@ def check_num_chars(
     """Check how many characters each prompt has, unless the client requests truncation.
 
     Args:
-        longest_token_chars: the characters of the vocabulary's longest token.
+        longest_token_chars: the number of characters in the vocabulary's longest token.
 
     Raises:
-        ContextLengthExceeded: a field has too many characters. The error names it.
+        ContextLengthExceeded: a field has too many characters. The error names the
+            field.
     """
-    if _is_truncated(members):
+    if _requests_truncation(members):
         return
     max_chars = max(
         _COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT
@@ -66,8 +68,8 @@ def check_num_chars(
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
 
 
-def _is_truncated(members: dict[str, Any]) -> bool:
-    """Whether the client requests that a long prompt is truncated, not refused."""
+def _requests_truncation(members: dict[str, Any]) -> bool:
+    """Whether the client requests that long prompts are truncated to fit."""
     return (
         members.get("truncate_prompt_tokens") is not None
         or members.get("truncation") == "auto"
@@ -86,15 +88,15 @@ def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:
     )
 
 
-def _num_parts(item: Any) -> int:
-    """Return how many content parts and tool calls a message counts for.
+def _num_further_items(item: Any) -> int:
+    """Return the number of content parts and tool calls in a message.
 
     The first part and the first call are left out, because the caller already counts
     the message itself as one item.
     """
     if not isinstance(item, dict):
         return 0
-    lists = [item[name] for name in _PARTS if isinstance(item.get(name), list)]
+    lists = [item[name] for name in _PART_FIELDS if isinstance(item.get(name), list)]
     return sum(max(len(parts) - 1, 0) for parts in lists)
 
 
@@ -104,8 +106,8 @@ def _prompt_lengths(
     """Yield the field and the number of characters of each prompt."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    # Validation accepts fewer prompts than `max_items`. A list of more elements can
-    # only be valid if the elements are token ids.
+    # Validation accepts fewer prompts than `max_items`. A longer list can only be valid
+    # if its elements are token ids, so it has no texts to count.
     for prompt in prompts[:max_items]:
         if isinstance(prompt, str):
             yield "prompt", len(prompt)

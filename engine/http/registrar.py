@@ -1,4 +1,7 @@
-"""Registers this server with proxies periodically, and deregisters it at its end."""
+"""Registers this server with proxies, and deregisters it when it shuts down.
+
+The registration is repeated before it expires.
+"""
 
 import asyncio
 import random
@@ -24,7 +27,7 @@ LEAVE_TIMEOUT_S = 1.0  # for deregistering from all proxies
 # The pause after the first failure. Each failure in a row doubles the pause, up to the
 # interval between successful registrations.
 RETRY_S = 0.5
-# The share of a pause that is random, so that servers that started together do not
+# The random share of each pause. Without it, servers that started together would
 # register at the same times.
 JITTER = 0.2
 MAX_ANSWER_BYTES = 2**16  # the largest part of a proxy's response that is read
@@ -66,9 +69,9 @@ class Registrar:
         ]
 
     async def leave(self) -> None:
-        """Deregister from all proxies, so that they send no new requests. Call it once.
+        """Deregister from all proxies, which then send no new requests to this server.
 
-        Gives up after LEAVE_TIMEOUT_S.
+        Gives up after LEAVE_TIMEOUT_S. Call this only once: it closes the session.
         """
         for task in self._tasks:
             task.cancel()
@@ -122,12 +125,12 @@ class Registrar:
         problems = await asyncio.gather(*posts)
         return next(filter(None, problems), "")
 
-    async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:
+    async def _post(self, proxy: URL, named_proxy: URL, leaving: bool) -> str:
         """Send the record to one proxy.
 
         Args:
-            proxy: the URL with the proxy's address.
-            named: the URL with the proxy's host name.
+            proxy: the proxy's URL, with its address instead of the host name.
+            named_proxy: the proxy's URL with the host name.
 
         Returns:
             Why the proxy did not accept the record; "" if it did.
@@ -135,14 +138,16 @@ class Registrar:
         record = msgspec.structs.replace(
             self._record, issued_ms=int(time.time() * 1000), leaving=leaving
         )
-        headers = {"content-type": "application/json", "host": named.authority}
+        headers = {"content-type": "application/json", "host": named_proxy.authority}
         try:
             async with self._session.post(
-                proxy.with_path(named.path.rstrip("/") + REGISTER_PATH),
+                proxy.with_path(named_proxy.path.rstrip("/") + REGISTER_PATH),
                 data=seal(record, self._secret),
                 headers=headers,
                 allow_redirects=False,
-                server_hostname=named.host if named.scheme == "https" else None,
+                server_hostname=(
+                    named_proxy.host if named_proxy.scheme == "https" else None
+                ),
             ) as answer:
                 body = await answer.content.read(MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -186,7 +191,7 @@ async def addresses_of(url: URL) -> list[str]:
 def create_registrar(
     settings: EngineSettings, port: int, engine: EngineReady | None, secret: bytes
 ) -> Registrar:
-    """Return the registrar of a server that listens at `port`.
+    """Return the registrar of a server that listens on `port`.
 
     Args:
         engine: the engine's report about itself. It must not be None: only servers that

@@ -69,9 +69,9 @@ class ServerMetrics(Metrics):
         """Return the response to GET /stats.
 
         Args:
-            since: the sequence number of the first request to report. If no request has
-                reached this number yet, the number is from before a restart of the
-                server. All recent requests are then reported.
+            since: the sequence number of the first request to report. A number that no
+                request has reached yet is from before a restart of the server. All
+                recent requests are then reported.
             server: the server's description.
             engine_values: the engine's metrics.
 
@@ -86,14 +86,14 @@ class ServerMetrics(Metrics):
             )
         number = int(since[:18])
         start = 0 if number > self.num_ended else number
-        served = [request for request in self._recent if request.number >= start]
+        reported = [request for request in self._recent if request.number >= start]
         values = {
             name: value
             for name, value in engine_values.items()
             if name.startswith(_ENGINE_METRIC_PREFIXES)
         }
         values |= self.values(*_REPORTED_METRICS)
-        return ServerStats(server, values, served, self.num_ended)
+        return ServerStats(server, values, reported, self.num_ended)
 
 
 class RequestStats:
@@ -103,7 +103,7 @@ class RequestStats:
     API key in the request's ASGI `scope`.
 
     Attributes:
-        share: an identifier of the API key; see AddRequest.share.
+        share: identifies the client's API key to the engine; see AddRequest.share.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RequestStats:
         self.share = share_of(scope)
         self._endpoint = endpoint
         self._start_s = time.monotonic()
-        self._times: dict[str, float] = {}  # the future FinishedRequest.times
+        self._times: dict[str, float] = {}  # will become FinishedRequest.times
         self._last_token_s: float | None = None
         self._num_prompt_tokens = 0
         self._num_generated = 0

@@ -26,9 +26,9 @@ from protocol.resume import Origin, Resume
 
 # Bytes of frames that a stream may send between the start and the end of its migration.
 _MARGIN_BYTES = 1 << 15
-# The parts of the geometry that change which tokens are generated. Two servers may
-# differ in the other parts, such as their ranks and blocks.
-_NUMERIC_GEOMETRY = ("kv_digest", "device", "dtype", "kv_dtype")
+# The parts of the geometry that affect which tokens are generated. The two servers may
+# differ in all other parts, such as the number of ranks and the size of blocks.
+_GEOMETRY_IN_DIGEST = ("kv_digest", "device", "dtype", "kv_dtype")
 
 
 def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
@@ -48,7 +48,7 @@ def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
         [
             api.fingerprint,
             api.tokenizer.digest,
-            *map(geometry.get, _NUMERIC_GEOMETRY),
+            *map(geometry.get, _GEOMETRY_IN_DIGEST),
             endpoint.name,
             settings.tool_call_parser,
             settings.reasoning_parser,
@@ -136,7 +136,10 @@ def _sent_tokens(
 
 
 def has_open_choice(add: AddRequest) -> bool:
-    """Whether this server must generate tokens: not all choices ended elsewhere."""
+    """Whether this server must generate tokens.
+
+    False for a resumed request if all its choices ended at the previous server.
+    """
     return not add.resumed_choices or not all(
         choice.has_ended for choice in add.resumed_choices
     )
@@ -231,10 +234,7 @@ class Framing:
 
     @property
     def may_migrate(self) -> bool:
-        """Whether the frames are few enough for the proxy to store all of them.
-
-        If not, the stream cannot migrate.
-        """
+        """Whether the proxy can still store all frames, which a migration needs."""
         return self._num_bytes < resume.MAX_HISTORY_BYTES - _MARGIN_BYTES
 
     def add_delta(self, index: int, delta: TokenDelta) -> None:
@@ -252,16 +252,16 @@ class Framing:
     def origin_frame(self) -> bytes:
         """Return the frame that begins a new stream, with its origin.
 
-        Returns b"" for a resumed stream, and if no frames are requested.
+        Returns b"" for a resumed stream, and if the proxy requests no frames.
         """
         if not self.is_requested or self.resumed is not None:
             return b""
         return resume.frame(resume.encode_text(self.origin), b"")
 
     def wrap(self, events: bytes) -> bytes:
-        """Return events in a frame with the deltas since the last frame.
+        """Return `events` in a frame, together with the deltas since the last frame.
 
-        Returns the events alone if no frames are requested.
+        Returns only `events` if the proxy requests no frames.
         """
         if not self.is_requested:
             return events
@@ -280,7 +280,7 @@ class Framing:
         self._entries.clear()
 
     def migration_end(self, params: dict[str, Any], event: bytes) -> bytes:
-        """Return the bytes that end a response which migrates.
+        """Return the last bytes of a response that migrates.
 
         Args:
             params: the kv_transfer_params with which another server pulls the KV.
@@ -295,7 +295,7 @@ class Framing:
     def wrap_error(self, error: BatonError, event: bytes) -> bytes:
         """Return an error event in a frame that says whether the proxy may fail over.
 
-        Returns the event alone if no frames are requested.
+        Returns only the event if the proxy requests no frames.
         """
         if not self.is_requested:
             return event

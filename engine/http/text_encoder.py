@@ -1,12 +1,12 @@
 """Tokenizes a call's prompts in threads, so that no stream has to wait.
 
-text_workers.py has the threads. prompt_bounds.py has checks of the members of a body,
-which come before the check in this file.
+text_workers.py has the threads. prompt_bounds.py checks the members of a body, before
+this file checks the lengths of its prompts.
 
-A text that cannot fit the model's context is refused before all of it is tokenized. To
-tokenize a megabyte takes a second and some hundreds of megabytes of memory. This file
-checks the text that the chat template renders, not the messages: a template may leave
-messages out, and may write tools and variables.
+A text that cannot fit the model's context is refused before all of it is tokenized:
+tokenizing a megabyte takes a second and some hundreds of megabytes of memory. This file
+checks the text that the chat template renders, not the messages, because a template may
+leave messages out and may add tools and variables.
 
 Text in a message that looks like a control token is tokenized as text
 (engine/text/special_splitter.py).
@@ -36,8 +36,8 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# A text with fewer characters per token of the context is tokenized without a check of
-# its length. In few texts the tokens are longer than this on average.
+# A text of at most this many characters per token of the context is tokenized without
+# a check of its length. Few texts have longer tokens on average.
 _LIKELY_CHARS_PER_TOKEN = 16
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ def client_texts(parsed: GenerationRequest) -> list[str | None]:
 
 
 class TextEncoder:
-    """Tokenizes the texts of one application. All calls come from one event loop.
+    """Tokenizes the texts of one application. Use it from a single event loop.
 
     Threads do the work, so that a long text does not delay the loop's streams. The
     number and size of concurrent texts are limited, to limit the memory.
@@ -163,8 +163,8 @@ class TextEncoder:
                 ids_by_start[start] = await ids_from(start, limit)
             except ContextLengthExceeded:
                 return False
-            # The chat template refuses the messages from `start` on. It might accept
-            # more messages, so later starts are not tried.
+            # The chat template refuses the messages from `start` on, but might accept
+            # them with more messages before them. So only earlier starts are tried.
             except InvalidRequest:
                 return True
             return len(ids_by_start[start]) <= limit
@@ -205,8 +205,8 @@ class TextEncoder:
             self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
             return prompts
 
-        # `render` itself tokenizes prompts that are truncated, so the complete size
-        # counts. Other prompts are only rendered, which need not run one at a time.
+        # Work above LONG_CHARS runs one at a time. That is needed if `render` truncates
+        # prompts, because it then tokenizes them. Rendering alone does not need it.
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
         num_chars = sum(len(p) for p in rendered if isinstance(p, str))
@@ -271,7 +271,11 @@ def _truncated(
     limit: int,
     encode_text: Callable[[str], list[int]],
 ) -> list[list[int]]:
-    """Return the last `limit` token ids of each prompt. Abandoned work stops early."""
+    """Return the last `limit` token ids of each prompt.
+
+    Raises:
+        WorkAbandoned: the client has disconnected.
+    """
     all_ids = []
     for prompt in prompts:
         raise_if_abandoned()
@@ -285,7 +289,11 @@ def _truncated(
 def _encode(
     prompts: Sequence[str | list[int]], encode_text: Callable[[str], list[int]]
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Abandoned work stops early."""
+    """Return the token ids of each prompt.
+
+    Raises:
+        WorkAbandoned: the client has disconnected.
+    """
     all_ids = []
     for prompt in prompts:
         raise_if_abandoned()

@@ -23,18 +23,18 @@ from typing import Any, TypeVar
 from protocol.errors import QueueFull
 from protocol.settings.machine import available_cores
 
-# Texts of at most this length are processed on the event loop, which is quicker than to
-# start a thread.
+# Texts of at most this length are processed on the event loop, which is quicker than
+# handing them to a thread.
 INLINE_CHARS = 2048
 LONG_CHARS = 1 << 20  # texts above this length are processed one at a time
-# The most characters of all texts that wait for a thread or are processed in one.
+# The most characters of all texts that wait for a thread or that a thread processes.
 MAX_WAITING_CHARS = 1 << 26
 # Threads for Python code. Each may hold the GIL for 5 ms before the event loop gets it.
-_NUM_PYTHON = 2
+_NUM_PYTHON_THREADS = 2
 # Threads for tokenizing: one for each core, within these limits. On a machine with few
 # cores, the minimum lets short texts overtake long texts.
-_MIN_TOKENIZING = 4
-_MAX_TOKENIZING = 16
+_MIN_TOKENIZING_THREADS = 4
+_MAX_TOKENIZING_THREADS = 16
 
 _T = TypeVar("_T")
 
@@ -60,11 +60,12 @@ class TextWorkers:
     """The threads that prepare the requests of one application, for one event loop."""
 
     def __init__(self) -> None:
-        num_tokenizing = max(_MIN_TOKENIZING, min(available_cores(), _MAX_TOKENIZING))
+        num_tokenizing = min(available_cores(), _MAX_TOKENIZING_THREADS)
+        num_tokenizing = max(_MIN_TOKENIZING_THREADS, num_tokenizing)
         self._tokenizing = asyncio.Semaphore(num_tokenizing)
-        self._python = asyncio.Semaphore(_NUM_PYTHON)
+        self._python = asyncio.Semaphore(_NUM_PYTHON_THREADS)
         self._long = asyncio.Semaphore(1)
-        num_threads = num_tokenizing + _NUM_PYTHON + 1
+        num_threads = num_tokenizing + _NUM_PYTHON_THREADS + 1
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._num_chars = 0  # the sum of the sizes of waiting and running work
 
@@ -95,8 +96,8 @@ class TextWorkers:
             return work()
         if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
             raise QueueFull(
-                f"texts of {self._num_chars} characters are already waiting to be "
-                "tokenized; try again soon"
+                f"texts with {self._num_chars} characters in all are already waiting "
+                "to be tokenized; try again soon"
             )
         if size > LONG_CHARS:
             lane = self._long

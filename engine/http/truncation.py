@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.openai.chat import Message
 
-MIN_TAIL_CHARS = 2048
-# Characters of the text's end that are encoded for each requested token. If they turn
-# out to be too few, _GROWTH times as many are encoded.
+# `last_tokens` encodes this many of the last characters of a text for each requested
+# token, but at least MIN_TAIL_CHARS. If these have too few tokens, it encodes _GROWTH
+# times as many characters.
 _CHARS_PER_TOKEN = 16
+MIN_TAIL_CHARS = 2048
 _GROWTH = 4
-# After a cut in the text, up to this number of tokens may differ from those of the
-# complete text. They are not returned.
+# If only the end of a text is encoded, its first tokens may differ from those in the
+# complete text. Up to this number of tokens are therefore encoded but not returned.
 _MARGIN_TOKENS = 64
 _INSTRUCTIONS = ("system", "developer")
 
@@ -26,7 +27,7 @@ Encode = Callable[[str], list[int]]
 def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
     """Return the last tokens of `text`, at most `limit`, without encoding all of it.
 
-    The tokens that `encode` puts before every text, such as BOS, are kept in front.
+    The result begins with the tokens that `encode` puts before every text, such as BOS.
     """
     size = max(MIN_TAIL_CHARS, _CHARS_PER_TOKEN * limit)
     ids = encode(text[-size:])
@@ -45,11 +46,14 @@ def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
 def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
     """Return how many instructions come first, and where the kept messages may start.
 
-    Instructions (messages of the system or developer) are always kept. After them, the
-    kept messages may start at the first message, or at any later message of the user.
-    If even the last message of the user and all messages after it are too long, the
-    kept messages may start at a later message of the assistant. So a tool's result is
+    Instructions (system and developer messages) are always kept. After them, the kept
+    messages may start at the first message, or at any later message of the user. If
+    even the last message of the user and all messages after it are too long, the kept
+    messages may start at an assistant's message that follows it. So a tool's result is
     never kept without its call.
+
+    Returns:
+        The number of instructions, and the possible starts as ascending indices.
     """
     num_instructions = 0
     while (

@@ -32,8 +32,8 @@ class DecodeLeg(ServerHooks):
         secret: the cluster secret.
         policy: --kv-load-failure-policy: `recompute` the prompt if a reference is
             unusable, or `fail` the request.
-        uses_machine_secret: whether the secret comes from this machine's file, because
-            the options have none.
+        uses_machine_secret: whether the secret was read from a file of this machine,
+            because no option sets it.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class DecodeLeg(ServerHooks):
         if kv_params.is_absent(params):
             return adds
         if offer := kv_offers.offer_of(params, self._secret, time.time()):
-            # An error here does not fail the client's request. The proxy can repeat it
-            # with the reference to KV in the prefill server's response.
+            # An error here does not fail the client's request: the proxy can repeat the
+            # request with the reference to KV in the prefill server's response.
             return _with_offer(adds, offer)
         # A malformed reference is an error, even if the policy is `recompute`.
         references = kv_params.parse_list(params, len(adds))
@@ -71,11 +71,11 @@ class DecodeLeg(ServerHooks):
         seed: int | None,
         vocab_size: int,
     ) -> AddRequest:
-        """Return `add` with the reference, or with the reason why it is not used.
+        """Return `add` with the reference, or with why the reference is not used.
 
         Args:
             sender_releases: whether the sender of the request ends the lease itself.
-            seed: the seed in the client's request.
+            seed: the seed in the client's request; None if the client sent none.
 
         Raises:
             KVParamsRejected: the reference is unusable, and the policy is `fail`.
@@ -91,7 +91,8 @@ class DecodeLeg(ServerHooks):
             message = error.message
             if self._uses_machine_secret and "BATON_CLUSTER_SECRET" in message:
                 fact = (
-                    "this server has none and uses the secret in its own machine's file"
+                    "this server was given no secret and uses the one in its own "
+                    "machine's file"
                 )
                 message = f"{message.removesuffix('.')}; {fact}"
             if self._policy == "recompute":
@@ -103,9 +104,10 @@ class DecodeLeg(ServerHooks):
         return replace(add, remote=remote, sampling=sampling)
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return messages that release remote KV that this server will not pull.
+        """Return messages that release remote KV, which this server will not pull.
 
-        Without these messages, the KV would be held until its lease expires.
+        Without these messages, the remote server would hold the KV until its lease
+        expires.
         """
         return [
             ReleaseRemote(kv_params.to_remote_prefill(reference))
@@ -117,8 +119,8 @@ def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
     """Return the requests with an offer of KV that another server is computing.
 
     Raises:
-        KVParamsRejected: the request is for logprobs of the prompt, which an offer
-            lacks.
+        KVParamsRejected: the request asks for logprobs of the prompt, which an offer
+            does not contain.
     """
     if adds[0].num_prompt_logprobs is not None:
         _reject(
@@ -163,7 +165,7 @@ def _check_reference(
 def _check_logprobs(reference: KVTransferParams, num_top: int | None) -> None:
     """Check that a reference has `num_top` logprobs for each token of the prompt.
 
-    None: the request needs no logprobs of the prompt.
+    `num_top` is None if the request needs no logprobs of the prompt.
     """
     if num_top is None:
         return

@@ -1,4 +1,4 @@
-"""Chooses a request's leg by its `kv_transfer_params`, and runs the servers.
+"""Runs both servers, and chooses each request's leg by its `kv_transfer_params`.
 
 Prefill and decode servers differ only in the defaults of their options, so `serve` runs
 both kinds.
@@ -31,7 +31,7 @@ def serve(
 
     Args:
         settings_class: the server's options and their defaults.
-        argv: the arguments of the command line; None: those of this process.
+        argv: the command-line arguments; None: the arguments of this process.
         prog: the command's name in `--help` and in errors.
 
     Returns:
@@ -57,8 +57,8 @@ class EitherLeg(ServerHooks):
         secret: the cluster secret.
         policy: --kv-load-failure-policy: `recompute` the prompt if a reference to KV is
             unusable, or `fail` the request.
-        uses_machine_secret: whether the secret comes from this machine's file, because
-            the options have none.
+        uses_machine_secret: whether the secret was read from a file of this machine,
+            because no option sets it.
         is_reachable: whether this server has an address at which other servers can read
             its KV.
     """
@@ -91,8 +91,8 @@ class EitherLeg(ServerHooks):
     def _with_hint(self, params: object, adds: list[AddRequest]) -> list[AddRequest]:
         """Add the proxy's hint, which names an engine that may hold the prompts' KV.
 
-        With the policy `recompute`, an expired hint or one with a wrong signature is
-        dropped. The reason is recorded in `kv_rejected`.
+        With the policy `recompute`, a hint that has expired or has a wrong signature is
+        dropped, and the reason is recorded in `kv_rejected`.
 
         Raises:
             KVParamsRejected: the hint is malformed, or invalid and the policy is

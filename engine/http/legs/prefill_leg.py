@@ -19,7 +19,7 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-# The largest number of stored transfer ids, and of stored requests for each of them. A
+# The most transfer ids that are stored, and the most request ids for each of them. A
 # response arrives or is lost within seconds, so the ids of old requests are not needed.
 MAX_TRANSFERS = 16384
 
@@ -36,8 +36,9 @@ class PrefillLeg(ServerHooks):
         self._is_reachable = is_reachable
         # The ids of the engine's requests, by the `transfer_id` that a proxy gave their
         # leg. A proxy that abandons a leg cannot know whether the response, which
-        # refers to leased KV, was already sent. So it releases the KV by transfer id.
-        self._transfers: OrderedDict[str, deque[str]] = OrderedDict()
+        # refers to leased KV, was already sent. So the proxy releases the KV by its
+        # transfer id.
+        self._request_ids: OrderedDict[str, deque[str]] = OrderedDict()
         # KV blocks of unfinished HTTP requests that have several prompts.
         self._num_batch_blocks = 0
 
@@ -76,10 +77,10 @@ class PrefillLeg(ServerHooks):
     ) -> Callable[[], None]:
         """Record a request's transfer id, and reserve the KV blocks of several prompts.
 
-        The prompts of one request keep their blocks until all of them are computed. If
-        such requests could use all blocks, they would deadlock: each would wait for
-        blocks that the others hold. If the request is refused here, the proxy sends it
-        to a decode server only.
+        The prompts of one request keep their blocks until all these prompts are
+        computed. If requests with several prompts could use all blocks, they would
+        deadlock: each would wait for blocks that the others hold. If the request is
+        refused here, the proxy sends it to a decode server only.
 
         Returns:
             A callback that frees the reservation.
@@ -90,13 +91,15 @@ class PrefillLeg(ServerHooks):
         """
         if not adds[0].retain_kv:
             return no_op
-        if name := kv_params.transfer_id(kv_transfer_params):
+        if transfer_id := kv_params.transfer_id(kv_transfer_params):
             # A proxy that retries a leg sends several requests with the same id.
-            request_ids = self._transfers.setdefault(name, deque(maxlen=MAX_TRANSFERS))
+            request_ids = self._request_ids.setdefault(
+                transfer_id, deque(maxlen=MAX_TRANSFERS)
+            )
             request_ids.extend(add.request_id for add in adds)
-            self._transfers.move_to_end(name)
-            if len(self._transfers) > MAX_TRANSFERS:
-                self._transfers.popitem(last=False)
+            self._request_ids.move_to_end(transfer_id)
+            if len(self._request_ids) > MAX_TRANSFERS:
+                self._request_ids.popitem(last=False)
         if len(adds) == 1:
             return no_op
         num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
@@ -116,14 +119,14 @@ class PrefillLeg(ServerHooks):
         return release
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return messages that abort the requests of a transfer, and forget its id.
+        """Forget a transfer id, and return messages that abort its requests.
 
-        The proxy no longer waits for the transfer.
+        This is called when the proxy no longer waits for the transfer.
         """
-        name = kv_params.transfer_id(kv_transfer_params)
+        transfer_id = kv_params.transfer_id(kv_transfer_params)
         return [
             AbortRequest(request_id)
-            for request_id in self._transfers.pop(name or "", ())
+            for request_id in self._request_ids.pop(transfer_id or "", ())
         ]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:

@@ -52,11 +52,11 @@ _LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
 
-# Matches the texts that llguidance treats as Lark syntax. The library's own pattern
+# Matches the texts that llguidance treats as Lark syntax. llguidance's own pattern
 # takes minutes for a text of 100,000 empty lines.
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
-# The library, which is written in Rust, follows chains of rules by recursion. A stack
+# llguidance, which is written in Rust, follows chains of rules by recursion. A stack
 # overflow in Rust kills the process. The longest chain that fits in MAX_GRAMMAR_CHARS
 # takes a third of this stack.
 STACK_BYTES = 64 * 2**20
@@ -96,7 +96,7 @@ def build_vocabulary(
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Return a matcher at the beginning of `grammar`.
 
-    The calling thread needs a stack of STACK_BYTES. The library releases the GIL, so
+    The calling thread needs a stack of STACK_BYTES. llguidance releases the GIL, so
     other threads can run.
 
     Raises:

@@ -12,7 +12,7 @@ from engine.text.schema.numbers import (
     Bound,
     decimal_pattern,
     integer_pattern,
-    library_multiple,
+    llguidance_multiple,
     multiple_pattern,
     power_of_ten,
 )
@@ -111,7 +111,7 @@ def test_multiples_are_exact_or_none():
     for coefficient in range(1, 400):
         for places in range(5):
             multiple = Decimal(f"{coefficient}E-{places}")
-            if (value := library_multiple(multiple)) is not None:
+            if (value := llguidance_multiple(multiple)) is not None:
                 assert _as_the_library_reads(value) == multiple
                 retained += 1
     assert retained > 1800
@@ -127,8 +127,8 @@ def test_multiples_are_exact_or_none():
         "7",
         "100",
     ):
-        assert library_multiple(Decimal(usual)) is not None
-    assert library_multiple(5_000_000_000) is None
+        assert llguidance_multiple(Decimal(usual)) is not None
+    assert llguidance_multiple(5_000_000_000) is None
 
 
 def test_powers_of_ten_as_multiples():

@@ -1,7 +1,7 @@
 """Turns JSON schemas into grammars of the library llguidance.
 
-In engine/text/schema/, "the library" is llguidance, and "exact" numbers are those that
-need rules of their own, because the library would round them (exact.py).
+In engine/text/schema/, "exact" numbers are those that need rules of their own, because
+llguidance would round them (exact.py).
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from llguidance import LLMatcher
 
-from engine.text.schema.emit import library_json
+from engine.text.schema.emit import llguidance_json
 from engine.text.schema.errors import GrammarError
 from engine.text.schema.exact import OPTIONS, exact_lark, lark_string
 from engine.text.schema.keywords import CheckedSchema
@@ -31,7 +31,7 @@ _LARK_TOKEN: Final = re.compile(
 
 
 def schema_grammar(text: str) -> str:
-    """Return the library's grammar for a JSON schema.
+    """Return llguidance's grammar for a JSON schema.
 
     Raises:
         GrammarError: the schema cannot be enforced. The message names the unsupported
@@ -40,12 +40,12 @@ def schema_grammar(text: str) -> str:
     checked = CheckedSchema(text)
     if id(checked.document) in checked.exact:
         return LLMatcher.grammar_from_lark(exact_lark(checked))
-    written = library_json(checked, checked.document)
+    written = llguidance_json(checked, checked.document)
     return LLMatcher.grammar_from_json_schema(written, _JSON_OPTIONS)
 
 
 def calls_grammar(text: str) -> str:
-    """Return the library's grammar for forced tool calls.
+    """Return llguidance's grammar for forced tool calls.
 
     Apart from the parameters, it allows only one spelling of each call.
 
@@ -72,7 +72,7 @@ def calls_grammar(text: str) -> str:
                 grammars.append({"name": rule[1:], "lark_grammar": exact_lark(checked)})
             else:
                 rule = f"parameters_{index}"
-                written = library_json(checked, checked.document, OPTIONS)
+                written = llguidance_json(checked, checked.document, OPTIONS)
                 lines.append(f"{rule}: %json {written}")
         except GrammarError as error:
             raise GrammarError(f"the tool {name}: {error}") from None
@@ -83,7 +83,7 @@ def calls_grammar(text: str) -> str:
 def with_checked_schemas(lark: str) -> str:
     """Return a grammar in Lark syntax with checked JSON schemas.
 
-    Each schema after `%json` is replaced by the schema that the library must read.
+    Each schema after `%json` is replaced by the schema that llguidance must read.
 
     Raises:
         GrammarError: a schema is not JSON or cannot be enforced. The message names the
@@ -111,7 +111,9 @@ def with_checked_schemas(lark: str) -> str:
                 "schema as `structured_outputs.json`"
             )
         options = checked.document.get("x-guidance")
-        written = library_json(checked, checked.document, _whitespace_options(options))
+        written = llguidance_json(
+            checked, checked.document, _whitespace_options(options)
+        )
         parts += [lark[done : token.end()], written]
         done = end
     return "".join([*parts, lark[done:]])

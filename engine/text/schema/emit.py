@@ -7,9 +7,9 @@ from typing import Any, Final
 from engine.text.schema import numbers
 from engine.text.schema.keywords import ENFORCED, FORMATS, CheckedSchema
 from engine.text.schema.references import (
-    OF_NAMED_SCHEMAS,
-    OF_SCHEMA,
-    OF_SCHEMAS,
+    SCHEMA_KEYWORDS,
+    SCHEMA_LIST_KEYWORDS,
+    SCHEMA_MAP_KEYWORDS,
     Schema,
 )
 
@@ -21,7 +21,7 @@ _DIALECTS: Final = {
 }
 
 
-def library_json(
+def llguidance_json(
     checked: CheckedSchema, schema: Any, options: Schema | None = None
 ) -> str:
     """Return the JSON text of a schema, with the definitions that it refers to.
@@ -29,7 +29,7 @@ def library_json(
     Args:
         checked: the document to which the schema belongs.
         schema: any schema in the document.
-        options: the library's whitespace options for a schema within a grammar
+        options: llguidance's whitespace options for a schema within a grammar
             (`x-guidance`).
     """
     copier = _Copier(checked)
@@ -82,14 +82,16 @@ class _Copier:
         return copied
 
     def _copied_value(self, keyword: str, value: Any) -> Any:
-        if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
+        if keyword in SCHEMA_LIST_KEYWORDS or (
+            keyword == "items" and isinstance(value, list)
+        ):
             return [self.copy(each) for each in value]
-        if keyword in OF_SCHEMA:
+        if keyword in SCHEMA_KEYWORDS:
             return self.copy(value)
-        if keyword in OF_NAMED_SCHEMAS:
+        if keyword in SCHEMA_MAP_KEYWORDS:
             return {name: self.copy(each) for name, each in value.items()}
         if keyword == "multipleOf":
-            return numbers.library_multiple(value)
+            return numbers.llguidance_multiple(value)
         return decimals_to_floats(value)
 
     def _name(self, target: Any) -> str:
@@ -104,7 +106,7 @@ class _Copier:
 def decimals_to_floats(value: Any) -> Any:
     """Return a JSON value with each Decimal converted to float.
 
-    Schemas for the library have only numbers that the conversion does not change.
+    Schemas for llguidance have only numbers that the conversion does not change.
     """
     if isinstance(value, dict):
         return {key: decimals_to_floats(each) for key, each in value.items()}

@@ -1,6 +1,6 @@
 """Rewords the errors of llguidance for clients.
 
-The library's messages refer to its own options and code, which clients do not know. So
+llguidance's messages refer to its options and code, which clients do not know. So
 each message is replaced by one of the messages in the table below.
 """
 
@@ -18,7 +18,7 @@ TOO_COMPLEX = "it is too complex to follow; send a simpler one"
 _MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct what excludes each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
-# Patterns of the library's messages, and the messages for clients. The first pattern
+# Patterns of llguidance's messages, and the messages for clients. The first pattern
 # that matches is used. The groups match parts of the client's own text.
 _REWORDED = tuple(
     (re.compile(pattern, re.DOTALL), words)
@@ -99,7 +99,7 @@ _REWORDED = tuple(
 
 
 def reworded(message: str) -> str:
-    """Return the message for clients that replaces a message of the library."""
+    """Return the message for clients that replaces a message of llguidance."""
     for pattern, words in _REWORDED:
         if match := pattern.search(message):
             return match.expand(words)

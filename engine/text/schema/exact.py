@@ -3,7 +3,7 @@
 Numbers beyond float64 become regular expressions (numbers.py). The schemas that contain
 or refer to such numbers become rules in Lark syntax. All other schemas stay JSON
 schemas within the grammar. The tokens between values include the whitespace, because
-the library fails if whitespace of two grammars can be adjacent.
+llguidance fails if whitespace of two grammars can be adjacent.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from engine.text.schema import numbers
 from engine.text.schema.disjoint import admits, literals_of
-from engine.text.schema.emit import library_json
+from engine.text.schema.emit import llguidance_json
 from engine.text.schema.errors import NO_VALUE, GrammarError, located
 from engine.text.schema.exact_containers import ContainerRules
 from engine.text.schema.keywords import (
@@ -21,10 +21,10 @@ from engine.text.schema.keywords import (
     fail,
     is_number,
     keyword_path,
-    library_rounds_keywords,
-    library_rounds_literal,
+    llguidance_rounds_keywords,
+    llguidance_rounds_literal,
 )
-from engine.text.schema.locate import library_problem
+from engine.text.schema.locate import llguidance_problem
 from engine.text.schema.merge import Unsatisfiable, flatten
 from engine.text.schema.references import Schema, children
 
@@ -92,8 +92,8 @@ class _ExactGrammar(ContainerRules):
         self._schemas: list[Any] = []
         # The names of the tokens for numbers, by their regular expressions.
         self._number_tokens: dict[str, str] = {}
-        # For schemas that the library enforces, by their JSON text: the names of their
-        # rules, and why the library refuses them ("" if it does not).
+        # For schemas that llguidance enforces, by their JSON text: the names of their
+        # rules, and why llguidance refuses them ("" if it does not).
         self._leaves: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
@@ -125,12 +125,12 @@ class _ExactGrammar(ContainerRules):
         return name
 
     def needs_exact(self, schema: Any) -> bool:
-        """Whether a schema, or one within it, has numbers that the library rounds."""
+        """Whether a schema, or one within it, has numbers that llguidance rounds."""
         if not isinstance(schema, dict):
             return False
         if id(schema) in self._checked.paths:
             return id(schema) in self._checked.exact
-        return library_rounds_keywords(schema) or any(
+        return llguidance_rounds_keywords(schema) or any(
             self.needs_exact(each) for _, each in children(schema)
         )
 
@@ -139,16 +139,16 @@ class _ExactGrammar(ContainerRules):
         return self._checked.draft
 
     def _leaf(self, schema: Any, path: str) -> str | None:
-        """Return the rule for a schema that the library can enforce by itself.
+        """Return the rule for a schema that llguidance can enforce by itself.
 
         Returns None if no value matches the schema.
 
         Raises:
-            GrammarError: the library refuses the schema.
+            GrammarError: llguidance refuses the schema.
         """
-        text = library_json(self._checked, schema, OPTIONS)
+        text = llguidance_json(self._checked, schema, OPTIONS)
         if text not in self._problems:
-            self._problems[text] = library_problem(text)
+            self._problems[text] = llguidance_problem(text)
         problem = self._problems[text]
         if problem == NO_VALUE:
             return None
@@ -213,14 +213,14 @@ class _ExactGrammar(ContainerRules):
             if is_admitted:
                 values.append(value)
         parts: list[str | None] = []
-        library_values = []
+        llguidance_values = []
         for value in values:
-            if is_number(value) or library_rounds_literal(value):
+            if is_number(value) or llguidance_rounds_literal(value):
                 parts.append(self._literal(value))
             else:
-                library_values.append(value)
-        if library_values:
-            parts.append(self._leaf({"enum": library_values}, path))
+                llguidance_values.append(value)
+        if llguidance_values:
+            parts.append(self._leaf({"enum": llguidance_values}, path))
         return _alternatives(parts)
 
     def _literal(self, value: Any) -> str:
@@ -245,18 +245,19 @@ class _ExactGrammar(ContainerRules):
     def _types(self, base: Schema, path: str) -> str | None:
         """Return alternatives for the types that a schema allows.
 
-        Each type gets the keywords that apply to it. Types with numbers that the
-        library does not round are combined into one schema, which the library handles.
+        Each type gets the keywords that apply to it. Types with only numbers that
+        llguidance does not round are combined into one schema, which llguidance
+        enforces.
         """
         allowed = base.get("type", [name for name in TYPES if name != "integer"])
         types = allowed if isinstance(allowed, list) else [allowed]
-        library_schema: Schema = {"type": []}
+        llguidance_schema: Schema = {"type": []}
         parts: list[str | None] = []
         numeric = _some_of(base, (*BOUNDS, "multipleOf"))
         for name in types:
             keywords = _KEYWORDS_OF.get(name, ())
             of_type = {"type": name, **_some_of(base, keywords)}
-            if name in _NUMERIC and library_rounds_keywords(numeric):
+            if name in _NUMERIC and llguidance_rounds_keywords(numeric):
                 if name == "number" or "number" not in types:
                     parts.append(self._number(numeric, name == "integer", path))
             elif name == "object" and self.needs_exact(of_type):
@@ -264,10 +265,10 @@ class _ExactGrammar(ContainerRules):
             elif name == "array" and self.needs_exact(of_type):
                 parts.append(self.array_rule(of_type, path))
             else:
-                library_schema["type"].append(name)
-                library_schema |= _some_of(of_type, keywords)
-        if library_schema["type"]:
-            parts.append(self._leaf(library_schema, path))
+                llguidance_schema["type"].append(name)
+                llguidance_schema |= _some_of(of_type, keywords)
+        if llguidance_schema["type"]:
+            parts.append(self._leaf(llguidance_schema, path))
         return _alternatives(parts)
 
     def _number(self, numeric: Schema, is_integer: bool, path: str) -> str | None:

@@ -123,7 +123,7 @@ class CheckedSchema:
             Decimal, and exclusive bounds are numbers in every draft.
         draft: the draft of JSON Schema: 4, 6, 7, 2019 or 2020.
         paths: the paths of all schemas in the document, by id().
-        exact: the id() of each schema that has numbers which the library would round,
+        exact: the id() of each schema that has numbers which llguidance would round,
             or that contains or refers to such a schema.
     """
 
@@ -173,7 +173,7 @@ class CheckedSchema:
             self._schemas.append(schema)
             resource = self._references.resource_of(schema, resource)
             self._check_keywords(schema, path)
-            if library_rounds_keywords(schema):
+            if llguidance_rounds_keywords(schema):
                 self.exact.add(id(schema))
             parts = [
                 (keyword_path(path, key), each, resource)
@@ -243,7 +243,7 @@ class CheckedSchema:
                 count = _count(value, keyword_path(path, keyword))
                 schema[keyword] = count
                 if count == MAX_COUNT and keyword.startswith("max"):
-                    # No value reaches this limit, but the library would need states up
+                    # No value reaches this limit, but llguidance would need states up
                     # to it.
                     del schema[keyword]
                 elif count == MAX_COUNT:
@@ -288,9 +288,9 @@ class CheckedSchema:
                     waiting.append(parent)
 
     def _check_multiples(self) -> None:
-        """Refuse several `multipleOf` that the library may not combine exactly.
+        """Refuse several `multipleOf` that llguidance may not combine exactly.
 
-        The library computes their least common multiple, which may overflow.
+        llguidance computes their least common multiple, which may overflow.
         """
         common = 1  # a common multiple of all multiples so far
         seen: set[tuple[int, int]] = set()
@@ -331,30 +331,31 @@ class CheckedSchema:
                 )
 
 
-def library_rounds_keywords(schema: Schema) -> bool:
-    """Whether the library would round a number in the keywords of `schema`.
+def llguidance_rounds_keywords(schema: Schema) -> bool:
+    """Whether llguidance would round a number in the keywords of `schema`.
 
     Schemas within `schema` do not count.
     """
     if any(
-        not numbers.is_exact_in_library(schema[name])
+        not numbers.is_exact_in_llguidance(schema[name])
         for name in BOUNDS
         if name in schema
     ):
         return True
     literals = [schema["const"]] if "const" in schema else []
     return any(
-        library_rounds_literal(value) for value in [*literals, *schema.get("enum", ())]
+        llguidance_rounds_literal(value)
+        for value in [*literals, *schema.get("enum", ())]
     )
 
 
-def library_rounds_literal(value: Any) -> bool:
-    """Whether the library would round a number in a JSON value."""
+def llguidance_rounds_literal(value: Any) -> bool:
+    """Whether llguidance would round a number in a JSON value."""
     if isinstance(value, dict):
-        return any(library_rounds_literal(each) for each in value.values())
+        return any(llguidance_rounds_literal(each) for each in value.values())
     if isinstance(value, list):
-        return any(library_rounds_literal(each) for each in value)
-    return is_number(value) and not numbers.is_exact_in_library(value)
+        return any(llguidance_rounds_literal(each) for each in value)
+    return is_number(value) and not numbers.is_exact_in_llguidance(value)
 
 
 def is_number(value: Any) -> bool:
@@ -407,7 +408,7 @@ def _normalise_bounds(schema: Schema, path: str) -> None:
             keyword_path(path, "multipleOf"),
             f"is {multiple}; it must be greater than 0",
         )
-    if multiple is not None and numbers.library_multiple(multiple) is None:
+    if multiple is not None and numbers.llguidance_multiple(multiple) is None:
         fail(
             keyword_path(path, "multipleOf"),
             f"is {short_repr(multiple)}, which cannot be enforced exactly; use a "

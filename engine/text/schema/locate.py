@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher
 
-from engine.text.schema.emit import library_json
+from engine.text.schema.emit import llguidance_json
 from engine.text.schema.errors import located, reworded
 from engine.text.schema.keywords import CheckedSchema
 from engine.text.schema.references import children
@@ -14,8 +14,8 @@ from engine.text.schema.references import children
 _MAX_CPU_S: Final = 0.05
 
 
-def library_problem(text: str) -> str:
-    """Return why the library refuses a schema, as a message for clients; else ""."""
+def llguidance_problem(text: str) -> str:
+    """Return why llguidance refuses a schema, as a message for clients; else ""."""
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return reworded(message) if message else ""
 
@@ -23,11 +23,11 @@ def library_problem(text: str) -> str:
 def located_problem(text: str, problem: str) -> str:
     """Return a message with the path of the deepest part of a schema that causes it.
 
-    A part causes the message if the library refuses the part alone for that reason.
+    A part causes the message if llguidance refuses the part alone for that reason.
 
     Args:
         text: a schema that CheckedSchema accepts.
-        problem: why the library refuses the schema, as a message for clients.
+        problem: why llguidance refuses the schema, as a message for clients.
     """
     checked = CheckedSchema(text)
     until_s = time.thread_time() + _MAX_CPU_S
@@ -41,7 +41,7 @@ def located_problem(text: str, problem: str) -> str:
         seen.add(id(schema))
         is_refused = (
             schema is culprit
-            or library_problem(library_json(checked, schema)) == problem
+            or llguidance_problem(llguidance_json(checked, schema)) == problem
         )
         if is_refused:
             culprit = schema

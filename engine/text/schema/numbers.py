@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 Number = int | Decimal
 
-# The library's ranges are exact below this number, because float64 represents every
+# llguidance's ranges are exact below this number, because float64 represents every
 # integer below it.
 EXACT_BELOW = 2**53
 # The most digits of a number that is written without an exponent. The largest float64
 # has 309 digits, the smallest has 324.
 MAX_DIGITS = 400
 
-# The library stores a `multipleOf` as uint32 * 10**-k.
-_MAX_LIBRARY_COEFFICIENT = 2**32
+# llguidance stores a `multipleOf` as uint32 * 10**-k.
+_MAX_LLGUIDANCE_COEFFICIENT = 2**32
 _ANY_FRACTION = r"(\.[0-9]+)?"
 _NOT_ZERO = "[0-9]*[1-9][0-9]*"  # digits that are not all zero
 
@@ -62,17 +62,17 @@ def negated(bound: Bound) -> Bound:
     return Bound(opposite, bound.is_exclusive)
 
 
-def is_exact_in_library(number: Number) -> bool:
-    """Whether the library represents `number` exactly, also as the bound of a range."""
+def is_exact_in_llguidance(number: Number) -> bool:
+    """Whether llguidance represents `number` exactly, also as the bound of a range."""
     if not -EXACT_BELOW < number < EXACT_BELOW:
         return False
     return isinstance(number, int) or Decimal(repr(float(number))) == number
 
 
-def library_multiple(multiple: Number) -> float | int | None:
-    """Return a number that the library reads as exactly `multiple`, which is above 0.
+def llguidance_multiple(multiple: Number) -> float | int | None:
+    """Return a number that llguidance reads as exactly `multiple`, which is above 0.
 
-    The library multiplies a float64 by 10 until the result is an integer. With this
+    llguidance multiplies a float64 by 10 until the result is an integer. With this
     method, the float64 that is nearest to 0.07 becomes 7000000000000001. So this
     function starts from the integer 7, and searches for a float64 that becomes 7.
 
@@ -83,7 +83,7 @@ def library_multiple(multiple: Number) -> float | int | None:
     if exponent > 0:
         coefficient *= 10 ** min(exponent, 10)
         exponent = 0
-    if coefficient >= _MAX_LIBRARY_COEFFICIENT or exponent < -300:
+    if coefficient >= _MAX_LLGUIDANCE_COEFFICIENT or exponent < -300:
         return None
     if exponent == 0:
         return coefficient

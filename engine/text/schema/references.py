@@ -6,10 +6,10 @@ from urllib.parse import unquote, urldefrag, urljoin
 Schema = dict[str, Any]
 
 # Keywords that have a schema, a list of schemas, or an object of schemas by name.
-OF_SCHEMA = frozenset({"additionalItems", "additionalProperties", "items"})
-OF_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-OF_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
-DEFINITIONS = ("$defs", "definitions")
+SCHEMA_KEYWORDS = frozenset({"additionalItems", "additionalProperties", "items"})
+SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+SCHEMA_MAP_KEYWORDS = frozenset({"patternProperties", "properties"})
+DEFINITION_KEYWORDS = ("$defs", "definitions")
 
 
 class Resource(NamedTuple):
@@ -31,12 +31,14 @@ def children(schema: Schema) -> list[tuple[str, Any]]:
     """
     parts: list[tuple[str, Any]] = []
     for keyword, value in schema.items():
-        if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
+        if keyword in SCHEMA_LIST_KEYWORDS or (
+            keyword == "items" and isinstance(value, list)
+        ):
             if isinstance(value, list):
                 parts += [(f"{keyword}[{i}]", each) for i, each in enumerate(value)]
-        elif keyword in OF_SCHEMA:
+        elif keyword in SCHEMA_KEYWORDS:
             parts.append((keyword, value))
-        elif keyword in OF_NAMED_SCHEMAS and isinstance(value, dict):
+        elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             parts += [(f"{keyword}.{name}", each) for name, each in value.items()]
     return parts
 
@@ -70,7 +72,7 @@ class References:
             for keyword in ("$anchor", "$dynamicAnchor"):
                 if isinstance(name := schema.get(keyword), str):
                     self._anchors[id(resource.root), name] = schema
-            definitions = [schema.get(keyword) for keyword in DEFINITIONS]
+            definitions = [schema.get(keyword) for keyword in DEFINITION_KEYWORDS]
             for named in definitions:
                 if isinstance(named, dict):
                     waiting += [(each, resource) for each in named.values()]

@@ -37,7 +37,8 @@ class ChatTemplate:
 
     Attributes:
         source: the text of this template, followed by the text of `tool_use`.
-        knows_tools: whether the template itself writes the request's tools.
+        knows_tools: whether the template itself writes the request's tools into the
+            prompt.
         is_harmony: whether the template writes gpt-oss's harmony format; see
             engine/text/harmony.py.
     """
@@ -119,7 +120,7 @@ class ChatTemplate:
 
 
 class _NullContent(str):
-    """A message's `content` that is null.
+    """Replaces the `content` of a message in templates if it is null.
 
     In a template's tests and comparisons, this object behaves like None. A template
     that writes the content without a test writes an empty text instead of "None".
@@ -149,7 +150,7 @@ def _with_nulls(value: Any) -> Any:
 
 
 def _next_piece(rendering: Iterator[str], field: str) -> str | None:
-    """Return the next piece of the prompt, or None at its end.
+    """Return the next piece of the prompt; None if the prompt is complete.
 
     Raises:
         InvalidRequest: the template failed.

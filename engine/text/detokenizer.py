@@ -13,11 +13,12 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-# How many of the last tokens of a prompt may change the text after the prompt. A
-# character has fewer bytes than this.
+# How many of a prompt's last tokens may affect the text after the prompt. This exceeds
+# the tokens of a character, which has at most 4 bytes.
 _CONTEXT_TOKENS = 8
 _MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
-# Ids without complete text are held back up to this number: twice a character's bytes.
+# Ids without complete text are held back until there are this many: twice as many as a
+# character has bytes.
 _MAX_HELD_IDS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -35,10 +36,10 @@ def create_detokenizer(
     `push` returns the text that a token completes. `flush` returns the text held back,
     with U+FFFD for an incomplete character.
 
-    The prompt's text followed by the generated text is the text of all ids. So the
-    first generated word keeps its leading space if the vocabulary marks words by a
-    leading space, unless the word is the first one of all. If the prompt ends within a
-    character that the output completes, the character belongs to the generated text.
+    The prompt's text followed by the generated text is the text of all ids. So in a
+    vocabulary that marks words by a leading space, the first generated word keeps that
+    space, unless no word precedes it. If the prompt ends within a character that the
+    output completes, the character belongs to the generated text.
 
     Args:
         prompt_ids: the ids that precede the generated ids.
@@ -74,7 +75,8 @@ def create_detokenizer(
 class ByteDetokenizer:
     """Detokenizes byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2).
 
-    A table gives the bytes of each token, and an incremental UTF-8 decoder their text.
+    A table gives the bytes of each token. An incremental UTF-8 decoder turns the bytes
+    into text.
 
     Args:
         token_bytes: the bytes of each token id.
@@ -93,8 +95,8 @@ class ByteDetokenizer:
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The bytes of an incomplete character at the prompt's end. They are empty once
-        # the output has shown whether it continues the character.
+        # The bytes of an incomplete character at the prompt's end. Empty once the
+        # output's first byte has decided whether the output continues the character.
         self._incomplete_prompt_bytes = _incomplete_end(self._last_bytes(prompt_ids))
         self._decoder.decode(self._incomplete_prompt_bytes)
 
@@ -112,7 +114,7 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
     def echo(self, prompt_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the prompt's text, and at which character of it each token begins.
+        """Return the prompt's text, and the offset in the text where each token begins.
 
         An incomplete character at the prompt's end is not part of the text.
         """
@@ -125,7 +127,10 @@ class ByteDetokenizer:
         return self._token_bytes[token_id]
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return the bytes of the prompt's last ids, enough for a character."""
+        """Return the bytes of the prompt's last ids, at least 3 if there are so many.
+
+        These bytes include any incomplete character at the prompt's end.
+        """
         data = b""
         for token_id in reversed(prompt_ids):
             data = self._bytes_of(token_id) + data
@@ -152,10 +157,10 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Detokenizes vocabularies that are not byte-level.
 
-    It decodes a window of ids with and without the new ids, and emits the difference. A
-    token's text may depend on the tokens before it: decoders drop a space at the start
-    of a text, and several byte tokens form one character. So the window begins with ids
-    that were already emitted:
+    This class decodes a window of ids with and without the new ids, and emits the
+    difference. A token's text may depend on the tokens before it: decoders drop a space
+    at the start of a text, and several byte tokens form one character. So the window
+    begins with ids that were already emitted:
 
         ids:    ... | emitted, the context | not emitted yet |
                     ^_context_start        ^_num_emitted     ^len
@@ -183,8 +188,8 @@ class WindowDetokenizer:
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
         self._ids = _text_tail(prompt_ids, special_ids)
-        # The bytes of an incomplete character at the prompt's end. They are empty once
-        # the output has shown whether it continues the character.
+        # The bytes of an incomplete character at the prompt's end. Empty once the
+        # output's first token has decided whether the output continues the character.
         self._incomplete_prompt_bytes = _incomplete_end(self._last_bytes())
         self._context_start = 0
         self._num_emitted = len(self._ids) - len(self._incomplete_prompt_bytes)
@@ -195,7 +200,7 @@ class WindowDetokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         if token_id in self._special_ids:
-            # Decoding a complete sequence drops these ids first, too.
+            # The decoding of a complete sequence would also drop special ids first.
             return ""
         if token_id in self._visible_tags:
             text = self.flush() + self._visible_tags[token_id]
@@ -212,11 +217,12 @@ class WindowDetokenizer:
         end = len(self._ids)
         text = self._decode(self._ids[self._context_start :])
         if text.endswith(REPLACEMENT):
-            # The text may end within a character. So it is held back, but only for a
-            # few ids, because a character has at most 4 bytes.
+            # The text may end within a character, so it is held back. A few ids suffice
+            # to complete the character, because it has at most 4 bytes.
             if end - self._num_emitted < _MAX_HELD_IDS:
                 return from_prompt
-            # These are invalid bytes, but the last ones may begin a character.
+            # The ids held back are invalid bytes, but the last of these bytes may begin
+            # a character.
             end -= len(_incomplete_end(self._last_bytes()))
             text = self._decode(self._ids[self._context_start : end])
         return from_prompt + self._emit(text, end)
@@ -238,7 +244,7 @@ class WindowDetokenizer:
         return text, offsets + [len(text)] * len(self._incomplete_prompt_bytes)
 
     def _last_bytes(self) -> bytes:
-        """Return the bytes of the byte tokens at the end of the ids, at most 3."""
+        """Return the bytes of the byte tokens at the end of the ids, of at most 3."""
         data = b""
         for token_id in reversed(self._ids[-_MAX_INCOMPLETE_BYTES:]):
             byte = self._byte_of(token_id)
@@ -267,11 +273,11 @@ class WindowDetokenizer:
         return ""
 
     def _emit(self, text: str, end: int | None = None) -> str:
-        """Return the new part of `text`. Then move the window.
+        """Return the part of `text` that is not emitted yet, and move the window.
 
         Args:
-            text: the text of the window's ids before `end`.
-            end: number of ids that are emitted; None: all.
+            text: the text of the window's ids before position `end`.
+            end: the ids before this position are emitted; None: all ids.
         """
         if end is None:
             end = len(self._ids)
@@ -295,7 +301,7 @@ def _incomplete_end(data: bytes) -> bytes:
 
 
 def _continues(incomplete: bytes, next_byte: bytes) -> bool:
-    """Whether `next_byte` continues an incomplete character. False if it is empty."""
+    """Whether `next_byte`, a byte or b"", continues an incomplete character."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(incomplete + next_byte)
     except UnicodeDecodeError:
@@ -324,7 +330,8 @@ def _text_and_offsets(
 def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
     """Return the last ids of a prompt, on which the text of the next ids may depend.
 
-    Ids before a special token are left out, because decoders start a new text after it.
+    A special token and all ids before it are left out, because decoders start a new
+    text after a special token.
     """
     tail: list[int] = []
     for token_id in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
@@ -359,9 +366,10 @@ class StopFinder:
         self.matched_stop: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return text that cannot begin a stop string, and whether a stop string ended.
+        """Add text; return the text to emit, and whether a stop string is complete.
 
-        Do not call this again after a stop string has ended.
+        Text that may begin a stop string is held back. Do not call this again after a
+        stop string was complete.
         """
         if not self._held and not any(start in text for start in self._starts):
             return text, False

@@ -8,7 +8,7 @@ has not consumed yet. So preemption, recomputation and a first token that the pr
 server sampled need no special treatment. Rank 0 computes the masks in threads while the
 step's forward pass runs (core/core_grammar.py).
 
-A sequence under a grammar ends with one of these finish reasons:
+A sequence that follows a grammar ends with one of these finish reasons:
 - "stop" as soon as no text can follow, without an end token. An end token may be
   sampled only if the text is complete. A stop token of the client may be sampled only
   if the grammar allows it.
@@ -49,11 +49,12 @@ Int32s = npt.NDArray[np.int32]
 _MAX_CACHED_BYTES = 256 * 2**20
 # Threads that compile. Slow grammars come one at a time (grammar_check.py), so a second
 # thread keeps a slow grammar from delaying others.
-_NUM_COMPILING = 2
-_BITS = 32  # tokens per word of a mask
+_NUM_COMPILING_THREADS = 2
+_WORD_BITS = 32  # tokens per word of a mask
 _ID_BYTES = 64  # bytes that a token id takes in a tuple
-# CPU seconds. If the latest mask of a grammar took longer, no step waits for its masks.
-_SLOW_S = 0.01
+# CPU seconds. If the latest mask of a grammar took longer, no step waits for the
+# grammar's masks.
+_SLOW_MASK_S = 0.01
 
 
 class Ending(NamedTuple):
@@ -78,8 +79,10 @@ class CompiledGrammar:
         first_mask: int32 [W], the mask before any output. None if the matcher is in
             error or cannot continue; each GrammarState then handles this itself.
         mask_s: CPU seconds that the latest mask of any sequence took. Consuming a token
-            takes no longer than the mask before it, for which all tokens are tried.
-        banned: tokens that must not follow certain outputs. The keys are the outputs.
+            takes no longer than computing the mask before the token, which tries all
+            tokens.
+        banned: tokens that must not follow certain outputs. Each key is the outputs
+            after which the tokens are banned.
         prefix_lengths: the lengths of the keys of `banned`, except 0.
         allowed: int32 [W], the tokens that may be sampled at any position; None: all.
     """
@@ -115,7 +118,7 @@ class CompiledGrammar:
 
 def _bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
     """Return a mask, int32 [W], in which the bits of `token_ids` are set."""
-    bits = np.zeros(num_words * _BITS, dtype=np.bool_)
+    bits = np.zeros(num_words * _WORD_BITS, dtype=np.bool_)
     bits[[token_id for token_id in token_ids if token_id < len(bits)]] = True
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
@@ -128,7 +131,9 @@ def _fill(matcher: LLMatcher, row: Int32s) -> float:
 
 
 class GrammarState:
-    """The position of one sequence in its grammar. One thread at a time uses it.
+    """The position of one sequence in its grammar.
+
+    Not thread-safe: only one thread at a time may use a state, see `is_busy`.
 
     Args:
         grammar: the grammar that the sequence follows.
@@ -151,16 +156,17 @@ class GrammarState:
         self._grammar = grammar
         self._initial_matcher = grammar.matcher
         self._matcher = self._copy_initial_matcher()
-        # The sequence's tokens and the position of its first output, as of the latest
-        # call.
+        # The arguments of the latest call of `follow` or `begin`: the sequence's tokens
+        # and the position of the first output among them.
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
         # All copies of a matcher share one lexer, which has a limited number of states.
         self._has_private_lexer = False
-        # The latest outputs, as many as the longest key of the grammar's `banned` has.
+        # The latest outputs, as many as the longest key in the grammar's `banned` has.
         self._recent: list[int] = []
         self._num_consumed = 0
-        # The number of outputs after which `row` is the mask; -1: it was never filled.
+        # The number of outputs after which `row` is the mask; -1 if `row` has never
+        # been filled.
         self._num_filled_at = -1
         self._min_tokens = request.sampling.min_tokens
         self._stop_ids = request.stop_token_ids
@@ -175,12 +181,15 @@ class GrammarState:
     def is_slow(self) -> bool:
         """Whether the grammar's masks are too slow for a step to wait for them.
 
-        Then other threads also consume the outputs, so that the engine core does not.
+        Other threads then also consume the outputs, so that the engine core need not
+        wait for that.
         """
-        return self._grammar.mask_s > _SLOW_S
+        return self._grammar.mask_s > _SLOW_MASK_S
 
     def follow(self, token_ids: Sequence[int], first_output: int) -> Ending | None:
-        """Consume the sequence's new outputs. None of them may have ended the sequence.
+        """Consume the sequence's new outputs.
+
+        Do not call this if one of these outputs has ended the sequence.
 
         Args:
             token_ids: all tokens of the sequence.
@@ -205,7 +214,10 @@ class GrammarState:
             self.work = threads.submit(self._advance, outputs, fill=True)
 
     def _copy_initial_matcher(self) -> LLMatcher | None:
-        """Return a new matcher at the beginning. LLMatcher.reset would keep errors."""
+        """Return a new matcher at the grammar's beginning; None if there is no matcher.
+
+        A copy is made because LLMatcher.reset would keep errors.
+        """
         if self._initial_matcher is None:
             return None
         return self._initial_matcher.deep_copy()
@@ -213,7 +225,8 @@ class GrammarState:
     def _new_outputs(self, token_ids: Sequence[int], first_output: int) -> list[int]:
         """Return the outputs that are not consumed yet.
 
-        If the sequence has lost outputs, the state starts again from the beginning.
+        If the sequence has fewer outputs than were consumed, the state is reset to the
+        grammar's beginning.
         """
         self._token_ids = token_ids
         self._first_output = first_output
@@ -272,9 +285,9 @@ class GrammarState:
         if self._grammar.allowed is not None:
             self.row &= self._grammar.allowed
         for token_id in banned:
-            if token_id < len(self.row) * _BITS:
-                bit = np.uint32(1 << token_id % _BITS).view(np.int32)
-                self.row[token_id // _BITS] &= ~bit
+            if token_id < len(self.row) * _WORD_BITS:
+                bit = np.uint32(1 << token_id % _WORD_BITS).view(np.int32)
+                self.row[token_id // _WORD_BITS] &= ~bit
         if self.row.any():
             return None
         return self._end("no token of the vocabulary fits; use a simpler grammar")
@@ -350,8 +363,9 @@ def step_masks(states: Sequence[GrammarState | None], vocab_size: int) -> Int32s
         states: for each row, the state of its sequence; None without a grammar.
         vocab_size: V, the number of the model's logits.
     """
-    # The rows of states may be wider, because the tokenizer may have more tokens.
-    num_words = -(-vocab_size // _BITS)
+    # The rows of states may be wider, because the tokenizer may have more tokens than
+    # the model has logits.
+    num_words = -(-vocab_size // _WORD_BITS)
     masks = np.full((len(states), num_words), -1, dtype=np.int32)
     for index, state in enumerate(states):
         if state is not None and not state.is_busy:
@@ -381,7 +395,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = (
             OrderedDict()
         )
-        self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
+        self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING_THREADS)
         # Loading a large vocabulary takes a second. It starts here, so that the first
         # request need not wait.
         self._tokenizer = self._compiling.submit(self._load)
@@ -390,14 +404,15 @@ class GrammarCompiler:
         tokenizer = Tokenizer(self._model_dir, NO_TEMPLATE)
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
-        self._num_words = -(-num_tokens // _BITS)
+        self._num_words = -(-num_tokens // _WORD_BITS)
         return build_vocabulary(tokenizer, num_tokens)
 
     def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
-        """Return the compiled grammar as a future. Start to compile a new grammar.
+        """Return the compiled grammar as a future.
 
-        Callers must keep the future while they wait. The cache may drop the future of a
-        grammar before it is compiled.
+        Starts to compile a grammar that is not in the cache. Callers must keep the
+        future while they wait, because the cache may drop the future before the grammar
+        is compiled.
 
         Args:
             nbytes: the memory of the compiled grammar in bytes; 0 if unknown.

@@ -38,11 +38,10 @@ _QUICK_CPU_S = 0.1  # CPU seconds of a first trial
 _NUM_QUICK = 4  # concurrent first trials
 _NUM_SLOW = 1  # concurrent second trials
 _MAX_VERDICTS = 8192  # cached verdicts; no request has as many grammars
-_MAX_WAIT_S = 10.0  # for a turn in the trial queue, and for a child to begin
+_MAX_WAIT_S = 10.0  # the longest wait in the trial queue, and for a child to begin
 # The most requests in the trial queue. Each keeps its schemas in memory.
 MAX_WAITING_TRIALS = 1024
-# A limit for the start of the trial process, which takes a second for a large
-# vocabulary.
+# The trial process must be ready within this time. A large vocabulary takes a second.
 _START_TIMEOUT_S = 60.0
 
 
@@ -67,7 +66,7 @@ class GrammarChecker:
             (asyncio.Semaphore(_NUM_SLOW), timeout_s),
         )
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        # By grammar: how many open requests use the grammar, and its bytes.
+        # By grammar: how many open requests use it, and the bytes that it takes.
         self._held: dict[bytes, tuple[int, int]] = {}
         self.num_waiting = 0
         self._starting = asyncio.Lock()
@@ -145,7 +144,8 @@ class GrammarChecker:
         The caller cancels this coroutine when the client disconnects.
 
         Raises:
-            InvalidRequest: a grammar cannot be used. The error has its field and why.
+            InvalidRequest: a grammar cannot be used. The error names the field with the
+                grammar and the reason.
             GrammarQueueFull: too many other requests wait in the trial queue.
         """
         untried = self._without_verdict(all_guided)
@@ -192,8 +192,8 @@ class GrammarChecker:
         """Return the grammars that have no verdict yet.
 
         Raises:
-            InvalidRequest: a grammar cannot be used, by its verdict. The error has the
-                field of the first such grammar.
+            InvalidRequest: the verdict of a grammar is that it cannot be used. The
+                error names the field of the first such grammar.
         """
         verdicts = [self._verdicts.get(_key(guided.grammar)) for guided in all_guided]
         untried: list[GuidedDecoding] = []
@@ -201,7 +201,7 @@ class GrammarChecker:
             if verdict is None:
                 untried.append(guided)
                 continue
-            # Keep this verdict: the cache drops the verdicts that were not used lately.
+            # Mark the verdict as used: the cache drops the least recently used ones.
             self._verdicts.move_to_end(_key(guided.grammar))
             if verdict.mistake is not None:
                 refuse(guided.field, f"cannot be used: {verdict.mistake}")
@@ -233,7 +233,8 @@ class GrammarChecker:
                             return
                         verdict = msgspec.json.decode(line, type=Verdict)
                         self._verdicts[_key(guided.grammar)] = verdict
-                        # If the grammar has a mistake, the next grammars are not tried.
+                        # Raises if the grammar has a mistake. The grammars after it are
+                        # then not tried.
                         self._without_verdict([guided])
             while len(self._verdicts) > _MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -256,7 +257,7 @@ class GrammarChecker:
             control = self._control
             assert control is not None
             ours, theirs = socket.socketpair()
-            # If the process does not receive the socket, reading `ours` yields its end.
+            # If the process does not receive `theirs`, reading `ours` returns b"".
             with theirs, contextlib.suppress(OSError):
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -279,9 +280,10 @@ class GrammarChecker:
 
 def _trial_queue_full(num_waiting: int) -> GrammarQueueFull:
     return GrammarQueueFull(
-        f"{num_waiting} requests with new schemas or grammars are in the trial queue; "
-        f"the limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try "
-        "again later, or send schemas that were accepted before",
+        f"{num_waiting} requests with new schemas or grammars wait in the trial queue; "
+        f"the limits are {MAX_WAITING_TRIALS} requests and a wait of "
+        f"{_MAX_WAIT_S:g} s; try again later, or send schemas that were accepted "
+        "before",
         _MAX_WAIT_S / 2,
     )
 

@@ -1,12 +1,13 @@
 """Compiles a grammar's text to a matcher, and tries grammars in a separate process.
 
-    HTTP process --one socket pair per trial--> this process --fork--> child:
+    HTTP process --one socket pair per trial--> trial process --fork--> child:
                                                 compiles, sends verdicts, exits
 
-This module does not import torch. The kernel limits the memory and time of a child. A
-child exits when the other end of its socket is closed. A grammar may exhaust the
-memory, overflow the stack or never finish compiling. Such a grammar ends only the child
-that tries it, and affects no other request.
+`main` of this module is the trial process. This module does not import torch. The
+kernel limits the memory and time of a child. A child exits when the other end of its
+socket is closed. A grammar may exhaust the memory, overflow the stack or never finish
+compiling. Such a grammar ends only the child that tries it, and affects no other
+request.
 
 Grammars of JSON allow a limited number of whitespace characters between JSON's tokens.
 Otherwise, a model that has begun to write spaces could continue until `max_tokens`.
@@ -46,8 +47,8 @@ MAX_GBNF_CHARS = 16 * 1024
 MAX_MASK_S = 0.5  # the most CPU seconds that the first mask of a grammar may take
 
 # A lexer state takes 1 to 2 kB and is created when an output reaches it. The time of a
-# mask grows with the square of its items. A choice of 1,024 texts needs fewer items
-# than this limit. Clients receive the error messages, so the messages are not verbose.
+# mask grows with the square of the parser's items for it. A choice of 1,024 texts needs
+# fewer items than this limit. Error messages are not verbose, as clients receive them.
 _LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
@@ -112,7 +113,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise GrammarError("it is nested too deeply; send a flatter one") from None
     except GrammarError:
         raise
-    # The converters raise several types of exceptions. All are caused by the text.
+    # The converters raise exceptions of several types. The text causes all of them.
     except Exception as error:
         raise GrammarError(_one_line(reworded(str(error)))) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)

@@ -8,10 +8,10 @@
     <|start|>assistant<|channel|>final<|message|>2<|return|>        content
 
 An answer is a sequence of messages. Each message has a head, which ends with
-<|message|>, and a text. In the head of a call, the recipient may also come before the
-channel. Mistakes in a head are skipped if <|message|> follows. Text that cannot belong
-to a head is content. If a message lacks its <|end|>, the next head ends the message.
-This head may be that of a call which begins with the recipient.
+<|message|>, and a text. In the head of a call, the recipient (to=...) may also come
+before the channel. Mistakes in a head are skipped if <|message|> follows. Text that
+cannot belong to a head is content. If a message lacks its <|end|>, the next head ends
+the message, even if this head begins with the recipient of a call.
 
 The tags are single tokens. The parser reads text in which a character stands for each
 tag (harmony_tags.py).
@@ -34,7 +34,9 @@ _MAX_HEAD_CHARS = 512
 _ROLE = START + "assistant"
 _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
-_NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{ALL_TAGS}]")
+_HEAD_SYNTAX = re.compile(
+    rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{ALL_TAGS}]"
+)
 # The recipient that begins the head of a call after a message without <|end|>, and the
 # incomplete beginnings of such a recipient.
 _OPEN_RECIPIENT = re.compile(
@@ -54,7 +56,7 @@ _HEAD_WORDS = (
 def tag_characters(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the characters that stand for the tag tokens, by token id.
 
-    Empty if the model has no tokens of the harmony format.
+    Returns {} if the model has no tokens of the harmony format.
     """
     characters: dict[int, str] = {}
     for name, character in _TAGS.items():
@@ -68,8 +70,8 @@ def answer_head(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return the part of the answer's first head that the prompt already contains.
 
     The result begins after the role. If the prompt contains the complete head, the
-    result ends with MESSAGE. It is empty if the prompt contains only the role, or if
-    its last message has ended.
+    result ends with MESSAGE. Returns "" if the prompt contains only the role, or if the
+    prompt's last message has ended.
     """
     tags = tag_characters(tokenizer)
     starts = (
@@ -112,7 +114,7 @@ class HarmonyParser(ReasoningParser):
         self._head = ""
         # The end of a message's text, held back because it may begin the head of a
         # call.
-        self._recipient = ""
+        self._held_recipient = ""
         # The part of the answer to which the current message belongs.
         self._part: Literal["reasoning", "content", "call"] = "content"
         self._parts = set[str]()  # the parts that have text so far
@@ -158,12 +160,16 @@ class HarmonyParser(ReasoningParser):
     def _end_message_before(self, tag: str) -> None:
         """End the current message if `tag` belongs to the head of the next message.
 
-        The message's text may end with the beginning of that head.
+        The end of the current message's text may already belong to that head, which
+        then begins with it.
+
+        Args:
+            tag: the next piece of the answer, which may also be text.
         """
         is_of_head = tag in (CHANNEL, CONSTRAIN, MESSAGE)
-        if is_of_head and _OPEN_RECIPIENT.fullmatch(self._recipient):
-            head = self._recipient
-            self._recipient = ""
+        if is_of_head and _OPEN_RECIPIENT.fullmatch(self._held_recipient):
+            head = self._held_recipient
+            self._held_recipient = ""
             self._end_message()
             self._head = head
         elif tag in (START, END, CHANNEL):
@@ -171,23 +177,23 @@ class HarmonyParser(ReasoningParser):
             self._end_message()
 
     def _add_message_text(self, text: str) -> None:
-        """Emit text of a message. Hold back its end if that may begin a call's head."""
+        """Emit a message's text. Hold back an end that may begin the head of a call."""
         if self._part == "call" or not self._emits_calls:
             self._add_text(text)
             return
-        text = self._recipient + text
+        text = self._held_recipient + text
         end = _MAYBE_RECIPIENT.search(text)
-        self._recipient = end[0] if end else ""
-        self._add_text(text[: len(text) - len(self._recipient)])
+        self._held_recipient = end[0] if end else ""
+        self._add_text(text[: len(text) - len(self._held_recipient)])
 
     def _release_recipient(self) -> None:
-        """Emit the text held back. It is not the head of a call."""
-        text = self._recipient
-        self._recipient = ""
+        """Emit the text held back, which is not the head of a call."""
+        text = self._held_recipient
+        self._held_recipient = ""
         self._add_text(text)
 
     def _check_head(self) -> None:
-        """Begin a message if the text so far cannot be a head, or is too long."""
+        """Begin a message if the text read as a head cannot be one, or is too long."""
         if not (self._has_tags or _BARE_HEAD.fullmatch(self._head)):
             text = self._head
             self._head = ""
@@ -197,8 +203,8 @@ class HarmonyParser(ReasoningParser):
             self._begin_message()
 
     def _end_head(self) -> None:
-        """End a head without a message. Emit text that cannot belong to a head."""
-        text = _NO_TEXT.sub("", self._head).strip()
+        """End a head that lacks <|message|>. Emit text that cannot belong to a head."""
+        text = _HEAD_SYNTAX.sub("", self._head).strip()
         is_head_word = any(word.startswith(text) for word in _HEAD_WORDS)
         if text and not (self._has_tags and is_head_word):
             self._begin_message()
@@ -219,7 +225,7 @@ class HarmonyParser(ReasoningParser):
         recipient = _RECIPIENT.search(head)
         name = recipient[1].removeprefix("functions.") if recipient else ""
         channel = _CHANNEL.search(_RECIPIENT.sub("", head))
-        text = _NO_TEXT.sub("", head)
+        text = _HEAD_SYNTAX.sub("", head)
         self._part = "reasoning" if channel and channel[1] == "analysis" else "content"
         self._gap = "\n\n" if self._part in self._parts else ""
         if is_complete and len(text.split()) > 1:
@@ -263,11 +269,12 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
     with several calls are split. If a turn has reasoning, text and a call, its text is
     appended to the reasoning with the tags that the model wrote between them.
     """
-    groups: list[list[dict[str, Any]]] = [[]]  # each turn, followed by tools' results
-    group_of: dict[str, list[dict[str, Any]]] = {}  # the group of a call, by call id
+    # Each group is a turn, followed by the results of the turn's calls.
+    groups: list[list[dict[str, Any]]] = [[]]
+    group_by_call_id: dict[str, list[dict[str, Any]]] = {}
     for message in messages:
         if message["role"] == "tool":
-            group = group_of.get(message.get("tool_call_id", ""), groups[-1])
+            group = group_by_call_id.get(message.get("tool_call_id", ""), groups[-1])
             group.append(message)
             continue
         calls = message.get("tool_calls", ())
@@ -280,7 +287,7 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
             message = {**message, "thinking": thought + content, "content": ""}
         for call in calls:
             groups.append([{**message, "tool_calls": [call]}])
-            group_of[call["id"]] = groups[-1]
+            group_by_call_id[call["id"]] = groups[-1]
             message = {"role": "assistant", "content": ""}
         is_system = message["role"] in _SYSTEM
         if is_system and preceding and preceding[0]["role"] in _SYSTEM:

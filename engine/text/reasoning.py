@@ -28,7 +28,7 @@ ReasoningStart = Literal["open", "perhaps", "harmony"]
 OPEN = "<think>"
 CLOSE = "</think>"
 SPECIAL_TAGS = (OPEN, CLOSE)
-_TAIL_TOKENS = 16  # the last tokens of a prompt, in which a tag is searched for
+_TAIL_TOKENS = 16  # how many of a prompt's last tokens are searched for a tag
 # How an output starts if the prompt ends with neither tag, by --reasoning-parser.
 _DEFAULT_STARTS: Final[dict[str, ReasoningStart]] = {
     "deepseek_r1": "open",
@@ -79,10 +79,10 @@ class ReasoningParser:
         openings: finds calls. A call ends reasoning that is never closed.
 
     Attributes:
-        is_over: whether the reasoning has ended, so that all further text is the
-        answer.
-        is_inside: whether the reasoning has begun, with or without <think>. In a
-            harmony answer: whether the current message is reasoning.
+        is_over: whether the reasoning has ended, so that all later text is the answer.
+        is_inside: whether the reasoning has begun, with or without <think>; stays true
+            when it has ended. In a harmony answer: whether the current message is
+            reasoning.
         tags: the characters that stand for tag tokens, by token id. Only the harmony
             format has them.
         is_in_head: whether the next text is in the head of a harmony message, which is
@@ -195,7 +195,7 @@ class ReasoningParser:
 
         Returns:
             The text after <think>, or the text of an output without <think>. "" while
-            this is undecided.
+            `text` may still be an incomplete <think>.
         """
         bare = text.lstrip()
         self._blanks.append(text[: len(text) - len(bare)])

@@ -23,8 +23,8 @@ def answer_grammar(
 ) -> Grammar | None:
     """Return the grammar that an answer's tokens must follow; None if any tokens may.
 
-    It is `grammar` with the reasoning that may come first, the tool calls that may come
-    instead of the text, and the request's allowed tokens and banned words.
+    The result is `grammar` with the reasoning that may come first, the tool calls that
+    may come instead of the text, and the request's allowed tokens and banned words.
 
     Args:
         grammar: the grammar of the answer's text, or None.

@@ -58,7 +58,7 @@ _FULLWIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 _STRICT_ROLES = ("user", "tool")
 # Members of a message that are always marked strictly, whatever the message's role.
 _STRICT_MEMBERS = ("tool_calls", "name")
-# The most control tokens that the self-test puts into one message.
+# The most control tokens that the self-test puts into each message.
 _MAX_PROBED_TOKENS = 64
 _TOOL_CALL = {
     "id": "a",
@@ -83,10 +83,10 @@ _PROBES: list[list[dict[str, Any]]] = [
 
 
 def create_splitter(tokenizer: Tokenizer) -> "SpecialTokenSplitter | None":
-    """Return the splitter of a model with a chat template.
+    """Return the splitter for a model's chats.
 
     Returns None if the model has no chat template. Also returns None, and logs why, if
-    the tokenizer or the template does not work with markers. Runs a self-test.
+    a self-test finds that the tokenizer or the template does not work with markers.
     """
     if tokenizer.chat_template is None:
         return None
@@ -132,8 +132,8 @@ class SpecialTokenSplitter:
         self._template = tokenizer.chat_template
         letters = (secrets.choice(_MARKER_CHARS) for _ in range(_MARKER_LENGTH))
         self._marker = "".join(letters)
-        # The marker's spelling in JSON that a template writes in ASCII.
-        self._escaped = self._marker.encode("ascii", "backslashreplace").decode()
+        # The marker as it is spelled if the template writes a text as JSON in ASCII.
+        self._escaped_marker = self._marker.encode("ascii", "backslashreplace").decode()
         added = tokenizer.added_tokens()
         special = {
             text
@@ -147,10 +147,13 @@ class SpecialTokenSplitter:
         self._lenient = _MarkingRule(
             controls - (model_tags - special) - {*SPECIAL_TAGS}
         )
-        self._ids = {tokenizer.id_of(text) for text in controls}
-        self._guarded = tokenizer.with_marker_deleted(self._marker, self._strict.texts)
+        self._control_ids = {tokenizer.id_of(text) for text in controls}
+        # Finds special tokens in a marked text, then deletes the markers.
+        self._marker_tokenizer = tokenizer.with_marker_deleted(
+            self._marker, self._strict.texts
+        )
         self.unprotected = self._find_unprotected()
-        self.writes_control_tokens = self._find_control_tokens()
+        self.writes_control_tokens = self._has_control_tokens_in_turns()
 
     def mark_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of the messages with markers, by the rule of each message."""
@@ -165,18 +168,18 @@ class SpecialTokenSplitter:
 
         Marked text does not become control tokens. The markers are deleted.
         """
-        if self._escaped in prompt:  # the template has written JSON in ASCII
-            prompt = prompt.replace(self._escaped, self._marker)
+        if self._escaped_marker in prompt:  # the template has written JSON in ASCII
+            prompt = prompt.replace(self._escaped_marker, self._marker)
         if self._marker not in prompt:
             return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        encoded = self._guarded.encode_batch_fast(
+        encoded = self._marker_tokenizer.encode_batch_fast(
             [prompt], add_special_tokens=add_special_tokens
         )
         return list[int](encoded[0].ids)
 
     def without_marks(self, text: str) -> str:
         """Return a rendered prompt, or an error message, without markers."""
-        return text.replace(self._escaped, "").replace(self._marker, "")
+        return text.replace(self._escaped_marker, "").replace(self._marker, "")
 
     def find_problem(self) -> str | None:
         """Return why markers do not work with this tokenizer and template.
@@ -201,7 +204,7 @@ class SpecialTokenSplitter:
                     "the chat template changes a message depending on the text of the "
                     "message"
                 )
-            if self._guarded_ids(plain) != self._usual_ids(plain):
+            if self._ids_without_markers(plain) != self._usual_ids(plain):
                 return "the tokenizer matches special tokens in normalized text"
             if self._num_controls(marked) != self._num_controls(plain):
                 return (
@@ -246,8 +249,9 @@ class SpecialTokenSplitter:
     def _find_unprotected(self) -> list[str]:
         """Return the control tokens that text can become in spite of the markers.
 
-        The tokenizer may find a token in marked text. Or its normalizer may change the
-        case of text, or turn fullwidth characters into ASCII, and so create a token.
+        The tokenizer may find a control token in marked text. Or the tokenizer's
+        normalizer may change the case of text, or turn fullwidth characters into ASCII,
+        and so create a control token.
         """
         texts = {*self._strict.texts}
         library = self._tokenizer.library
@@ -255,19 +259,23 @@ class SpecialTokenSplitter:
         for text in self._strict.texts:
             marked = self._strict.mark(text, self._marker)
             variants = {text.swapcase(), text.translate(_FULLWIDTH)} - texts
-            is_reached = any(self._is_control(library, variant) for variant in variants)
-            if is_reached or self._is_control(self._guarded, marked):
+            has_variant = any(
+                self._has_control_token(library, variant) for variant in variants
+            )
+            if has_variant or self._has_control_token(self._marker_tokenizer, marked):
                 unprotected.append(text)
         return unprotected
 
-    def _is_control(self, library: tokenizers.Tokenizer, text: str) -> bool:
-        return not self._ids.isdisjoint(
+    def _has_control_token(self, library: tokenizers.Tokenizer, text: str) -> bool:
+        return not self._control_ids.isdisjoint(
             library.encode(text, add_special_tokens=False).ids
         )
 
-    def _find_control_tokens(self) -> bool:
-        """Whether the template writes control tokens around messages, so that three
-        turns have more control tokens than one turn."""
+    def _has_control_tokens_in_turns(self) -> bool:
+        """Whether the template writes control tokens around messages.
+
+        In this case, three turns have more control tokens than one turn.
+        """
         one_turn = self._render(_filled(_PROBES[0], "a"))
         three_turns = self._render(_filled(_PROBES[2], "a"))
         if one_turn is None or three_turns is None:
@@ -275,15 +283,18 @@ class SpecialTokenSplitter:
         return self._num_controls(three_turns) > self._num_controls(one_turn)
 
     def _num_controls(self, prompt: str) -> int:
-        return sum(token_id in self._ids for token_id in self._guarded_ids(prompt))
+        ids = self._ids_without_markers(prompt)
+        return sum(token_id in self._control_ids for token_id in ids)
 
     def _usual_ids(self, prompt: str) -> list[int]:
         return list[int](
             self._tokenizer.library.encode(prompt, add_special_tokens=False).ids
         )
 
-    def _guarded_ids(self, prompt: str) -> list[int]:
-        return list[int](self._guarded.encode(prompt, add_special_tokens=False).ids)
+    def _ids_without_markers(self, prompt: str) -> list[int]:
+        return list[int](
+            self._marker_tokenizer.encode(prompt, add_special_tokens=False).ids
+        )
 
     def _render(self, messages: Sequence[dict[str, Any]]) -> str | None:
         """Return the rendered prompt; None if the template refuses the messages."""
@@ -294,14 +305,14 @@ class SpecialTokenSplitter:
 
 
 class _MarkingRule:
-    """Decides where markers are put into a text.
+    """Puts markers into a text, by the strict or the lenient rule.
 
     Args:
         texts: the control tokens.
         others: None for the lenient rule, which marks complete control tokens. For the
-            strict rule: added tokens that are not control tokens, such as `<table>` in
-            some vocabularies. The strict rule marks each character with which a control
-            token begins, unless one of `others` begins there.
+            strict rule, the added tokens that are not control tokens, such as `<table>`
+            in some vocabularies. The strict rule marks each character with which any
+            control token begins, unless one of `others` begins at that character.
     """
 
     def __init__(
@@ -339,7 +350,7 @@ def _pattern(texts: Iterable[str]) -> str:
     """Return a regular expression that matches where any of `texts` begins.
 
     There may be thousands of texts, so the expression is a tree of their common
-    prefixes. If one text is a prefix of another text, only the shorter text is needed.
+    prefixes. A text that begins with another of the texts is left out.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -358,7 +369,7 @@ def _tree_pattern(node: dict[str, Any]) -> str:
 
 
 def _is_named(text: str, source: str) -> bool:
-    """Whether `text` is a tag, and a template names the tag or its counterpart.
+    """Whether `text` is a tag, and a template contains the tag or its counterpart.
 
     The counterpart is the closing tag of an opening tag, and vice versa.
 

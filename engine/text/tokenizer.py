@@ -24,21 +24,21 @@ from protocol.openai.requests import refuse
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
-# The `chat_template` for callers that render no chats. They need no template, and the
-# model's own template may be broken.
+# The argument `chat_template` for callers that render no chats. Such callers need no
+# template, and the model's own template may be broken.
 NO_TEMPLATE = Path(os.devnull)
-# Only above this number of ids, which takes a millisecond to decode, the GIL is
-# released.
+# `decode_all` releases the GIL only for more ids than this. Decoding this many takes a
+# millisecond.
 _MAX_INLINE_IDS = 2048
 _SPECIAL_NAMES = [
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 ]
-_CONFIG = "tokenizer_config.json"
-_MAP = "special_tokens_map.json"
-_FILES = ("tokenizer.json", _CONFIG, _MAP)
-_FLAGS = ("single_word", "lstrip", "rstrip", "special")  # properties of an added token
+_CONFIG_FILE = "tokenizer_config.json"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_DIGEST_FILES = ("tokenizer.json", _CONFIG_FILE, _SPECIAL_TOKENS_FILE)
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "special")
 _PIECE_CHARS = 1 << 16  # `min_num_tokens` tokenizes a text in pieces of this size
-# A byte token, as vocabularies that are not byte-level spell it.
+# Matches a token that stands for one byte, in vocabularies that are not byte-level.
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -75,10 +75,10 @@ class Tokenizer:
         self, model_dir: str | Path, chat_template: Path | None = None
     ) -> None:
         self.folder = folder = Path(model_dir)
-        config = _read_json(folder / _CONFIG)
+        config = _read_json(folder / _CONFIG_FILE)
         # Older models have their special tokens in a second file.
         if "added_tokens_decoder" not in config:
-            config = {**config, **_read_json(folder / _MAP)}
+            config = {**config, **_read_json(folder / _SPECIAL_TOKENS_FILE)}
         self._tokenizer = _load(folder)
         self.special_tokens = _special_tokens(config)
         try:
@@ -92,7 +92,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         # The spelling of a token in the vocabulary has at least as many characters as
-        # the token's text, because each byte or character is spelled as one.
+        # the token's text, because each byte or character is spelled as one character.
         self.longest_token_chars = max(
             map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1
         )
@@ -103,8 +103,8 @@ class Tokenizer:
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
         self.digest = _compute_digest(folder, self.chat_template)
-        # The id of a token that has the same text at any position, for `_token_raw`. It
-        # is not needed if the vocabulary is byte-level.
+        # For `_token_raw`: the id of a token that has the same text at any position.
+        # Empty if the vocabulary is byte-level, which needs no such token.
         self._anchor: list[int] = []
         if self.token_bytes is None:
             plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
@@ -118,7 +118,7 @@ class Tokenizer:
             add_special_tokens: whether to add the special tokens that the model expects
                 around a prompt.
         """
-        # Only the batch functions of the library release the GIL.
+        # Only the batch functions of the library `tokenizers` release the GIL.
         encoded = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -140,21 +140,21 @@ class Tokenizer:
         """Return a copy of the tokenizer that deletes `marker` from each text.
 
         Args:
-            tokens: added tokens that the copy finds before the normalizer runs, even if
-                the original finds them after it (`normalized` is true).
+            tokens: added tokens that the copy must find before the normalizer runs. The
+                original finds those with a true `normalized` after the normalizer.
         """
         inner = self._tokenizer
-        decoder = sorted(inner.get_added_tokens_decoder().items())
+        tokens_by_id = sorted(inner.get_added_tokens_decoder().items())
         added = []
-        for _, token in decoder:
+        for _, token in tokens_by_id:
             is_raw = token.content in tokens or not token.normalized
-            flags = {name: getattr(token, name) for name in _FLAGS}
+            flags = {name: getattr(token, name) for name in _ADDED_TOKEN_FLAGS}
             added.append(
                 tokenizers.AddedToken(token.content, normalized=not is_raw, **flags)
             )
         copy = tokenizers.Tokenizer(inner.model)  # both share the vocabulary
         copy.add_tokens(added)
-        if sorted(copy.get_added_tokens_decoder()) != [i for i, _ in decoder]:
+        if sorted(copy.get_added_tokens_decoder()) != [i for i, _ in tokens_by_id]:
             copy = self._copy_through_json(added)
         steps = [normalizers.Replace(marker, "")]
         if inner.normalizer is not None:
@@ -168,7 +168,11 @@ class Tokenizer:
     def _copy_through_json(
         self, added: Sequence[tokenizers.AddedToken]
     ) -> tokenizers.Tokenizer:
-        """Return a copy made through JSON, which keeps gaps between added ids."""
+        """Return a copy made through JSON, which keeps gaps between added ids.
+
+        Args:
+            added: the added tokens, with the `normalized` that the copy gets.
+        """
         described = json.loads(self.to_json())
         normalized = {token.content: token.normalized for token in added}
         for token in described["added_tokens"]:
@@ -184,9 +188,9 @@ class Tokenizer:
     ) -> int:
         """Return a lower bound of the number of tokens in a text that is far too long.
 
-        Returns 0 for a text that may fit into `limit` tokens. Tokenizing a complete
-        text takes hundreds of times its memory. So the text is tokenized piece by
-        piece, until there are twice `limit` tokens. The count is inexact, because a
+        Returns 0 for a text that may fit into `limit` tokens. Tokenizing a text as a
+        whole takes hundreds of times the text's memory. So the text is tokenized piece
+        by piece, until there are twice `limit` tokens. The count is inexact, because a
         token may extend over the border of two pieces.
 
         Args:
@@ -283,8 +287,8 @@ class Tokenizer:
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """Return the ids that end a generation.
 
-        They come from the first of generation_config.json, config.json and the
-        tokenizer that has any.
+        The ids come from generation_config.json; if it has none, from config.json; if
+        that has none either, from the tokenizer.
 
         Raises:
             TokenizerNotFound: the value in a file is not a token id or a list of ids.
@@ -336,7 +340,7 @@ def _compute_digest(folder: Path, template: ChatTemplate | None) -> str:
     digest = hashlib.sha256(
         (template.source if template else "").encode(errors="replace")
     )
-    for name in _FILES:
+    for name in _DIGEST_FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
         digest.update(b"%s %d\0" % (name.encode(), len(content)) + content)
@@ -354,7 +358,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return how many logits the model has; None if config.json does not have this."""
+    """Return how many logits the model has; None if config.json does not say it."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):  # multimodal models have this object
@@ -366,7 +370,7 @@ def _model_vocab_size(folder: Path) -> int | None:
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens by name, the seven usual names first.
 
-    Chat templates use these names. In the file, a token is a string or an object with
+    Chat templates use these names. In `config`, a token is a string or an object with
     `content`.
     """
     texts: dict[str, str] = {}
@@ -410,15 +414,16 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
         return None
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
-    byte_of = {
+    byte_by_char = {
         chr(byte if byte in printable else next(substitutes)): byte
         for byte in range(256)
     }
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
-        is_spelled = byte_of.keys() >= set(token)
-        table[token_id] = (
-            bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
-        )
+        is_byte_spelling = byte_by_char.keys() >= set(token)
+        if is_byte_spelling:
+            table[token_id] = bytes(map(byte_by_char.__getitem__, token))
+        else:
+            table[token_id] = token.encode()
     return table

@@ -10,7 +10,7 @@ from protocol import exact_json
 
 # Returns a Python value as JSON.
 to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
+_PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {  # by type in JSON Schema
     "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
     "integer": (int,), "number": (int, float),
 }  # fmt: skip
@@ -65,13 +65,13 @@ def python_arguments_to_json(text: str) -> str | None:
         text: the text after the call's opening bracket.
 
     Returns:
-        The arguments as a JSON object. None unless the text is a call in which all
-        arguments are literals with keywords.
+        The arguments as a JSON object. None unless the text completes a call that has
+        only keyword arguments with literal values.
     """
     try:
         with warnings.catch_warnings():
-            # Python warns about some syntax, but the model has written the text, so the
-            # server's log should not have the warnings.
+            # Python warns about some syntax. The model has written this text, so such
+            # warnings do not belong in the server's log.
             warnings.simplefilter("ignore")
             call = _JsonConstants().visit(ast.parse("f(" + text, mode="eval").body)
         assert isinstance(call, ast.Call) and not call.args
@@ -110,7 +110,7 @@ def parameter_to_json(text: str, schema: Any) -> str:
     try:
         value = exact_json.loads(literal, allow_nan=False)
         value_type = float if isinstance(value, float) else type(value)
-        if any(value_type in _TYPES.get(name, ()) for name in types):
+        if any(value_type in _PYTHON_TYPES.get(name, ()) for name in types):
             return literal
     except (ValueError, RecursionError):
         pass
@@ -135,4 +135,4 @@ def _allowed_types(schema: Any) -> list[str]:
         value = each.get("type")
         names = value if isinstance(value, list) else [value]
         types += [name for name in names if isinstance(name, str)]
-    return types or [*_TYPES]
+    return types or [*_PYTHON_TYPES]

@@ -10,7 +10,8 @@ from engine.text.tool_calls.registry import MODEL_FORMATS
 from protocol.openai.tools import Tools
 from protocol.settings.options import ToolSyntax
 
-# The most characters of a call's beginning through the tool's name, with white space.
+# The most characters from a call's first tag through the tool's name, including white
+# space.
 _MAX_OPENING: Final = 512
 
 
@@ -63,8 +64,8 @@ def _for_each_tool(patterns: tuple[str, ...], tools: Tools) -> tuple[str, ...]:
 class CallOpenings:
     """Finds the beginning of a call to an offered tool within text.
 
-    It finds calls only in formats that begin a call with a tag, and only if the model
-    may choose whether to call a tool.
+    Only calls that begin with a tag are found, and only if the model may choose whether
+    to call a tool.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class CallOpenings:
         """Find the first opening of a call in `text`, complete or not.
 
         Returns:
-            The position where the opening begins, and whether it is complete through
-            the tool's name. If there is no opening, the position is the end of the
-            text, or of the part before characters that may begin a tag.
+            The position where the opening begins, and whether the opening is complete
+            through the tool's name. If there is no opening, the position is the end of
+            the text, or where the last characters of the text may begin a tag.
         """
         for match in self._tag.finditer(text) if self._tags else ():
             start = match.start()

@@ -1,8 +1,8 @@
 """Adds tools to the messages of a chat.
 
 A chat template that uses the variable `tools` describes the tools itself. For models
-with other templates, a system message describes the tools and how to call them. It asks
-for calls in a format that engine/text/tool_parser.py reads.
+with other templates, a system message describes the tools, and asks for calls in a
+format that engine/text/tool_parser.py reads.
 """
 
 import json
@@ -26,8 +26,9 @@ _DEFAULT_CALL = (
     '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}'
     "</tool_call>"
 )
-# The formats that some models have learned, although their templates do not use tools.
-_OTHER_CALLS = {
+# Examples of calls, by format, for models that have learned to call tools although
+# their templates do not use `tools`.
+_LEARNED_CALLS = {
     "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
     "<an object of its parameters><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -51,7 +52,7 @@ def add_tools(
     template = tokenizer.chat_template
     if template is None or template.knows_tools:
         return messages, tools.offered if tools.active else None
-    call = _OTHER_CALLS.get(tool_syntax(option, template), _DEFAULT_CALL)
+    call = _LEARNED_CALLS.get(tool_syntax(option, template), _DEFAULT_CALL)
     if call == _DEFAULT_CALL or "tool_calls" not in template.source:
         messages = [_calls_as_text(message) for message in messages]
     if not tools.active:

@@ -37,8 +37,8 @@ def create_tool_parser(
         return None
     model_format = MODEL_FORMATS[tool_syntax(option, template)]
     format_class = FORCED_CALL_FORMATS.get(tools.mode, model_format)
-    # The template sees the ids of these calls in the next turn. So even forced calls
-    # have ids of the model's own format.
+    # The chat template gets the ids of all calls in the next turn, so even forced calls
+    # have ids in the model's own format.
     has_short_ids = model_format.has_short_ids
     return ToolParser(tools, format_class, has_short_ids, answer_id)
 
@@ -53,7 +53,7 @@ class ToolParser:
         has_short_ids: bool = False,
         answer_id: str = "",
     ) -> None:
-        self._parallel = tools.parallel
+        self._allows_parallel = tools.parallel
         self._answer = AnswerReader(
             tools.names,
             requires_offered_name=format_class.requires_offered_name,
@@ -84,9 +84,9 @@ class ToolParser:
         return self._visible_part()
 
     def finish(self) -> Parsed:
-        """Return what the text held back adds to the answer. The answer has ended.
+        """Return what the text held back adds to the answer, which has ended.
 
-        A call that was cut off after its name is still a call.
+        A call that was cut off after the tool's name is still a call.
         """
         answer = self._answer
         answer.parsed = Parsed()
@@ -103,6 +103,6 @@ class ToolParser:
     def _visible_part(self) -> Parsed:
         """Return the part of the parsed text that the client receives."""
         parsed = self._answer.parsed
-        if not self._parallel:
+        if not self._allows_parallel:
             parsed.calls = [call for call in parsed.calls if call.index == 0]
         return parsed

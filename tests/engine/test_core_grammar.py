@@ -15,7 +15,7 @@ from msgspec.structs import replace
 import engine.text.grammar
 from engine.core import core_grammar
 from engine.core.core import EngineCore
-from engine.text.grammar import _NUM_COMPILING, GrammarCompiler, GrammarState
+from engine.text.grammar import _NUM_COMPILING_THREADS, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
@@ -92,7 +92,7 @@ def test_sequences_that_wait_for_grammars_delay_no_other_request(
 ):
     unblock = threading.Event()
     core, out = make_core_with(compiler, depth)
-    for _ in range(_NUM_COMPILING):
+    for _ in range(_NUM_COMPILING_THREADS):
         compiler._compiling.submit(unblock.wait)
     waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
     wrong = constrained("failed", WRONG)
@@ -171,7 +171,7 @@ def test_request_that_waits_too_long_for_a_mask_fails_alone(
     monkeypatch.setattr(GrammarState, "_compute_mask", compute_late)
     monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if is_slow else 0.001)
     if is_slow:
-        monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
+        monkeypatch.setattr(engine.text.grammar, "_SLOW_MASK_S", -1.0)
     core, out = make_core_with(compiler, depth, WORDS)
     core.grammars.timeout_s = 0.0
     core.round([constrained("a", WORDS), replace(WITHOUT_GRAMMAR, max_tokens=20)])

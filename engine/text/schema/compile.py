@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": OPTIONS["whitespace_pattern"]
 }
-# Matches strings, expressions and comments, in which "%json" does not begin a schema,
-# and a "%json" that does.
+# Matches strings, regular expressions and comments, so that a "%json" within them is
+# skipped. Also matches "%json" where it begins a schema.
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*(?={)'
 )
@@ -47,7 +47,7 @@ def schema_grammar(text: str) -> str:
 def calls_grammar(text: str) -> str:
     """Return llguidance's grammar for forced tool calls.
 
-    Apart from the parameters, it allows only one spelling of each call.
+    The grammar allows only one spelling of each call, apart from its parameters.
 
     Args:
         text: a DemandedCalls as JSON.
@@ -110,23 +110,24 @@ def with_checked_schemas(lark: str) -> str:
                 "digits, which cannot be enforced exactly in a grammar; send the "
                 "schema as `structured_outputs.json`"
             )
-        options = checked.document.get("x-guidance")
-        written = llguidance_json(
-            checked, checked.document, _whitespace_options(options)
-        )
+        options = _whitespace_options(checked.document.get("x-guidance"))
+        written = llguidance_json(checked, checked.document, options)
         parts += [lark[done : token.end()], written]
         done = end
     return "".join([*parts, lark[done:]])
 
 
-def _whitespace_options(given: Any) -> dict[str, Any] | None:
-    """Return the valid whitespace options in a schema's `x-guidance`; None if none."""
-    if not isinstance(given, dict):
+def _whitespace_options(guidance: Any) -> dict[str, Any] | None:
+    """Return the valid whitespace options in `x-guidance` of a schema.
+
+    Returns None if there are none.
+    """
+    if not isinstance(guidance, dict):
         return None
     texts = ("whitespace_pattern", "item_separator", "key_separator")
     options: dict[str, Any] = {
-        name: given[name] for name in texts if isinstance(given.get(name), str)
+        name: guidance[name] for name in texts if isinstance(guidance.get(name), str)
     }
-    if isinstance(given.get("whitespace_flexible"), bool):
-        options["whitespace_flexible"] = given["whitespace_flexible"]
+    if isinstance(guidance.get("whitespace_flexible"), bool):
+        options["whitespace_flexible"] = guidance["whitespace_flexible"]
     return options or None

@@ -12,7 +12,8 @@ from typing import Any, Final
 from engine.text.schema.references import Schema
 
 _MAX_DEPTH: Final = 12  # the most references and properties that are followed
-# The most comparisons for all `oneOf` of a document. They take a quarter of a second.
+# The most comparisons for all `oneOf` of a document. So many take a quarter of a
+# second.
 _MAX_STEPS: Final = 50_000
 
 
@@ -27,10 +28,10 @@ class Disjointness:
         self._target = target
         self._num_steps = 0
 
-    def overlapping(self, schema: Schema) -> tuple[int, int] | None:
-        """Return the indices of two options of `oneOf` that a value may both match.
+    def find_overlap(self, schema: Schema) -> tuple[int, int] | None:
+        """Return the indices of two options of `oneOf` that the same value may match.
 
-        The other keywords of `schema` also restrict the value.
+        Only values that the other keywords of `schema` allow are considered.
 
         Returns:
             None if all options certainly exclude each other.
@@ -56,9 +57,9 @@ class Disjointness:
         return None
 
     def _have_distinct_tags(self, options: list[Any]) -> bool:
-        """Whether all options require one property with different literals in each.
+        """Whether all options require the same property, each with other literals.
 
-        This is a fast test: comparing hundreds of options in pairs takes long.
+        This fast test avoids comparing hundreds of options in pairs, which takes long.
         """
         objects = [self._resolved(option) for option in options]
         if not all(
@@ -84,8 +85,8 @@ class Disjointness:
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether certainly no value matches both schemas.
 
-        False also means that this is not known, for example beyond the limits of depth
-        and steps.
+        False also means that the answer is unknown, for example because _MAX_DEPTH or
+        _MAX_STEPS is exceeded.
         """
         self._num_steps += 1
         if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
@@ -164,7 +165,10 @@ class Disjointness:
 
 
 def property_of(schema: Schema, name: str) -> Any:
-    """Return the schema of the property `name`; True if it is not known."""
+    """Return the schema of the property `name`.
+
+    Returns the schema True, which any value matches, if the property's is not known.
+    """
     if name in schema.get("properties", {}):
         return schema["properties"][name]
     if schema.get("patternProperties"):

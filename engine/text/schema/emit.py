@@ -69,7 +69,7 @@ class _Copier:
         copied: Schema = {}
         for keyword, value in schema.items():
             if keyword == "$ref":
-                copied[keyword] = self._name(self._checked.target(schema))
+                copied[keyword] = self._ref_to(self._checked.target(schema))
             elif keyword in ENFORCED and not (
                 keyword == "format" and value not in FORMATS
             ):
@@ -94,7 +94,7 @@ class _Copier:
             return numbers.llguidance_multiple(value)
         return decimals_to_floats(value)
 
-    def _name(self, target: Any) -> str:
+    def _ref_to(self, target: Any) -> str:
         """Return a `$ref` to the copy of `target`, which `definitions` will create."""
         name = self._names.get(id(target))
         if name is None:

@@ -16,7 +16,7 @@ class GrammarError(ValueError):
 
 TOO_COMPLEX = "it is too complex to follow; send a simpler one"
 _MAX_PATH_CHARS = 80
-NO_VALUE = "no value matches it; correct what excludes each other"
+NO_VALUE = "no value matches it; correct the parts that exclude each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
 # Patterns of llguidance's messages, and the messages for clients. The first pattern
 # that matches is used. The groups match parts of the client's own text.
@@ -51,7 +51,7 @@ _REWORDED = tuple(
         (r"duplicate rule: \"?(\w+)", r"the rule `\1` is defined twice; leave one out"),
         (
             r"circular reference in token \"?(\w+)",
-            r"the token `\1` refers to itself; write a rule",
+            r"the token `\1` refers to itself; write it as a rule, in lower case",
         ),
         (r"no start rule found", "it has no rule `start`; define it"),
         (r"No 'root' rule found", "it has no rule `root`; define it"),
@@ -61,11 +61,11 @@ _REWORDED = tuple(
         ),
         (
             r"[Uu]nknown grammar",
-            "it refers to another grammar, which it does not have; define rules",
+            "it refers to a grammar that it does not contain; refer to a rule instead",
         ),
         (
             r"not disjoint",
-            "`patternProperties` has patterns that one name may match both, which "
+            "`patternProperties` has two patterns that the same name may match, which "
             "cannot be enforced; use patterns that exclude each other",
         ),
         (
@@ -89,10 +89,10 @@ _REWORDED = tuple(
         ),
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
         # Only the position of a syntax error is kept.
-        (r"at line (\d+)", r"it has a mistake of syntax in line \1; correct it"),
+        (r"at line (\d+)", r"it has a syntax error in line \1; correct it"),
         (
             r"^(?:at )?(\d+)\((\d+)\):",
-            r"it has a mistake of syntax in line \1; correct it",
+            r"it has a syntax error in line \1; correct it",
         ),
     )
 )

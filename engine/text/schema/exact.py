@@ -31,7 +31,7 @@ from engine.text.schema.references import Schema, children
 MAX_BLANKS: Final = 12  # the most consecutive whitespace characters
 BLANKS: Final = r"[\x20\x0A\x0D\x09]"
 OPTIONS: Final = {"whitespace_pattern": f"{BLANKS}{{1,{MAX_BLANKS}}}"}
-_MAX_OPTIONS: Final = 256  # the most combinations of the options of several unions
+_MAX_COMBINATIONS: Final = 256  # of the options of several unions
 _NUMERIC: Final = ("integer", "number")
 _STRING_KEYWORDS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECT_KEYWORDS: Final = (
@@ -48,10 +48,10 @@ _ARRAY_KEYWORDS: Final = (
 
 
 def exact_lark(checked: CheckedSchema) -> str:
-    """Return a grammar in Lark syntax for a schema with exact numbers.
+    """Return a grammar in Lark syntax for a schema with numbers beyond float64.
 
     Raises:
-        GrammarError: a keyword cannot be combined with exact numbers, or no value
+        GrammarError: a keyword cannot be combined with such numbers, or no value
             matches the schema.
     """
     grammar = _ExactGrammar(checked)
@@ -88,12 +88,12 @@ class _ExactGrammar(ContainerRules):
         super().__init__()
         self._checked = checked
         self._names: dict[int, str | None] = {}
-        # Keeps schemas alive that this class creates, so that their id() is not reused.
+        # Keeps the schemas alive that this class creates, so that no id() is reused.
         self._schemas: list[Any] = []
         # The names of the tokens for numbers, by their regular expressions.
         self._number_tokens: dict[str, str] = {}
-        # For schemas that llguidance enforces, by their JSON text: the names of their
-        # rules, and why llguidance refuses them ("" if it does not).
+        # By the JSON text of each schema that llguidance can enforce: the name of its
+        # rule, and why llguidance refuses it ("" if it does not).
         self._leaves: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
@@ -171,7 +171,7 @@ class _ExactGrammar(ContainerRules):
         return self._types(base, path)
 
     def _union(self, base: Schema, unions: list[list[Any]], path: str) -> str | None:
-        """Return alternatives for all combinations of one option of each union.
+        """Return alternatives, one for each way to choose an option of each union.
 
         Args:
             base: a schema that a value must match in addition to the options.
@@ -182,11 +182,11 @@ class _ExactGrammar(ContainerRules):
             combinations = [
                 [*parts, option] for parts in combinations for option in options
             ]
-            if len(combinations) > _MAX_OPTIONS:
+            if len(combinations) > _MAX_COMBINATIONS:
                 fail(
                     keyword_path(path, "anyOf"),
-                    f"has more than {_MAX_OPTIONS} combinations of options together "
-                    "with numbers beyond 2**53; use fewer",
+                    f"has more than {_MAX_COMBINATIONS} combinations of options, "
+                    "together with numbers beyond 2**53; use fewer options",
                 )
         rules: list[str | None] = []
         for parts in combinations:
@@ -224,7 +224,7 @@ class _ExactGrammar(ContainerRules):
         return _alternatives(parts)
 
     def _literal(self, value: Any) -> str:
-        """Return a JSON value as literals and tokens, with all digits of numbers."""
+        """Return a rule that matches only `value`, with all digits of its numbers."""
         if isinstance(value, dict):
             if not value:
                 return "EMPTY_OBJECT"
@@ -245,9 +245,8 @@ class _ExactGrammar(ContainerRules):
     def _types(self, base: Schema, path: str) -> str | None:
         """Return alternatives for the types that a schema allows.
 
-        Each type gets the keywords that apply to it. Types with only numbers that
-        llguidance does not round are combined into one schema, which llguidance
-        enforces.
+        Each type gets the keywords that apply to it. All types without numbers that
+        llguidance would round are combined into one schema, which llguidance enforces.
         """
         allowed = base.get("type", [name for name in TYPES if name != "integer"])
         types = allowed if isinstance(allowed, list) else [allowed]
@@ -282,10 +281,12 @@ class _ExactGrammar(ContainerRules):
         Raises:
             GrammarError: `multipleOf` is not a power of 10.
         """
-        make = numbers.integer_pattern if is_integer else numbers.decimal_pattern
+        make_pattern = (
+            numbers.integer_pattern if is_integer else numbers.decimal_pattern
+        )
         lower = _stricter(numeric, "minimum", "exclusiveMinimum", is_lower=True)
         upper = _stricter(numeric, "maximum", "exclusiveMaximum", is_lower=False)
-        pattern = make(lower, upper)
+        pattern = make_pattern(lower, upper)
         if pattern is None:
             return None
         expression = f"/{pattern}/"

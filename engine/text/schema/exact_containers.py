@@ -1,4 +1,7 @@
-"""Writes rules in Lark syntax for objects and arrays with exact numbers (exact.py)."""
+"""Writes rules in Lark syntax for objects and arrays with numbers beyond float64.
+
+See exact.py.
+"""
 
 import json
 from abc import ABC, abstractmethod
@@ -44,7 +47,7 @@ class ContainerRules(ABC):
         Returns None if no object matches.
 
         Raises:
-            GrammarError: a keyword cannot be combined with exact numbers.
+            GrammarError: a keyword cannot be combined with numbers beyond float64.
         """
         for keyword in ("patternProperties", "minProperties", "maxProperties"):
             if keyword in schema:
@@ -160,8 +163,8 @@ class ContainerRules(ABC):
         Args:
             first_items: the rules of the first items.
             more: the rule of all items after the first items; None if there are none.
-            minimum: the least number of items.
-            maximum: the greatest number of items; None if it is not limited.
+            minimum: the smallest number of items.
+            maximum: the largest number of items; None if it is not limited.
         """
         bodies = ["EMPTY_ARRAY"] if minimum == 0 else []
         if maximum == 0:

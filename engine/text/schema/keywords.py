@@ -23,7 +23,7 @@ FORMATS: Final = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri",
     "uuid",
 )  # fmt: skip
-# No answer has this number of characters, items or properties.
+# No answer has as many characters, items or properties.
 MAX_COUNT: Final = 2**31 - 1
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
@@ -137,7 +137,8 @@ class CheckedSchema:
         self._references = References(self.document, "id" if self.draft == 4 else "$id")
         # The schemas to which `$ref` refers, by the id() of the schema with the `$ref`.
         self._targets: dict[int, Any] = {}
-        # The id() of the schemas that contain or refer to a schema, by its id().
+        # By the id() of a schema: the id() of each schema that contains it or refers to
+        # it.
         self._parents: dict[int, list[int]] = {}
         self._schemas: list[Schema] = []
         self._walk()
@@ -320,7 +321,7 @@ class CheckedSchema:
         for schema in self._schemas:
             if "oneOf" not in schema:
                 continue
-            overlap = disjointness.overlapping(schema)
+            overlap = disjointness.find_overlap(schema)
             if overlap is not None:
                 fail(
                     keyword_path(self.path(schema), "oneOf"),

@@ -15,15 +15,16 @@ _MAX_CPU_S: Final = 0.05
 
 
 def llguidance_problem(text: str) -> str:
-    """Return why llguidance refuses a schema, as a message for clients; else ""."""
+    """Return why llguidance refuses a schema, in words for clients; "" if accepted."""
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return reworded(message) if message else ""
 
 
 def located_problem(text: str, problem: str) -> str:
-    """Return a message with the path of the deepest part of a schema that causes it.
+    """Return a message about the deepest part of a schema that causes a problem.
 
-    A part causes the message if llguidance refuses the part alone for that reason.
+    The message has the path of this part. A part causes the problem if llguidance
+    refuses the part alone for the same reason.
 
     Args:
         text: a schema that CheckedSchema accepts.

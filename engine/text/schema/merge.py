@@ -1,7 +1,7 @@
-"""Merges JSON schemas that a value must all match, for schemas with exact numbers.
+"""Merges JSON schemas into one that a value matches only if it matches all of them.
 
-exact.py writes the grammar of the merged schema. For schemas without exact numbers,
-llguidance merges by itself.
+Used only for schemas with numbers beyond float64: exact.py writes the grammar of the
+merged schema. All other schemas are merged by llguidance.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from engine.text.schema.references import Schema
 
 COMBINING: Final = ("$ref", "allOf", "anyOf", "oneOf")
 _MAX_DEPTH: Final = 50
-_NUMBERS_TOGETHER: Final = (
-    "cannot be combined exactly with numbers beyond 2**53 in the same schema; write "
-    "one schema without it"
+_CANNOT_COMBINE: Final = (
+    "cannot be combined exactly with numbers beyond 2**53 in the same schema; leave "
+    "the keyword out"
 )
 
 
@@ -33,7 +33,7 @@ def flatten(
         `schema` if it matches the returned schema and one option of each list.
 
     Raises:
-        GrammarError: the schemas cannot be combined with exact numbers.
+        GrammarError: the schemas have keywords that cannot be combined.
         Unsatisfiable: the schemas exclude each other.
     """
     if depth > _MAX_DEPTH:
@@ -73,11 +73,11 @@ def _merge(one: Schema, other: Schema, path: str) -> Schema:
         elif keyword in _STRICTER:
             merged[keyword] = _STRICTER[keyword](merged[keyword], value)
         else:
-            fail(keyword_path(path, keyword), _NUMBERS_TOGETHER)
+            fail(keyword_path(path, keyword), _CANNOT_COMBINE)
     for closed, open_ in ((one, other), (other, one)):
         if closed.get("additionalProperties", True) is not True:
             if open_.get("properties", {}).keys() - closed.get("properties", {}).keys():
-                fail(keyword_path(path, "additionalProperties"), _NUMBERS_TOGETHER)
+                fail(keyword_path(path, "additionalProperties"), _CANNOT_COMBINE)
     return merged
 
 
@@ -119,11 +119,11 @@ def _common_literals(one: list[Any], other: list[Any]) -> list[Any]:
     return common
 
 
-def _both_names(one: list[str], other: list[str]) -> list[str]:
+def _names_of_both(one: list[str], other: list[str]) -> list[str]:
     return list(dict.fromkeys([*one, *other]))
 
 
-def _unequal(one: Any, other: Any) -> Any:
+def _refuse_unequal(one: Any, other: Any) -> Any:
     raise Unsatisfiable
 
 
@@ -141,6 +141,6 @@ _STRICTER: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "maxProperties": min,
     "type": _common_types,
     "enum": _common_literals,
-    "const": _unequal,
-    "required": _both_names,
+    "const": _refuse_unequal,
+    "required": _names_of_both,
 }

@@ -2,7 +2,7 @@
 
 The library llguidance stores numbers as float64 and int64. It would round integers
 beyond 2**53 and decimals of more than 17 digits. So this module writes ranges with such
-bounds digit by digit. The expressions have no anchors, and their groups only group.
+bounds digit by digit. The expressions have no anchors. Their groups are only brackets.
 """
 
 import math
@@ -41,9 +41,10 @@ def num_digits(number: Number) -> int:
 
 
 def scaled(number: Number) -> tuple[int, int]:
-    """Return c and k for a number c * 10**k above 0, where c does not end with 0.
+    """Return c and k such that `number` is c * 10**k and c does not end with 0.
 
-    Unlike Decimal.normalize, this function does not round to 28 digits.
+    The number must be above 0. Unlike Decimal.normalize, this function does not round
+    to 28 digits.
     """
     _, digits, exponent = Decimal(number).as_tuple()
     assert isinstance(exponent, int)
@@ -265,7 +266,7 @@ def _digits_up_to(prefix: str, high: str) -> Iterator[str]:
     yield prefix + high
 
 
-def _split(number: Number) -> tuple[int, str]:
+def _whole_and_fraction(number: Number) -> tuple[int, str]:
     """Return the integer part of a number >= 0, and the digits of its fraction.
 
     Zeros at the end of the fraction are left out.
@@ -279,12 +280,12 @@ def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
 
     An upper bound of None means that the range has no end.
     """
-    whole, fraction = _split(lower.value)
+    whole, fraction = _whole_and_fraction(lower.value)
     if upper is None:
         yield from _with_fractions(whole, _above("", fraction, lower), lower, None)
         yield _either(_natural_numbers(whole + 1, None)) + _ANY_FRACTION
         return
-    last, last_fraction = _split(upper.value)
+    last, last_fraction = _whole_and_fraction(upper.value)
     if whole > last:
         return
     if whole == last:
@@ -351,8 +352,8 @@ def _between(lower: Bound, upper: Bound) -> Iterator[str]:
 
     The bounds have the same integer part.
     """
-    low = _split(lower.value)[1]
-    high = _split(upper.value)[1]
+    low = _whole_and_fraction(lower.value)[1]
+    high = _whole_and_fraction(upper.value)[1]
     length = max(len(low), len(high))
     low = low.ljust(length, "0")
     high = high.ljust(length, "0")

@@ -5,7 +5,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-# Keywords that have a schema, a list of schemas, or an object of schemas by name.
+# Keywords with a value that is a schema, a list of schemas, or an object of schemas by
+# name.
 SCHEMA_KEYWORDS = frozenset({"additionalItems", "additionalProperties", "items"})
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 SCHEMA_MAP_KEYWORDS = frozenset({"patternProperties", "properties"})
@@ -13,7 +14,9 @@ DEFINITION_KEYWORDS = ("$defs", "definitions")
 
 
 class Resource(NamedTuple):
-    """A schema with an identifier of its own. References `#/...` in it start at `root`.
+    """A schema that has its own identifier, or the root schema of a document.
+
+    References `#/...` within a resource start at its `root`.
 
     Attributes:
         base: the identifier, a URI.
@@ -53,8 +56,9 @@ class References:
 
     def __init__(self, document: Schema, id_keyword: str) -> None:
         self._id_keyword = id_keyword
-        self._ids: dict[str, Resource] = {}
-        self._anchors: dict[tuple[int, str], Any] = {}
+        self._resources: dict[str, Resource] = {}  # by identifier
+        # By the id() of a resource's root, and the name of the anchor.
+        self._anchored_schemas: dict[tuple[int, str], Any] = {}
         base = document.get(id_keyword)
         self.root = Resource(base if isinstance(base, str) else "", document)
         self._collect(document)
@@ -62,16 +66,16 @@ class References:
     def _collect(self, document: Schema) -> None:
         """Store the schemas that have an identifier or an anchor."""
         waiting: list[tuple[Any, Resource]] = [(document, self.root)]
-        self._ids[urldefrag(self.root.base)[0]] = self.root
+        self._resources[urldefrag(self.root.base)[0]] = self.root
         while waiting:
             schema, resource = waiting.pop()
             if not isinstance(schema, dict):
                 continue
             resource = self.resource_of(schema, resource)
-            self._ids.setdefault(resource.base, resource)
+            self._resources.setdefault(resource.base, resource)
             for keyword in ("$anchor", "$dynamicAnchor"):
                 if isinstance(name := schema.get(keyword), str):
-                    self._anchors[id(resource.root), name] = schema
+                    self._anchored_schemas[id(resource.root), name] = schema
             definitions = [schema.get(keyword) for keyword in DEFINITION_KEYWORDS]
             for named in definitions:
                 if isinstance(named, dict):
@@ -98,15 +102,15 @@ class References:
         uri, fragment = urldefrag(reference)
         if uri:
             absolute = urldefrag(urljoin(resource.base, uri))[0]
-            named = self._ids.get(absolute)
-            if named is None:
+            identified = self._resources.get(absolute)
+            if identified is None:
                 return None
-            resource = named
+            resource = identified
         fragment = unquote(fragment)
         if not fragment:
             return resource.root, resource
         if not fragment.startswith("/"):
-            anchored = self._anchors.get((id(resource.root), fragment))
+            anchored = self._anchored_schemas.get((id(resource.root), fragment))
             return None if anchored is None else (anchored, resource)
         return _at_pointer(fragment, resource)
 

@@ -1,8 +1,8 @@
 """Functions for reading an answer, which all tool-call formats share. Pure, no I/O.
 
-A format reads an answer as a generator. It yields when it needs more text, and receives
-that text from `yield`. The functions of `AnswerReader` match tags, hold back text that
-may become a call, and collect what the client receives.
+A format reads an answer in a generator, which yields when it needs more text, and
+receives that text from `yield`. The functions of `AnswerReader` match tags, hold back
+text that may become a call, and collect what the client receives.
 """
 
 import re
@@ -41,8 +41,8 @@ class AnswerReader:
 
     Attributes:
         text: the text that has not been read yet.
-        held: pieces of text held back, because the text may become a tag or a call. If
-            it does not, it becomes content.
+        held: pieces of text held back, because the text may become a tag or a call.
+            Otherwise, the text becomes content.
         held_belongs_to_call: whether the text held back belongs to the preceding call,
             so that it must not become content.
         is_ended: whether all text of the answer has arrived.
@@ -196,8 +196,8 @@ class AnswerReader:
     def begin_call(self, name: str | None) -> bool:
         """Begin a call to the tool `name`, and drop the text held back.
 
-        Returns False, and does nothing, if `name` is None. The same holds if `name` is
-        not that of an offered tool, and the format requires such a name.
+        Returns False, and does nothing, if `name` is None, or if the format requires
+        the name of an offered tool and `name` is not one.
         """
         if name is None:
             return False
@@ -214,7 +214,7 @@ class AnswerReader:
     def add_arguments(self, arguments: str) -> None:
         """Append text to the arguments of the current call."""
         calls = self.parsed.calls
-        # The piece with the name has no arguments. Clients receive the name separately.
+        # The piece with the name gets no arguments: clients receive the name alone.
         if calls and calls[-1].name is None:
             calls[-1].arguments += arguments
         elif arguments:

@@ -16,12 +16,12 @@ class ToolCallFormat(ABC):
 
     Attributes:
         name: the value of --tool-call-parser that selects the format.
-        template_pattern: a regular expression that is found in the chat templates of
-            the format.
+        template_pattern: a regular expression that matches within the chat templates of
+            models with the format.
         answer_starts: texts with which an answer begins only if it is a call. "{}"
             stands for the name of a tool.
-        openings: the beginnings of a call through the tool's name, for which "{}"
-            stands. All white space is removed.
+        openings: the possible beginnings of a call, through the tool's name. "{}"
+            stands for the name, and white space is removed.
         start_tags: the tags with which the openings begin.
         special_tags: tags that are special tokens in some vocabularies. The detokenizer
             keeps their text if the answer can have calls.

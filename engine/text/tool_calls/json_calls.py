@@ -137,7 +137,7 @@ class JsonCallFormat(ToolCallFormat):
         """Emit the arguments as they arrive, then skip the end of the object."""
         yield from self.scanner.read_until((1,), self.answer.add_arguments)
         self.answer.end_call(is_complete=self.scanner.depth == 1)
-        # The object may lack its last bracket. The closing tag then comes first.
+        # If the object lacks its last bracket, the closing tag comes next.
         if not (yield from self.answer.skip_tag("</tool_call>")):
             yield from self.scanner.read_until((0,), lambda _: None)
 

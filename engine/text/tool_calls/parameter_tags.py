@@ -34,8 +34,8 @@ class Tags(NamedTuple):
             and at the end of a value does not belong to the value.
         value_end: the tag that ends a value.
         ends: the tags that end a call.
-        after_call: texts that follow a call and that no value contains, with white
-            space removed.
+        after_call: texts that only follow a call, so that no value contains them. White
+            space is removed.
     """
 
     begin: tuple[str, ...]
@@ -122,14 +122,14 @@ class ParameterTagsFormat(ToolCallFormat):
             margin = "\n"  # a line break that is not part of the value
             if tags.value and (yield from answer.match_tag(tags.value)):
                 margin = ""
-            before = ", " if keys else "{"
+            separator = ", " if keys else "{"
             keys.append(key)
             value, is_closed = yield from self._read_value(schemas, keys)
             answer.held = []
             value = value.removeprefix(margin)
             value = value.removesuffix(margin if is_closed else "\n")
             json_value = parameter_to_json(value, schemas.get(key))
-            answer.add_arguments(f"{before}{to_json(key)}: {json_value}")
+            answer.add_arguments(f"{separator}{to_json(key)}: {json_value}")
         answer.add_arguments("}" if keys else "{}")
 
     def _read_key(self) -> Reader[str]:
@@ -167,15 +167,16 @@ class ParameterTagsFormat(ToolCallFormat):
         tags = self.tags
         answer = self.answer
         parts = [""]
-        at = 0  # the text before this position belongs to the value
+        position = 0  # the text before this position belongs to the value
         while True:
-            next_tag = answer.text.find("<", at)
-            at = next_tag if next_tag >= 0 else len(answer.text)
-            before = answer.text[at - 1] if at else parts[-1][-1:]
-            allowed = () if before == "\n" else names
-            is_end = tags.ends_value(answer.text[at : at + MAX_TAG], keys, allowed)
+            next_tag = answer.text.find("<", position)
+            position = next_tag if next_tag >= 0 else len(answer.text)
+            previous_char = answer.text[position - 1] if position else parts[-1][-1:]
+            allowed = () if previous_char == "\n" else names
+            next_text = answer.text[position : position + MAX_TAG]
+            is_end = tags.ends_value(next_text, keys, allowed)
             if is_end is False:
-                at += 1
+                position += 1
                 continue
             if is_end is None and answer.is_ended:
                 # The answer has ended without the value's end tag. So a tag that ends
@@ -185,16 +186,16 @@ class ParameterTagsFormat(ToolCallFormat):
                 ends = [answer.text.find(tag) for tag in tags.ends]
                 ends = [end for end in ends if end >= 0]
                 is_end = bool(ends) or None
-                at = min(ends, default=0)
+                position = min(ends, default=0)
             if is_end:
-                parts.append(answer.text[:at])
-                is_closed = answer.text.startswith(tags.value_end, at)
-                answer.text = answer.text[at:].removeprefix(tags.value_end)
+                parts.append(answer.text[:position])
+                is_closed = answer.text.startswith(tags.value_end, position)
+                answer.text = answer.text[position:].removeprefix(tags.value_end)
                 return "".join(parts), is_closed
-            if at:
-                parts.append(answer.text[:at])
-                answer.text = answer.text[at:]
-                at = 0
+            if position:
+                parts.append(answer.text[:position])
+                answer.text = answer.text[position:]
+                position = 0
             answer.text += yield
 
     def _schemas_of(self, name: str | None) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from engine.text.tool_calls.pythonic import PythonicFormat
 from engine.text.tool_calls.qwen3_coder import Qwen3CoderFormat
 from protocol.settings.options import ToolSyntax
 
-# Formats in which models write calls that the request does not force. A chat template
-# has the first of these formats with a matching pattern. So a format with a less
-# specific pattern comes later.
+# Formats in which models write calls that the request does not force. With a chat
+# template, the first format with a matching `template_pattern` is used. So formats with
+# more specific patterns come first.
 _MODEL_FORMATS: tuple[type[ToolCallFormat], ...] = (
     MistralFormat,
     DeepSeekV3Format,

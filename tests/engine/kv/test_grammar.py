@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
+from engine.text.grammar import _NUM_COMPILING_THREADS, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, Grammar, SamplingParams
 from tests.engine.conftest import compiling
@@ -21,7 +21,7 @@ class BlockedPair:
     def __init__(self, pair: Pair, compiler: GrammarCompiler) -> None:
         self.pair = pair
         self.unblock = threading.Event()
-        for _ in range(_NUM_COMPILING):
+        for _ in range(_NUM_COMPILING_THREADS):
             compiler._compiling.submit(self.unblock.wait)
         pair.d.core.grammars.compiler = compiler
 

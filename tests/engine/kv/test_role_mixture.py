@@ -480,7 +480,7 @@ def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
                 lambda *args: wait_for(*args) if rng.random() < 0.3 else None,
             )
         if seed % 4 == 2:
-            patch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
+            patch.setattr(engine.text.grammar, "_SLOW_MASK_S", -1.0)
         if seed % 5 == 3:  # every step counts as long
             patch.setattr("engine.core.step_runner._PROPORTIONAL_TOKENS", 0)
             patch.setattr("engine.core.step_runner._LONG_STEP_S", 0.0)

@@ -228,7 +228,7 @@ def test_library_messages_never_reach_a_client(seed):
         ("grammar", 'start: "a"\nstart: "b"', "`start` is defined twice"),
         ("grammar", "start: (", "syntax error in line 1"),
         ("grammar", "start: <foo>", "no special token"),
-        ("grammar", "start: @foo", "another grammar"),
+        ("grammar", "start: @foo", "a grammar that it does not contain"),
         ("grammar", 'start: "a"\nx: %json {', "`%json` in line 2 is not JSON"),
         ("grammar", 'start: %json {"oneOf": [{}, {}]}', "`oneOf` has options 0 and 1"),
         (

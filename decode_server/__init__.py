@@ -1,3 +1,4 @@
-"""The decode server: pulls the KV of prompts, checks that each lease held until the
-pull ended, and generates.
+"""The decode server: pulls the KV of prompts and generates the answers.
+
+It uses pulled KV only if the KV's lease was valid until the pull had ended.
 """

@@ -1,1 +1,1 @@
-"""Launching: the `baton` command, local clusters, containers."""
+"""Starts Baton: the `baton` command, local clusters, containers; and its tools."""

@@ -29,8 +29,8 @@ baton <command> --help explains every option. An option may also be given as a B
 variable, or in the file named by --config. baton --version prints the version."""
 
 
-# The module and the function of each program. `main` imports a program only when it is
-# called, so that `main` handles Ctrl-C during the import.
+# The module and the function of each program. `main` imports a program only when its
+# subcommand is called, and so can handle Ctrl-C during the import.
 COMMANDS = {
     "up": "deploy.local:main",
     "warm": "deploy.local:warm",

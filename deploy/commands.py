@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr
 from deploy.healthcheck import LOOPBACK
 from protocol.settings.options import ModelOptions
 from protocol.settings.server_options import QueueOptions
-from protocol.settings.settings import PROGRAMS as SETTINGS
+from protocol.settings.settings import PROGRAMS as SETTINGS_BY_PROGRAM
 from protocol.settings.settings import ProxySettings, UpSettings, to_argv
 from protocol.settings.sources import variable_name
 
@@ -24,9 +24,9 @@ PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
 }
-# Each server may use at least this many cores, even if servers then share cores.
-# Prefill and decode servers are rarely busy at the same time, and half of the cores
-# would double the time to first token.
+# Each server may use at least this many cores, even if servers then share cores: with
+# half of the cores, the time to first token would double, and prefill and decode
+# servers are rarely busy at the same time.
 MIN_CORES_PER_SERVER = 4
 
 
@@ -60,8 +60,8 @@ def server_commands(
         group = getattr(settings, kind)
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         for index in range(group.count):
-            # With `tp` devices, all servers of the group share these devices. With
-            # more, each server has `tp` devices of its own.
+            # If the group has `tp` devices, its servers share them. If it has more,
+            # each server has `tp` devices of its own.
             devices = group.devices
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
@@ -75,7 +75,7 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     """Returns the arguments of a server of `kind`, except its devices."""
     group = getattr(settings, kind)
     group_options = _options_of_group(group)
-    server_class = SETTINGS[f"baton {kind}"]
+    server_class = SETTINGS_BY_PROGRAM[f"baton {kind}"]
     shared_options = group_options & server_class.model_fields.keys()
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
     limits = (
@@ -86,8 +86,8 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
         "shutdown_grace_s",
     )
     return [
-        *_changed(settings, ModelOptions.model_fields.keys() - group_options),
-        *_changed(group, shared_options - {"threads", "devices"}),
+        *_changed_options(settings, ModelOptions.model_fields.keys() - group_options),
+        *_changed_options(group, shared_options - {"threads", "devices"}),
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
@@ -108,8 +108,8 @@ def _options_of_group(group: BaseModel) -> set[str]:
     return type(group).model_fields.keys() - inherited
 
 
-def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
-    """Returns the arguments for those of `names` that differ from their default."""
+def _changed_options(options: BaseModel, names: Iterable[str]) -> list[str]:
+    """Returns the arguments for those of `names` that differ from their defaults."""
     fields = type(options).model_fields
     changed = [name for name in names if getattr(options, name) != fields[name].default]
     return to_argv(options, only=sorted(changed))
@@ -124,7 +124,7 @@ def proxy_command(
     """Returns the command of the proxy.
 
     Args:
-        urls: The addresses of the servers of each kind.
+        urls: The URLs of the servers of each kind.
         secret: The cluster secret.
         key: The API key with which the proxy calls the servers, if any.
     """
@@ -150,7 +150,7 @@ def _environment(**options: Sequence[str]) -> dict[str, str]:
     Other users of this machine can read a process's arguments, but not its environment.
 
     Args:
-        options: The values of each option; an option without values is left out.
+        options: The values of each option; options without values are left out.
     """
     return {
         variable_name((name,)): ",".join(values)

@@ -22,10 +22,10 @@ _SIZES = (8, 8, 64)  # layers, KV heads, elements of a head
 # Transfers over NVLink or within one PCIe switch exceed this rate. Copies through host
 # memory stay below it.
 _SLOW_GPU_BYTES_PER_S = 15e9
-# Transfers of this size take much longer than the fence: the messages with which a pull
-# ends, after the KV has arrived.
-_GPU_BYTES = 1 << 30
-_MIN_SHM_BYTES = 64 << 20  # shared memory that NCCL and UCX need
+# Minimum size of transfers between GPUs. Transfers of this size take much longer than
+# the fence, which is the exchange of messages after the KV has arrived.
+_MIN_GPU_BYTES = 1 << 30
+_MIN_SHM_BYTES = 64 << 20  # free shared memory that NCCL and UCX need
 _MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
 
 
@@ -54,7 +54,7 @@ class Link:
         target: torch device that pulls the KV.
         bytes_per_s: None if the transfer failed.
         reason: Why the transfer failed.
-        way: How UCX performed the reads, if it reported this.
+        way: How UCX performed the reads; None if UCX did not report it.
     """
 
     path: str
@@ -102,9 +102,9 @@ def links(host: Host, nbytes: int) -> list[Link]:
     both.
 
     Args:
-        nbytes: minimum size of each transfer; at least _GPU_BYTES are used on GPUs.
+        nbytes: minimum size of each transfer; on GPUs at least _MIN_GPU_BYTES.
     """
-    min_bytes = _GPU_BYTES if host.gpus else 0
+    min_bytes = _MIN_GPU_BYTES if host.gpus else 0
     devices = [f"cuda:{index}" for index in range(len(host.gpus))]
     if not devices:
         devices = ["cpu"]
@@ -124,14 +124,14 @@ def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
     tls = host.ucx_environment.get("UCX_TLS", "all")
     memlock = host.memlock_bytes
     shm = f"/dev/shm has {host.shm_bytes >> 20} MiB left"
-    notes: dict[str, object] = {
+    is_problem_by_note: dict[str, object] = {
         "NIXL is not installed: no KV moves between hosts. Fix: pip install nixl.":
             not versions["nixl"],
         "Triton is not installed: no mapped path. Fix: pip install triton.":
             gpus and not versions["triton"],
         "FlashInfer is not installed. Fix: pip install flashinfer-python.":
             gpus and not versions["flashinfer-python"],
-        f"No GPU can read another's memory. {GPU_FIX}":
+        f"No GPU can read the memory of another GPU. {GPU_FIX}":
             len(gpus) > 1 and not host.peer_access,
         f"UCX_TLS={tls} excludes cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
             gpus and tls != "all" and "cuda" not in tls,
@@ -147,7 +147,9 @@ def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
         "may be locked. Fix: ulimit -l unlimited; in compose, ulimits: memlock: -1.":
             rdma and host.rdma_usable and 0 <= memlock < _MIN_MEMLOCK_BYTES,
     }  # fmt: skip
-    host_problems = [note for note, is_problem in notes.items() if is_problem]
+    host_problems = [
+        note for note, is_problem in is_problem_by_note.items() if is_problem
+    ]
     link_problems = [_result_and_problem(link)[1] for link in measured_links]
     return [*host_problems, *filter(None, link_problems)]
 
@@ -176,7 +178,7 @@ def _result_and_problem(link: Link) -> tuple[str, str | None]:
 def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
     """Returns the path that servers use on this machine, "mapped" or "nixl".
 
-    If no path that `transfer` allows works, returns a text for the report that says so.
+    If no path that `transfer` allows works, returns a phrase for the report instead.
 
     Args:
         transfer: The value of --transfer: "auto" or "nixl".
@@ -193,7 +195,7 @@ def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
 
 def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> str:
     """Returns the report as text."""
-    pairs = len(host.gpus) * (len(host.gpus) - 1)
+    num_pairs = len(host.gpus) * (len(host.gpus) - 1)
     installed = (
         f"{name} {version or 'not installed'}"
         for name, version in host.packages.items()
@@ -204,7 +206,7 @@ def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> st
     default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
     lines = [
         f"{host.cores} cores, GPUs: {', '.join(host.gpus) or 'none'}",
-        pairs and f"peer access: {len(host.peer_access)} of {pairs} pairs",
+        num_pairs and f"peer access: {len(host.peer_access)} of {num_pairs} pairs",
         "packages: " + ", ".join(installed),
         f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}",
         host.rdma_devices and f"RDMA devices: {', '.join(host.rdma_devices)}",

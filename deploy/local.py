@@ -28,7 +28,8 @@ from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import unread_variables
 
-FIRST_NOTE_S = 1.0  # time after which a wait first prints its progress
+# A wait prints what it waits for after FIRST_NOTE_S, then every NOTE_INTERVAL_S.
+FIRST_NOTE_S = 1.0
 NOTE_INTERVAL_S = 5.0
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
@@ -75,15 +76,15 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
                 check_port(settings.host, settings.port)
             servers = cluster.start_servers()
             if only_warm:
-                say("models and compiled kernels are stored for the next start")
+                print_line("models and compiled kernels are stored for the next start")
             else:
                 cluster.serve(servers)
         except StopRequested:
-            say("ending")
+            print_line("ending")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
-        # A server first drains its requests, then stops its engine. Each of the two may
-        # take the grace time.
+        # A server first drains its requests, then stops its engine. Each step may take
+        # the grace time.
         clean = lifecycle.terminate(cluster.children, 2 * settings.shutdown_grace_s + 1)
     if cluster.killed_by_user:
         return KILLED_BY_USER
@@ -93,11 +94,11 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
         name = "warm" if only_warm else "up"
         print(f"baton {name}: error: {reason}", file=sys.stderr, flush=True)
         return 1
-    say("ended")
+    print_line("ended")
     return 0
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line of the launcher, with the prefix that marks such lines."""
     print(f"baton | {text}", flush=True)
 
@@ -118,8 +119,8 @@ class LocalCluster:
         self._starting: dict[lifecycle.Child, str] = {}
         # The ports of the processes that are ready.
         self._ports: dict[lifecycle.Child, int] = {}
-        # None is a stop signal. The signal handler may call `put` while the main thread
-        # is in `get`, which SimpleQueue allows.
+        # None stands for a stop signal. The signal handler may call `put` while the
+        # main thread is in `get`, which only SimpleQueue allows.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
         # The API key with which the proxy calls the servers.
         self._key = secrets.token_hex(32) if settings.has_keys else None
@@ -144,9 +145,11 @@ class LocalCluster:
         Returns:
             The servers' URLs.
         """
-        say(f"settings {describe(self.settings)}")
+        print_line(f"settings {describe(self.settings)}")
         for variable in unread_variables(type(self.settings)):
-            say(f"variable ignored; only other Baton programs read it: {variable}")
+            print_line(
+                f"variable ignored; only other Baton programs read it: {variable}"
+            )
         cores = available_cores()
         commands = server_commands(
             self.settings, secret=self._secret, cores=cores, key=self._key
@@ -207,7 +210,7 @@ class LocalCluster:
         return [self._ports[child] for child in children]
 
     def _wait(
-        self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S
+        self, missing: Callable[[], str], check_interval_s: float = NOTE_INTERVAL_S
     ) -> None:
         """Waits until `missing` returns an empty string.
 
@@ -216,7 +219,7 @@ class LocalCluster:
 
         Args:
             missing: Returns a description of what is missing.
-            look_s: Longest time between two calls of `missing`.
+            check_interval_s: Longest time between two calls of `missing`.
 
         Raises:
             ClusterFailed: The start timeout has passed, or a process has exited.
@@ -224,21 +227,23 @@ class LocalCluster:
         """
         started = time.monotonic()
         printed = ""
-        due = started + FIRST_NOTE_S
-        while what := missing():
+        next_note_at = started + FIRST_NOTE_S
+        while description := missing():
             now = time.monotonic()
             if now >= self._deadline:
                 raise ClusterFailed(
-                    f"not ready in time (--start-timeout-s), waited for {what}"
+                    f"not ready in time (--start-timeout-s), waited for {description}"
                 )
-            if now >= due or (printed and what != printed):
-                say(f"{now - started:.0f} s, waiting for {what}")
-                printed = what
-                due = now + NOTE_INTERVAL_S
-            self._take_event(min(look_s, due - now, self._deadline - now))
+            if now >= next_note_at or (printed and description != printed):
+                print_line(f"{now - started:.0f} s, waiting for {description}")
+                printed = description
+                next_note_at = now + NOTE_INTERVAL_S
+            self._take_event(
+                min(check_interval_s, next_note_at - now, self._deadline - now)
+            )
 
     def _take_event(self, timeout_s: float) -> None:
-        """Waits for the next event and processes it; returns if there is none in time.
+        """Waits for at most `timeout_s` for an event, and processes it.
 
         Raises:
             ClusterFailed: A process failed or exited.
@@ -267,7 +272,7 @@ class LocalCluster:
 def check_port(host: str, port: int) -> None:
     """Raises ClusterFailed if this address cannot be bound.
 
-    This is called before models are loaded, so that the user gets the error early.
+    Call this before models are loaded, so that the user gets the error early.
     """
     try:
         bind(host, port).close()
@@ -313,7 +318,7 @@ def example(endpoint: str, server: str, key: str | None) -> str:
 
     Args:
         endpoint: URL of the proxy.
-        server: URL of a server, which is requested for the name of the model.
+        server: URL of a server, which is queried for the model's name.
         key: The API key for that server, if the cluster has API keys.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`baton models`: the supported architectures, or whether a model is supported."""
+"""`baton models`: lists the supported architectures, or summarizes a model."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ class ModelsSettings(BatonSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the architectures or the model. Returns 1 for an unsupported model."""
+    """Prints the architectures, or a summary of the model.
+
+    Returns the exit status: 1 if the model is not supported.
+    """
     settings = parse(ModelsSettings, argv, prog="baton models")
     try:
         if not settings.model:

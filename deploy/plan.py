@@ -34,10 +34,10 @@ from protocol.settings.settings import BatonSettings, parse
 class Model(NamedTuple):
     """The properties of a model that determine the shape of its KV cache."""
 
-    num_layers: int  # of the largest KV group
+    num_layers: int  # of the KV group with the most layers
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
-    head_dim: int  # elements; for MLA kv_lora_rank + rope
+    head_dim: int  # elements; for MLA, kv_lora_rank plus the RoPE part
     windows: tuple[int | None, ...] = (None,)  # of each KV group; see KVGroups
 
 
@@ -53,7 +53,7 @@ class Geometry(GeometryOptions):
 
     @property
     def dcp_size(self) -> int:
-        """Number of ranks among which each sequence's tokens are divided (DCP)."""
+        """Number of ranks that each sequence's tokens are divided among (DCP)."""
         return int(getattr(self, "dcp", 1))
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
@@ -82,15 +82,15 @@ class Geometry(GeometryOptions):
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
         """Returns a block table of `tokens` tokens for each KV group.
 
-        In memory, no block of a table is directly followed by the table's next block.
-        The pool is thus fragmented, like that of a busy server.
+        Consecutive blocks of a table are not adjacent in memory, as in the fragmented
+        pool of a busy server.
         """
-        groups = len(model.windows)
-        count = -(-tokens // (self.block_size * self.dcp_size)) * groups
+        num_groups = len(model.windows)
+        num_blocks = -(-tokens // (self.block_size * self.dcp_size)) * num_groups
         even_then_odd = np.concatenate(
-            (np.arange(2, count + 1, 2), np.arange(1, count + 1, 2))
+            (np.arange(2, num_blocks + 1, 2), np.arange(1, num_blocks + 1, 2))
         )
-        return [even_then_odd[group::groups] for group in range(groups)]
+        return [even_then_odd[group::num_groups] for group in range(num_groups)]
 
 
 class DecodeGeometry(Geometry):
@@ -146,10 +146,12 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
     for decode_rank in d.endpoints(model, tokens):
-        nbytes = settings.staging_bytes
-        convert = settings.kv_convert
         planner = Planner(
-            decode_rank, prefill_ranks, heads, staging_bytes=nbytes, convert=convert
+            decode_rank,
+            prefill_ranks,
+            heads,
+            staging_bytes=settings.staging_bytes,
+            convert=settings.kv_convert,
         )
         token_ranges = decode_rank.groups.token_ranges(hit, tokens, tokens)
         transfers = (
@@ -165,7 +167,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
             "tokens": num_total - num_hit,
         }
         ranks.append(rank | _plan_values(plan))
-    used = {number for rank in ranks for number in rank["remote_ranks"]}
+    used_p_ranks = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
     return {
         "model": model._asdict(),
@@ -174,7 +176,9 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         "tokens": tokens,
         "hit_tokens": hit,
         "idle_p_ranks": [
-            endpoint.rank for endpoint in prefill_ranks if endpoint.rank not in used
+            endpoint.rank
+            for endpoint in prefill_ranks
+            if endpoint.rank not in used_p_ranks
         ],
         "ranks": ranks,
         "estimated_s_per_1000_tokens": per_1000,  # of the slowest rank
@@ -194,7 +198,7 @@ def _plan_values(plan: TransferPlan) -> dict[str, Any]:
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        # Only steps of the staged path have a slot, and each such step is a chunk.
+        # Each chunk of the staged path is one step. Other steps have no slot.
         "chunks": sum(step.slot is not None for step in plan.steps),
         "path": plan.path,
         "descriptors": plan.descriptors,

@@ -1,1 +1,1 @@
-"""The prefill server: runs prompts and leases their KV to other servers."""
+"""The prefill server: computes prompts and leases their KV to other servers."""

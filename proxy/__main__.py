@@ -1,10 +1,10 @@
-"""`python -m proxy` and `baton proxy`: serve until a signal, or the launcher exits."""
+"""`python -m proxy` and `baton proxy`: serve until a signal or the launcher's exit."""
 
 import os
 import sys
 
-# `python -m` puts the working directory first: a model.py there would hide Baton's own
-# package.
+# `python -m` puts the working directory first in sys.path. A model.py there would hide
+# Baton's own package `model`.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -25,19 +25,19 @@ from protocol.settings.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
 from proxy.discovery.sources import BadFile, read_servers
 
-logger = get_logger("proxy")  # the same name if this module runs as __main__
+logger = get_logger("proxy")  # not __name__, which may be "__main__"
 
 BACKLOG = 4096
-# Per client connection: its own descriptor, and those to two servers.
+# File descriptors per client: its connection, and connections to two servers.
 DESCRIPTORS_PER_CLIENT = 3
-# Clients close idle connections earlier than this. If the proxy were first, a client
-# could send a request over a connection that the proxy is closing.
+# Longer than clients usually keep idle connections open. If the proxy closed them
+# first, a client could send a request over a connection that the proxy is closing.
 KEEP_ALIVE_S = 75
-GRACE_SHARE = 0.7  # requests are ended after this share of shutdown_grace_s
+GRACE_SHARE = 0.7  # running requests are ended after this share of shutdown_grace_s
 
 
 class ProxyServer(HttpServer):
-    """An HTTP server that ends requests with an error when it shuts down."""
+    """An HTTP server that, on shutdown, ends the remaining requests with an error."""
 
     def __init__(self, app: ProxyApp) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class ProxyServer(HttpServer):
         self.force_exit = count > 1
 
 
-def _missing_servers(settings: ProxySettings) -> str:
+def _server_source_problem(settings: ProxySettings) -> str:
     """Return why the proxy cannot find any servers; empty if it can find some."""
     if not (settings.decode or settings.servers_file or settings.cluster_secret):
         return (
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
     setup_logging("proxy", settings.log_level)
-    if problem := _missing_servers(settings):
+    if problem := _server_source_problem(settings):
         lifecycle.report_failure(problem)
         return 2
     raise_file_limit()

@@ -31,16 +31,16 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server answers
+TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # answered by a decode server
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 INTERNAL_PATHS = ("/health", "/ready", "/metrics", "/version")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
-# The client's headers that servers get: the API key, and the trace of the request.
+# Headers that are forwarded to servers: the API key and the trace context.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
-MAX_ID_BYTES = 4096  # servers echo the id in the response's head, which has a limit
-# Longest time for sending the error to a client if the shutdown ends its request.
+MAX_ID_BYTES = 4096  # servers return the id in response heads, which are limited
+# Longest time for sending the error to a client after the shutdown ended a request.
 STOP_TIMEOUT_S = 1.0
 
 
@@ -113,12 +113,12 @@ class ProxyApp:
     def shut_down(self, grace_s: float) -> None:
         """Stop being ready, and end requests that still run after `grace_s` seconds."""
         self.shutting_down = True
-        self._members.end()
+        self._members.begin_shutdown()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
 
     def _stop_all(self) -> None:
-        for work in self._running:
-            work.cancel()
+        for task in self._running:
+            task.cancel()
 
     # requests
 
@@ -202,7 +202,7 @@ class ProxyApp:
         sent_path = path
         if is_read:
             sent_path = (scope.get("raw_path") or path.encode()).decode("latin-1")
-        # The deadline runs from here.
+        # The request's timeout starts here and includes reading the body.
         deadline = deadline_of(scope["headers"], self.settings.request_timeout_s)
         async with enforce_deadline(deadline):
             data = b""
@@ -227,7 +227,7 @@ class ProxyApp:
     def _forwarded_headers(
         self, scope: Scope, reply: Reply, is_read: bool
     ) -> list[tuple[bytes, bytes]]:
-        """Return the headers that servers get."""
+        """Return the headers of the request to a server."""
         names = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
         headers = [(b"x-request-id", reply.request_id)]
         for name, value in scope["headers"]:
@@ -241,11 +241,11 @@ class ProxyApp:
         return headers
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """Await `work`; cancel it when the client disconnects or this process ends.
+        """Await `work`; cancel it when the client disconnects or the proxy shuts down.
 
         Raises:
             ClientDisconnected, ShuttingDown: `work` was cancelled or not started.
-            QueueFull: `work` was not started: too many requests are in flight.
+            QueueFull: too many requests are in flight, so `work` was not started.
         """
         if self.shutting_down:
             work.close()
@@ -284,7 +284,7 @@ class ProxyApp:
             missing.append("shutting down")
         counts = {
             kind.value: {"ready": len(fleet.ready(kind)), "configured": len(servers)}
-            for kind, servers in fleet.of.items()
+            for kind, servers in fleet.by_kind.items()
         }
         servers = {server.name: server.health.ready for server in fleet.servers}
         circuits = {server.name: server.circuit for server in fleet.servers}
@@ -300,7 +300,7 @@ class ProxyApp:
         }
         await reply.answer_json(200 if is_ready else 503, body)
 
-    def _record(self, path: str, reply: Reply, key: str) -> None:
+    def _record(self, path: str, reply: Reply, key_name: str) -> None:
         trace = reply.trace
         total_s = trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
@@ -312,7 +312,7 @@ class ProxyApp:
         logger.info(
             "%s status=%s key=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s "
             "first_byte_ms=%s total_ms=%s%s",
-            path, status, key, trace.prefill, trace.decode, trace.decode_only,
+            path, status, key_name, trace.prefill, trace.decode, trace.decode_only,
             _ms(trace.prefill_s), _ms(trace.first_byte_s), _ms(total_s),
             "" if reply.finished else " unfinished",
         )  # fmt: skip

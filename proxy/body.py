@@ -1,9 +1,9 @@
-"""The bodies of the two legs that one client request becomes: pure.
+"""Builds the bodies of a request's prefill leg and decode leg. Does no I/O.
 
-Members of a body stay the bytes that the client sent. Reading a body takes one scan,
-writing a leg one copy, and no number or escape changes on the way. A wrong value is
-left for the server to refuse, so that clients get the same error with and without a
-proxy.
+JSON members that the proxy does not set are forwarded as the bytes that the client
+sent. Therefore reading a body takes one scan, writing a leg takes one copy, and numbers
+and escapes keep their spelling. Invalid values are forwarded for the server to refuse,
+so that clients get the same error with and without a proxy.
 """
 
 import secrets
@@ -19,7 +19,7 @@ from protocol.kv_offers import sealed
 from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
-from protocol.resume import MEMBER
+from protocol.resume import MEMBER as RESUME_MEMBER
 from proxy.placement.request_profile import RequestProfile, profile_prompt
 
 Body = dict[str, msgspec.Raw]
@@ -27,9 +27,9 @@ MakeBody = Callable[[], bytes]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 PROMPT_LIMIT = "truncate_prompt_tokens"
-# Members that only servers and proxies may write.
-_INTERNAL_MEMBERS = ("kv_transfer_params", MEMBER)
-_DEFAULT_OUTPUT_TOKENS = 256  # estimate for requests without a limit
+# Only servers and proxies may send these members: clients' values are removed.
+_INTERNAL_MEMBERS = ("kv_transfer_params", RESUME_MEMBER)
+_DEFAULT_OUTPUT_TOKENS = 256  # assumed for requests without a token limit
 
 _decode_object = msgspec.json.Decoder(Body).decode
 _decode_params = msgspec.json.Decoder(Body | list[Body]).decode
@@ -44,7 +44,7 @@ _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
 
 def _limit_names(path: str) -> tuple[str, ...]:
-    """Return the names of the token limits in bodies of a path."""
+    """Return the names of the members that limit the output tokens, by the path."""
     return _LIMIT_NAMES_BY_PATH.get(path, _DEFAULT_LIMIT_NAMES)
 
 
@@ -52,8 +52,8 @@ def parse_body(data: bytes) -> Body:
     """Return the members of a JSON object, without decoding them.
 
     Raises:
-        InvalidRequest: not one JSON object in UTF-8, or nested too deeply.
-        PayloadTooLarge: too many members.
+        InvalidRequest: `data` is not one JSON object in UTF-8, or is nested too deeply.
+        PayloadTooLarge: `data` has too many members.
     """
     check_bounds(data)
     try:
@@ -68,7 +68,7 @@ def parse_body(data: bytes) -> Body:
 
 
 async def read_body(data: bytes) -> Body:
-    """Parse a body, off the event loop if it is large. Raises as `parse_body` does."""
+    """Parse a body, in a thread if it is large. Raises the errors of `parse_body`."""
     return await read_off_loop(len(data), partial(parse_body, data))
 
 
@@ -86,16 +86,17 @@ def model_of(body: Body) -> str | None:
 
 
 def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
-    """Remove the members that clients may not send.
+    """Remove the members that clients may not send, and limit the default priority.
 
-    `kv_transfer_params` name hosts to connect to, which only servers may do.
+    `kv_transfer_params` make a server connect to the hosts that they name, so clients
+    may not send them.
 
     Args:
         min_priority: the most urgent priority that the client may request. A request
-            without a priority gets it, if the default would be more urgent.
+            without a priority gets this value if the default, 0, would be more urgent.
 
     Returns:
-        The body, and whether the client had sent such members.
+        The new body, and whether the client had set one of the removed members.
     """
     clean = {
         name: value for name, value in body.items() if name not in _INTERNAL_MEMBERS
@@ -107,10 +108,11 @@ def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
 
 
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
-    """Return the body with the `cache_salt` for requests of an API key.
+    """Return the body with a `cache_salt` for its API key: keys then share no KV.
 
-    This salt is derived from the key and the request's own `cache_salt`. If that is
-    wrong, the body is returned unchanged, so that the server refuses it.
+    The new salt is derived from `salting_key` and the request's own `cache_salt`. If
+    the request's salt is invalid, the body is returned unchanged, so that the server
+    refuses it.
     """
     cache_salt = None
     if member(body, "cache_salt") != b"null":
@@ -127,14 +129,15 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
 def with_prompt_limit(
     body: Body, path: str, find_context: Callable[[], int | None]
 ) -> Body:
-    """Return the body with the number of tokens to which the prompt is truncated.
+    """Return the body with a prompt limit in tokens, if it requests truncation.
 
-    Bodies that do not request truncation to the context are returned unchanged. With
-    that request, each server would truncate to another length, because the token limits
-    of the legs differ, and the contexts of servers may differ.
+    Only truncation to the context is replaced; all other bodies are returned unchanged.
+    Without a limit from the proxy, servers would truncate the prompt to different
+    lengths: the legs have different token limits, and servers may have different
+    contexts.
 
     Args:
-        find_context: returns the context in tokens; None if it is not known.
+        find_context: returns the context length in tokens; None if it is unknown.
     """
     limit = member(body, PROMPT_LIMIT)
     is_auto = path == "/v1/responses" and member(body, "truncation") == b'"auto"'
@@ -143,7 +146,7 @@ def with_prompt_limit(
     values = [member(body, name) for name in _limit_names(path)]
     output_limits = [value for value in values if value != b"null"]
     if not all(value.isdigit() and len(value) <= 10 for value in output_limits):
-        return body  # for a server to refuse
+        return body  # a server will refuse it
     context = find_context()
     if context is None:
         return body
@@ -153,7 +156,7 @@ def with_prompt_limit(
 
 
 def seeded(body: Body) -> Body:
-    """Return the body with a seed, so that all servers sample the same tokens."""
+    """Return the body with a seed, so that any server would sample the same tokens."""
     if member(body, "seed") != b"null":
         return body
     return {**body, "seed": msgspec.Raw(b"%d" % secrets.randbits(63))}
@@ -164,27 +167,27 @@ def prefill_leg(
     path: str = "/v1/completions",
     transfer_id: str | None = None,
     *,
-    foreign: bool = False,
+    is_foreign: bool = False,
 ) -> bytes:
     """Return the body of the prefill leg: the same request, for one token.
 
     Args:
         transfer_id: an id by which the prefill can be cancelled.
-        foreign: the server is vLLM's and gets what vLLM's own proxies send.
+        is_foreign: the server is vLLM's and gets what vLLM's own proxies send.
     """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _limit_names(path)
-    given = [name for name in names if member(leg, name) != b"null"]
-    if not given:
+    given_names = [name for name in names if member(leg, name) != b"null"]
+    if not given_names:
         leg[names[0]] = _ONE
-    for name in given:
-        # A wrong limit stays, so that the server refuses it.
+    for name in given_names:
+        # An invalid limit stays, so that the server refuses it.
         if _is_token_limit(member(leg, name)):
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
-    if foreign:
-        leg.pop("min_tokens", None)  # it may exceed the limit of one token
+    if is_foreign:
+        leg.pop("min_tokens", None)  # may exceed the new limit of one token
         return _encode({**leg, "kv_transfer_params": REMOTE_DECODE})
     params: dict[str, object] = dict(REMOTE_DECODE)
     if transfer_id is not None:
@@ -200,18 +203,18 @@ def _is_token_limit(value: bytes) -> bool:
 def is_scoring(body: Body) -> bool:
     """Return whether a prefill server can answer the request alone.
 
-    The answer reports on the prompt, and has at most the one token that a prefill
-    server samples.
+    Such an answer describes the prompt, and has at most one new token. A prefill server
+    samples that token itself.
     """
     limits = [member(body, name) for name in _DEFAULT_LIMIT_NAMES]
-    is_zero = b"0" in limits or b"-0" in limits  # JSON has both
+    is_zero = b"0" in limits or b"-0" in limits  # "-0" is JSON, too
     return is_zero or (b"1" in limits and member(body, "echo") == b"true")
 
 
 def reports_prompt(body: Body) -> bool:
     """Return whether the answer has logprobs of the prompt.
 
-    Such logprobs are known only when all of the prompt has been computed.
+    Such an answer can begin only when all of the prompt has been computed.
     """
     echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
     return echoes or member(body, "prompt_logprobs") != b"null"
@@ -222,28 +225,28 @@ def decode_leg(
     params: msgspec.Raw | None,
     resume: bytes | None = None,
     *,
-    foreign: bool = False,
+    is_foreign: bool = False,
 ) -> bytes:
     """Return the body of the decode leg.
 
-    A Baton server is informed that this proxy ends the lease, because the proxy may
-    offer the KV to another server.
+    A Baton server is informed that this proxy, and not the server, releases the lease:
+    the proxy may offer the KV to another server if this one fails.
 
     Args:
         params: the prefill server's kv_transfer_params; None without a prefill.
         resume: the signed frames of a stream that the server continues.
-        foreign: the server is vLLM's and gets `params` unchanged.
+        is_foreign: the server is vLLM's and gets `params` unchanged.
     """
     if resume is not None:
-        body = {**body, MEMBER: msgspec.Raw(resume)}
+        body = {**body, RESUME_MEMBER: msgspec.Raw(resume)}
     if params is None:
         return _encode(body)
-    leg_params = params if foreign else _with_sender_release(params)
+    leg_params = params if is_foreign else _with_sender_release(params)
     return _encode({**body, "kv_transfer_params": leg_params})
 
 
 def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
-    """Return a leg with a signed hint that names a server with more of the KV."""
+    """Return a leg's body with a signed hint that another server has more of the KV."""
     body = _decode_object(leg)
     params: Body = {}
     if "kv_transfer_params" in body:
@@ -253,48 +256,52 @@ def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
 
 
 def _with_sender_release(params: msgspec.Raw) -> object:
+    """Return `params` with the note that the sender, this proxy, releases the lease."""
     try:
         decoded = _decode_params(params)
     except msgspec.DecodeError:
-        return params  # for the decode server to refuse
+        return params  # the decode server will refuse them
     if isinstance(decoded, list):
         return [{SENDER_RELEASES: True, **prompt} for prompt in decoded]
     return {SENDER_RELEASES: True, **decoded} if decoded else decoded
 
 
 def profile(body: Body) -> RequestProfile:
-    """Return the properties of a request that generates, for its placement."""
+    """Return the properties of a generating request that decide its placement."""
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
     max_output_tokens = _output_limit(body) or _DEFAULT_OUTPUT_TOKENS
-    whole = profile_prompt(salt, text, max_output_tokens)
+    full_profile = profile_prompt(salt, text, max_output_tokens)
     limit = member(body, PROMPT_LIMIT)
     if not _is_token_limit(limit):
-        return whole
+        return full_profile
     max_tokens = int(limit) * num_prompts(body)
-    if whole.tokens <= max_tokens:
-        return whole
-    # A truncated prompt begins in the middle of its text, so it shares no blocks.
+    if full_profile.tokens <= max_tokens:
+        return full_profile
+    # Truncation drops the beginning of the text, so no cached prefix matches.
     return RequestProfile(tokens=max_tokens, max_output_tokens=max_output_tokens)
 
 
 def num_text_tokens(body: Body) -> int:
-    """Estimate the tokens of a body of /tokenize or /detokenize."""
+    """Estimate the number of tokens in a body of /tokenize or /detokenize."""
     names = ("tools", "prompt", "messages", "tokens")
     text = b"".join(member(body, name) for name in names if name in body)
     return profile_prompt(b"", text, 0).tokens
 
 
 def _output_limit(body: Body) -> int:
-    """Return the largest valid limit of generated tokens; 0 without one."""
+    """Return the largest valid limit on generated tokens; 0 if there is none."""
     names = (*_LIMIT_NAMES_BY_PATH["/v1/responses"], *_DEFAULT_LIMIT_NAMES)
     limits = [member(body, name) for name in names]
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
 def num_tokens(body: Body, params: msgspec.Raw) -> int:
-    """Return the tokens of context that the longest sequence needs; 0 if unknown.
+    """Return how many tokens of context the longest sequence needs.
+
+    A prompt without a valid length counts as 0 tokens. If `params` cannot be decoded,
+    the result is 0.
 
     Args:
         params: the prefill server's kv_transfer_params.
@@ -310,13 +317,13 @@ def num_tokens(body: Body, params: msgspec.Raw) -> int:
 
 
 def num_choices(body: Body) -> int:
-    """Return the number of sequences that each prompt becomes."""
+    """Return the number of sequences that are generated for each prompt."""
     values = [member(body, name) for name in ("n", "best_of")]
     return max((int(value) for value in values if _is_token_limit(value)), default=1)
 
 
-# Servers refuse requests with more prompts than this. Further prompts are skipped,
-# which is faster than counting them.
+# Servers refuse requests with more prompts than this. The decoder skips the prompts
+# beyond this number, which is faster than counting them.
 _MAX_COUNTED_PROMPTS = 1024
 _PROMPT_FIELDS = [
     (f"prompt_{index}", msgspec.Raw, msgspec.Raw())
@@ -337,10 +344,10 @@ def num_prompts(body: Body) -> int:
 
 
 def priority(body: Body) -> int | None:
-    """Return the priority; smaller is more urgent.
+    """Return the priority, 0 by default; smaller is more urgent.
 
-    None if it is not a number. Baton servers refuse a request with such a priority, but
-    other servers might serve it.
+    None if the priority is not a number. Baton servers refuse such a request, but other
+    servers might serve it.
     """
     text = member(body, "priority")
     if text == b"null":
@@ -349,7 +356,7 @@ def priority(body: Body) -> int | None:
 
 
 def error_of(answer: bytes, name: str = "code") -> str:
-    """Return a member of an error response; empty if it is absent."""
+    """Return a member of the `error` object in a response; empty if it is absent."""
     try:
         return str(msgspec.json.decode(answer)["error"][name])
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Charges the API key of a request before it runs; settles by the request's answer."""
+"""Charges an API key before its request runs, and settles the charge afterwards."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,10 +16,11 @@ def charged(
     """Charge the key for the tokens that a request may use; settle for those it used.
 
     An error costs nothing. If the client leaves before an answer begins, the first
-    charge stays.
+    charge stays. Also sets the headers and the token meter of `reply`.
 
     Args:
-        num_prompt_tokens: an estimate, for answers that do not report the number.
+        num_prompt_tokens: an estimate, which also counts in the end if the answer does
+            not report the number.
         num_reserved: tokens that are likely to be generated.
 
     Raises:

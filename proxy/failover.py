@@ -8,7 +8,8 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
-from protocol.resume import HEADER, frames_request
+from protocol.resume import HEADER as FRAMES_HEADER
+from protocol.resume import frames_request
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
@@ -21,6 +22,7 @@ MAX_MOVES = 16  # servers hand one stream over at most this many times
 LOSS_REASONS = [
     failure for failure in Failure if failure not in (Failure.UNREACHABLE, Failure.FULL)
 ]
+# Values of the label `outcome` of the metric baton_proxy_resumes.
 OUTCOMES = ("resumed", "lost_again", "failed", "limit_reached", "not_resumable")
 
 
@@ -48,7 +50,7 @@ class FailoverState:
     """The lost servers of one request, and whether another server may continue.
 
     Args:
-        limit: how many servers may be lost.
+        limit: how many servers may be lost during the request.
         secret: secret of the cluster; if empty, a stream that has begun cannot continue
             at another server.
 
@@ -68,21 +70,21 @@ class FailoverState:
         self.is_enabled = False
         # Reason of the last loss, until its outcome is counted.
         self._uncounted_reason: str | None = None
-        # Servers that received the request and failed without being lost.
+        # Number of servers that received the request and failed without being lost.
         self._num_failures = 0
 
     @property
     def num_losses(self) -> int:
-        """Servers that were lost, or that handed the request over."""
+        """Number of servers that were lost, or that handed the request over."""
         return self._reply.trace.num_lost + self._reply.trace.num_moved
 
     def max_deliveries(self) -> int:
-        """Return how many servers may receive the request and fail to answer."""
+        """Return how many more servers may receive the request and fail to answer."""
         num_used = self._reply.trace.num_lost + self._num_failures
         return max(1, 1 + self._limit - num_used)
 
-    def allows_retry(self, failure: Failure | None) -> bool:
-        """Count a server's failure; return whether another server may be tried."""
+    def count_and_check_retry(self, failure: Failure | None) -> bool:
+        """Count a server's failure; return whether the request may be retried."""
         if failure is Failure.ERROR:
             self._num_failures += 1
         if failure is Failure.TIMEOUT:
@@ -90,23 +92,28 @@ class FailoverState:
         return self._reply.trace.num_lost + self._num_failures <= self._limit
 
     def headers(self) -> Headers:
-        """Return the header that requests a stream that can fail over."""
+        """Return the header that requests a stream in frames, which can fail over."""
         if not (self._secret and self.is_enabled):
             return ()
-        # The id in the form in which servers receive it.
+        # Servers receive the id in this encoding.
         request_id = as_text(self._reply.request_id).encode()
-        return [(HEADER.encode(), frames_request(self._secret, request_id))]
+        return [(FRAMES_HEADER.encode(), frames_request(self._secret, request_id))]
 
     def resume_member(self) -> bytes | None:
-        """Return the signed frames of the stream so far; None if none were sent."""
+        """Return the signed frames of the stream so far; None if there are none."""
         return (
             self._reply.frame_history.sign(self._secret)
             if self._reply.frame_history
             else None
         )
 
-    def allows_failover(self, loss: UpstreamLost, servers: Iterable[Server]) -> bool:
-        """Count a loss; return whether one of these servers may continue."""
+    def count_and_check_failover(
+        self, loss: UpstreamLost, servers: Iterable[Server]
+    ) -> bool:
+        """Count a loss; return whether another server may continue.
+
+        Those of `servers` that would refuse to continue are added to `avoided`.
+        """
         self.count_outcome("lost_again")
         self._uncounted_reason = loss.reason.value
         health = loss.server.health

@@ -25,14 +25,14 @@ MAX_PAUSE = 5.0  # longest time between checks of a silent server, in usual inte
 FAILURES = 5  # failed requests in a row that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
-# A report without one of these fields leaves the earlier value in place.
-_STICKY_FIELDS = ("room", "models", "kv_digest")
+# If a report lacks one of these fields, the earlier value stays.
+_STICKY_FIELDS = ("limits", "models", "kv_digest")
 CIRCUITS = ("closed", "half_open", "open")  # the metric's values are the positions
 
 
 @dataclass(frozen=True)
-class Room:
-    """The largest request that a server accepts. None: not reported.
+class RequestLimits:
+    """The largest request that a server accepts. A field of None was not reported.
 
     Attributes:
         max_model_len: tokens of one sequence.
@@ -42,7 +42,7 @@ class Room:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
 
-    def holds(self, num_tokens: int, num_choices: int) -> bool:
+    def accepts(self, num_tokens: int, num_choices: int) -> bool:
         """Return False if the server is known to refuse a request of this size."""
         if self.max_model_len is not None and num_tokens > self.max_model_len:
             return False
@@ -69,9 +69,10 @@ class HealthReport:
 
     Attributes:
         reason: why the server is not ready.
-        room: None if not reported, as while the server starts.
-        capacity: tokens of KV.
-        itl_target_s: limit for a step with streams.
+        limits: None if not reported, for example while the server starts.
+        capacity: size of the KV cache in tokens.
+        totals: None if not reported.
+        itl_target_s: target duration of a step with streams, in seconds.
         answered: False if the connection failed.
         models: names of the models that the server serves; empty if not reported.
         kv_digest: decides which servers' KV this server can read; see
@@ -86,7 +87,7 @@ class HealthReport:
 
     ready: bool
     reason: str = ""
-    room: Room | None = None
+    limits: RequestLimits | None = None
     capacity: int | None = None
     totals: StepTotals | None = None
     itl_target_s: float | None = None
@@ -107,24 +108,24 @@ class Health(HealthReport):
     Times are seconds of the caller's monotonic clock.
 
     Attributes:
-        silences: unanswered health checks in a row.
-        misses: health checks in a row that were unanswered or found no connection.
-        changed_at: when a connection error last made the server not ready.
-        failures: failed requests in a row.
-        openings: how often the circuit was opened since it was last closed.
-        open_until: None if the circuit is closed.
-        trial_until: when a trial request that has no result is forgotten, so that the
-            half-open circuit admits another one.
+        num_silences: unanswered health checks in a row.
+        num_misses: health checks in a row that were unanswered or found no connection.
+        unreachable_at: when a connection error last made the server not ready.
+        num_failures: failed requests in a row.
+        num_openings: how often the circuit was opened since it was last closed.
+        open_until: when the circuit becomes half-open; None if it is closed.
+        trial_until: when a trial request without a result is forgotten, so that the
+            half-open circuit admits another trial.
     """
 
     ready: bool = False
     reason: str = "not checked yet"
-    room: Room = Room()
-    silences: int = 0
-    misses: int = 0
-    changed_at: float = float("-inf")
-    failures: int = 0
-    openings: int = 0
+    limits: RequestLimits = RequestLimits()
+    num_silences: int = 0
+    num_misses: int = 0
+    unreachable_at: float = float("-inf")
+    num_failures: int = 0
+    num_openings: int = 0
     open_until: float | None = None
     trial_until: float = float("-inf")
 
@@ -135,22 +136,22 @@ def polled(health: Health, report: HealthReport, started_at: float) -> Health:
     The answer "ready" to a check that started before the last connection error changes
     nothing.
     """
-    if report.ready and started_at < health.changed_at:
+    if report.ready and started_at < health.unreachable_at:
         return health
     if not report.answered:
         return replace(
             health,
             ready=report.ready,
             reason=report.reason,
-            misses=health.misses + 1,
-            silences=0,
+            num_misses=health.num_misses + 1,
+            num_silences=0,
         )
     changes = dict(vars(report))
     for name in _STICKY_FIELDS:
         changes[name] = getattr(report, name) or getattr(health, name)
     if report.ready:
         changes["reason"] = ""
-    return replace(health, **changes, silences=0, misses=0)
+    return replace(health, **changes, num_silences=0, num_misses=0)
 
 
 def silent(health: Health, reason: str) -> Health:
@@ -159,8 +160,12 @@ def silent(health: Health, reason: str) -> Health:
     A ready server may only be busy, so it stays ready for the first SILENCES - 1 checks
     without an answer.
     """
-    health = replace(health, silences=health.silences + 1, misses=health.misses + 1)
-    if health.ready and health.silences < SILENCES:
+    health = replace(
+        health,
+        num_silences=health.num_silences + 1,
+        num_misses=health.num_misses + 1,
+    )
+    if health.ready and health.num_silences < SILENCES:
         return health
     return replace(health, ready=False, reason=reason)
 
@@ -170,22 +175,22 @@ def unreachable(health: Health, reason: str, now: float) -> Health:
 
     The server is not ready until a later health check succeeds.
     """
-    return replace(health, ready=False, reason=reason, changed_at=now)
+    return replace(health, ready=False, reason=reason, unreachable_at=now)
 
 
 def failed(health: Health, now: float) -> Health:
     """Return the server's health after a request failed through the server's fault."""
-    failures = health.failures + 1
+    num_failures = health.num_failures + 1
     is_open = health.open_until is not None and now < health.open_until
-    if is_open or (health.open_until is None and failures < FAILURES):
-        # If the circuit is open, the request was sent before the circuit opened, or
-        # there was no other server.
-        return replace(health, failures=failures)
-    cooldown_s = min(COOLDOWN_S * 2**health.openings, MAX_COOLDOWN_S)
+    if is_open or (health.open_until is None and num_failures < FAILURES):
+        # An open circuit stays open: the failed request was sent before the circuit
+        # opened, or there was no other server.
+        return replace(health, num_failures=num_failures)
+    cooldown_s = min(COOLDOWN_S * 2**health.num_openings, MAX_COOLDOWN_S)
     return replace(
         health,
-        failures=failures,
-        openings=min(health.openings + 1, 32),
+        num_failures=num_failures,
+        num_openings=min(health.num_openings + 1, 32),
         open_until=now + cooldown_s,
         trial_until=float("-inf"),
     )
@@ -193,10 +198,14 @@ def failed(health: Health, now: float) -> Health:
 
 def succeeded(health: Health) -> Health:
     """Return the server's health after a request that was answered."""
-    if health.failures == 0 and health.open_until is None:
+    if health.num_failures == 0 and health.open_until is None:
         return health
     return replace(
-        health, failures=0, openings=0, open_until=None, trial_until=float("-inf")
+        health,
+        num_failures=0,
+        num_openings=0,
+        open_until=None,
+        trial_until=float("-inf"),
     )
 
 
@@ -220,12 +229,12 @@ def pause_s(health: Health, interval_s: float) -> float:
     After LONG_SILENCE checks in a row without an answer or a connection, the time
     doubles with each such check, up to MAX_PAUSE intervals.
     """
-    beyond = min(max(health.misses - LONG_SILENCE, 0), 8)
-    return interval_s * min(2.0**beyond, MAX_PAUSE)
+    num_doublings = min(max(health.num_misses - LONG_SILENCE, 0), 8)
+    return interval_s * min(2.0**num_doublings, MAX_PAUSE)
 
 
 def began(health: Health, now: float) -> Health:
-    """Return the server's health when a request is about to be sent to it.
+    """Return the server's health when the next request is about to be sent.
 
     In a half-open circuit this request is the trial.
     """

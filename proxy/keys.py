@@ -1,4 +1,4 @@
-"""The proxy's API keys: those of options, and a file of keys with limits.
+"""The proxy's API keys: those given as options, and those in a file, with limits.
 
 Each line of the file is a JSON object. Empty lines and lines that begin with # are
 skipped.
@@ -41,7 +41,7 @@ class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key as it is written in the file. A limit of None is no limit.
 
     Attributes:
-        key: the key itself; only its digest is stored.
+        key: the key itself, of which the proxy stores only the digest.
         sha256: the digest of the key, given instead of `key`.
     """
 
@@ -58,9 +58,9 @@ class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class _Allowance:
     """The amount of a unit that a key may use per minute, and how much it has used.
 
-    The full amount may be used at once. A request that needs more than the full amount
-    is admitted if nothing is in use. Later requests then wait until the excess has been
-    made up for.
+    The full amount may be used at once. A request that needs more than that is admitted
+    while the full amount is available; later requests then wait longer. Amounts are
+    stored as the seconds after which they are available again.
     """
 
     def __init__(self, unit: str, clock: Callable[[], float]) -> None:
@@ -103,7 +103,7 @@ class _Allowance:
 
 
 class LimitedKey(Key):
-    """A key of the file, and its usage, which stays counted when the limits change."""
+    """A key of the file, with its usage, which stays counted if the limits change."""
 
     def __init__(self, line: KeyLine, clock: Callable[[], float]) -> None:
         self._num_running = 0
@@ -148,10 +148,10 @@ class LimitedKey(Key):
 
 
 class FileAccess(Access):
-    """Access by the keys of options and of the file.
+    """Checks requests against the keys from the options and from the file.
 
     Raises:
-        ValueError: the file is wrong; the message names the line and the fix.
+        ValueError: the file is invalid; the message names the line and the fix.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class FileAccess(Access):
         await asyncio.gather(super().watch(), self.watch_file())
 
     async def watch_file(self, interval_s: float = CHECK_INTERVAL_S) -> None:
-        """Reload the file whenever it changes; a wrong file changes no key.
+        """Reload the file whenever it changes; an invalid file changes no key.
 
         Returns at once if there is no file.
         """
-        # The first check reads the file again: it may have changed since the start.
+        # The first check reads the file again, which may have changed since the start.
         stamp: object = None
         while self._file is not None:
             stamp = await asyncio.to_thread(self._check, self._file, stamp)
@@ -202,7 +202,13 @@ class FileAccess(Access):
         return {key_digest: key.line for key_digest, key in self._file_keys.items()}
 
     def _read(self) -> dict[bytes, Key]:
-        """Read the file; return all keys by digest. Raises ValueError: it is wrong."""
+        """Read the file into `_file_keys`; return all keys by digest.
+
+        A key that stays in the file keeps its counted usage.
+
+        Raises:
+            ValueError: the file is invalid.
+        """
         if self._file is None:
             return self._option_keys
         names = {key.name for key in self._option_keys.values()}
@@ -222,17 +228,17 @@ class FileAccess(Access):
                 )
             names.add(line.name)
             lines[key_digest] = msgspec.structs.replace(line, key=None, sha256=None)
-        old = self._file_keys
+        old_keys = self._file_keys
         self._file_keys = {}
         for key_digest, line in lines.items():
-            key = old.get(key_digest) or LimitedKey(line, self._clock)
+            key = old_keys.get(key_digest) or LimitedKey(line, self._clock)
             key.update(line)
             self._file_keys[key_digest] = key
         return {**self._option_keys, **self._file_keys}
 
 
 def _read_lines(path: str) -> Iterator[tuple[str, KeyLine]]:
-    """Yield each key with its location. Raises ValueError for a wrong file or line."""
+    """Yield each key with its location. Raises ValueError if the file is invalid."""
     option = f"--api-keys-file {path}"
     try:
         with Path(path).open("rb") as file:
@@ -256,7 +262,7 @@ def _read_lines(path: str) -> Iterator[tuple[str, KeyLine]]:
         try:
             line = msgspec.json.decode(json_text, type=KeyLine)
         except (msgspec.MsgspecError, RecursionError) as error:
-            # The message has no values, because they are secret.
+            # The message quotes no values of the line, because keys are secret.
             members = ", ".join(KeyLine.__struct_fields__)
             raise ValueError(
                 f"{location}: {error}; {_FIX} (members are {members})"

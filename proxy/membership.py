@@ -19,14 +19,14 @@ from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, HealthReport, SideChannel
 
-# A server that rejected a signature is sent nothing signed for this long, unless it
+# A server that rejected a signature is sent nothing signed for this long, or until it
 # restarts.
 TRUST_COOLDOWN_S = 30.0
-_MAX_NAMES = 64  # in an error message
+_MAX_NAMES = 64  # model names that an error message lists
 # The fields of a server's health that decide which requests the server may get.
 _ROUTING_FIELDS = ("ready", "models", "kv_digest")
-LISTED = "listed"  # the source for servers of the command line
-TWIN = "role both"  # the source for a server's second member, of the other kind
+LISTED = "listed"  # the source of servers that the command line lists
+TWIN = "role both"  # the source of the second member for a server with role "both"
 
 
 class Kind(Enum):
@@ -38,18 +38,19 @@ class Kind(Enum):
 class Server:
     """One server. Clients see its name; only the log and operators see its URL.
 
-    Only its Fleet changes the attributes.
+    Only its Fleet changes the attributes, except `trust_circuit`.
 
     Attributes:
         index: the smallest number that no other member of its kind had when the server
             joined.
         sources: the sources that name the server; without any, it is leaving.
         drained: an operator has excluded the server from new requests.
-        in_flight: requests that the server has from this proxy.
+        in_flight: number of requests that the server has from this proxy.
         circuit: the state of the circuit breaker for failed requests; see health.py.
         has_left: the server is no longer a member, and has no requests.
         trust_circuit: until when nothing signed is sent to the server, and its side
-            channel when it rejected a signature. A restart changes the side channel.
+            channel when it rejected a signature. A restarted server has a new side
+            channel, for which the circuit is closed.
     """
 
     kind: Kind
@@ -97,7 +98,7 @@ class Server:
 
 
 class Pool:
-    """The members of a fleet that fulfil a condition, which take turns.
+    """The members of a fleet that fulfil a condition. They receive requests in turn.
 
     Args:
         has: returns whether a member belongs to the pool.
@@ -110,37 +111,43 @@ class Pool:
         self._fleet = fleet
         self._has = has
         self._name = name
-        self._parts: dict[Hashable, Pool] = {}
-        # `_of` and `_ready` are valid while the fleet's `changes` equals `_changes`.
-        self._of: dict[Kind, list[Server]] = {}
+        self._subpools: dict[Hashable, Pool] = {}
+        # `_by_kind` and `_ready` are valid while the fleet's `num_changes` equals
+        # `_num_changes`.
+        self._by_kind: dict[Kind, list[Server]] = {}
         self._ready: dict[Kind, list[Server]] = {}
-        self._changes = -1
+        self._num_changes = -1
 
-    def _part(self, key: Hashable, has: Callable[[Server], bool], name: str) -> "Pool":
-        if key not in self._parts:
-            self._parts[key] = Pool(
+    def _subpool(
+        self, key: Hashable, has: Callable[[Server], bool], name: str
+    ) -> "Pool":
+        """Return those members that also fulfil `has`, cached as `key`."""
+        if key not in self._subpools:
+            self._subpools[key] = Pool(
                 self._fleet, lambda s: self._has(s) and has(s), name
             )
-        return self._parts[key]
+        return self._subpools[key]
 
     def _refresh(self) -> None:
-        if self._changes != self._fleet.changes:
-            self._changes = self._fleet.changes
+        if self._num_changes != self._fleet.num_changes:
+            self._num_changes = self._fleet.num_changes
             for kind in Kind:
                 members = self._fleet.members[kind]
-                self._of[kind] = [server for server in members if self._has(server)]
-                self._ready[kind] = [s for s in self._of[kind] if s.accepts]
+                self._by_kind[kind] = [
+                    server for server in members if self._has(server)
+                ]
+                self._ready[kind] = [s for s in self._by_kind[kind] if s.accepts]
 
     @property
-    def of(self) -> dict[Kind, list[Server]]:
+    def by_kind(self) -> dict[Kind, list[Server]]:
         """All servers by kind, in order of index."""
         self._refresh()
-        return self._of
+        return self._by_kind
 
     def paired(self) -> "Pool":
-        """Return this pool without the prefill servers that cannot be used.
+        """Return this pool without prefill servers with KV that cannot be read.
 
-        No ready decode server can read the KV of these prefill servers.
+        A prefill server stays if at least one ready decode server can read its KV.
         """
         reader_digests = frozenset(
             server.health.kv_digest for server in self.ready(Kind.DECODE)
@@ -152,7 +159,7 @@ class Pool:
             digest = server.health.kv_digest
             return any(may_pair(digest, reader) for reader in reader_digests)
 
-        return self._part(reader_digests, is_usable, self._name)
+        return self._subpool(reader_digests, is_usable, self._name)
 
     def readers_of(self, digest: str) -> "Pool":
         """Return the servers that can read KV of this digest."""
@@ -160,7 +167,7 @@ class Pool:
         def can_read(server: Server) -> bool:
             return may_pair(digest, server.health.kv_digest)
 
-        return self._part(digest, can_read, self._name)
+        return self._subpool(digest, can_read, self._name)
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
         self._refresh()
@@ -181,18 +188,20 @@ class Pool:
         trial.
 
         Args:
-            turn_key: requests with the same key take turns. If all requests had the
-                same key, a client that alternates long and short requests would send
-                all long ones to one server.
-            choose_server: chooses one of these servers, which are in the order of their
-                turns.
+            turn_key: servers take turns for requests with the same key. With a single
+                key, all long requests of a client that alternates long and short
+                requests could reach the same server.
+            choose_server: chooses one of the given servers, which are in the order of
+                their turns.
         """
         fleet = self._fleet
         turn = (kind, self._name, turn_key)
         ready = self.ready(kind, exclude)
         now = fleet._clock()
         start = bisect.bisect_left(
-            ready, fleet._next.get(turn, 0), key=lambda server: server.index
+            ready,
+            fleet._next_index_by_turn.get(turn, 0),
+            key=lambda server: server.index,
         )
         in_turn = [*ready[start:], *ready[:start]]
         usable = in_turn
@@ -202,27 +211,27 @@ class Pool:
         if not usable:
             return None
         server = choose_server(usable)
-        fleet._next[turn] = server.index + 1
-        fleet._set(server, health.began(server.health, now))
+        fleet._next_index_by_turn[turn] = server.index + 1
+        fleet._set_health(server, health.began(server.health, now))
         return server
 
-    def context(self, kind: Kind) -> int | None:
-        """Return the longest context of the ready servers of a kind.
+    def longest_context(self, kind: Kind) -> int | None:
+        """Return the longest context, in tokens, of the ready servers of a kind.
 
         None unless all of them have reported their contexts.
         """
         return max(self._contexts(kind), default=None)
 
     def shortest_context(self, kind: Kind) -> int | None:
-        """Return the shortest context of the ready servers of a kind.
+        """Return the shortest context, in tokens, of the ready servers of a kind.
 
         None unless all of them have reported their contexts.
         """
         return min(self._contexts(kind), default=None)
 
     def _contexts(self, kind: Kind) -> list[int]:
-        """Return the contexts of the ready servers; nothing unless all are known."""
-        lengths = [server.health.room.max_model_len for server in self.ready(kind)]
+        """Return the contexts of the ready servers; [] unless all have reported one."""
+        lengths = [server.health.limits.max_model_len for server in self.ready(kind)]
         reported = [length for length in lengths if length is not None]
         return reported if len(reported) == len(lengths) else []
 
@@ -230,8 +239,8 @@ class Pool:
         """Return the servers that are known to refuse a request of this size."""
         return [
             server
-            for server in self.of[kind]
-            if not server.health.room.holds(num_tokens, num_choices)
+            for server in self.by_kind[kind]
+            if not server.health.limits.accepts(num_tokens, num_choices)
         ]
 
 
@@ -270,7 +279,8 @@ class Fleet(Pool):
 
     Attributes:
         members: servers by kind, in order of index.
-        changes: counts changes of the members and of the requests that they may get.
+        num_changes: counts changes of the members and of the requests that they may
+            get.
     """
 
     def __init__(
@@ -282,12 +292,12 @@ class Fleet(Pool):
     ) -> None:
         super().__init__(self, lambda server: True)
         self.members: dict[Kind, list[Server]] = {kind: [] for kind in Kind}
-        self.changes = 0
+        self.num_changes = 0
         self._clock = clock
         self._watch = watch
-        # By turn key: the next server in turn is the first with at least this index.
-        self._next: dict[Hashable, int] = {}
-        # Cached, like `_parts`, until something changes.
+        # For each turn: the next server is the first one with at least this index.
+        self._next_index_by_turn: dict[Hashable, int] = {}
+        # Cached, like `_subpools`, until `_record_change` is called.
         self._models: list[str] | None = None
         self.name_members(LISTED, urls)
 
@@ -319,16 +329,16 @@ class Fleet(Pool):
             return self
         if not models:
             return self
-        # A server that has not reported its names may have this model. A Pool is kept
-        # for each model name. All unknown names share one Pool, because clients could
-        # otherwise create any number of them.
+        # A server that has not reported its models may have this model. There is one
+        # cached Pool for each model name. All unknown names share one Pool, because
+        # clients could otherwise create any number of Pools.
         name = model if model in models else ""
 
         def serves(server: Server) -> bool:
             return name in (server.health.models or (name,))
 
-        pool = self._part((name,), serves, name)
-        if not (name or pool.of[Kind.DECODE]):
+        pool = self._subpool((name,), serves, name)
+        if not (name or pool.by_kind[Kind.DECODE]):
             raise ModelNotFound(
                 f"`model` is {short_repr(model, 200)}; this endpoint has "
                 f"{_join_names(models)}",
@@ -336,9 +346,9 @@ class Fleet(Pool):
             )
         return pool
 
-    def _has_changed(self) -> None:
-        self.changes += 1
-        self._parts.clear()
+    def _record_change(self) -> None:
+        self.num_changes += 1
+        self._subpools.clear()
         self._models = None
 
     @property
@@ -353,7 +363,7 @@ class Fleet(Pool):
         )
 
     def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
-        """Make these URLs the ones that a source names."""
+        """Record that a source now names exactly these URLs, by kind."""
         named = dict.fromkeys(
             (kind, url) for kind in Kind for url in urls.get(kind, ())
         )
@@ -366,10 +376,10 @@ class Fleet(Pool):
     def join(
         self, kind: Kind, url: str, source: str, new_health: Health | None = None
     ) -> Server:
-        """Record that a source names a server, which becomes a member if it was none.
+        """Record that a source names a server, and make the server a member if needed.
 
         Args:
-            new_health: the health of a new member, as far as the source reports it.
+            new_health: the health that a new member starts with.
 
         Returns:
             The member with this URL.
@@ -377,26 +387,26 @@ class Fleet(Pool):
         server = self.find(kind, url)
         if server is not None:
             server.sources.add(source)
-            self._has_changed()
+            self._record_change()
             return server
         taken = {each.index for each in self.members[kind]}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         server = Server(kind, url, index, new_health or Health(), sources={source})
         bisect.insort(self.members[kind], server, key=lambda each: each.index)
-        self._has_changed()
+        self._record_change()
         self._watch.on_join(server)
         return server
 
     def leave(self, server: Server, source: str) -> None:
         """Record that a source no longer names a server."""
         server.sources.discard(source)
-        self._has_changed()
+        self._record_change()
         if not server.sources - {TWIN}:
             self._update_twin(server, False)
         self._remove_if_done(server)
 
     def _update_twin(self, server: Server, is_both: bool) -> None:
-        """Make a server that takes either leg a member of both kinds, or undo that."""
+        """Add or remove the second member of a server that may take either leg."""
         if server.sources == {TWIN}:
             return
         other = Kind.DECODE if server.kind is Kind.PREFILL else Kind.PREFILL
@@ -409,7 +419,7 @@ class Fleet(Pool):
     def drain(self, server: Server, drained: bool = True) -> None:
         """Exclude a server from new requests, or include it again."""
         server.drained = drained
-        self._has_changed()
+        self._record_change()
 
     def add_in_flight(self, server: Server, num: int) -> None:
         """Add to the number of requests that a server has; `num` may be negative.
@@ -424,9 +434,9 @@ class Fleet(Pool):
         if server.sources or server.in_flight or server.has_left:
             return
         server.has_left = True
-        self._next.clear()  # turns of models that no server has any more
+        self._next_index_by_turn.clear()  # drops turns of models that are gone
         self.members[server.kind].remove(server)
-        self._has_changed()
+        self._record_change()
         self._watch.on_left(server)
 
     # health
@@ -434,7 +444,7 @@ class Fleet(Pool):
     def polled(self, server: Server, report: HealthReport, started_at: float) -> None:
         """Update a server's health by the answer to a health check.
 
-        A server is not ready if another ready member is the same engine by another
+        A server does not become ready if a ready member is the same engine at another
         address.
 
         Args:
@@ -446,34 +456,36 @@ class Fleet(Pool):
             for other in self.members[server.kind]:
                 is_used = other is not server and other.health.ready and other.sources
                 if is_used and other.health.side_channel == channel:
-                    reason = f"it is {other.name}, by another address"
+                    reason = f"it is {other.name}, at another address"
                     report = replace(report, ready=False, reason=reason)
-        self._set(server, health.polled(server.health, report, started_at))
+        self._set_health(server, health.polled(server.health, report, started_at))
         if report.ready and not server.has_left:
             self._update_twin(server, report.is_both and bool(server.sources))
 
     def silent(self, server: Server, reason: str) -> None:
-        self._set(server, health.silent(server.health, reason))
-        if not server.health.ready and server.health.silences >= health.SILENCES:
+        self._set_health(server, health.silent(server.health, reason))
+        if not server.health.ready and server.health.num_silences >= health.SILENCES:
             self._watch.on_silence(
-                server, server.health.silences >= health.LONG_SILENCE
+                server, server.health.num_silences >= health.LONG_SILENCE
             )
 
     def unreachable(self, server: Server, reason: str) -> None:
-        self._set(server, health.unreachable(server.health, reason, self._clock()))
+        self._set_health(
+            server, health.unreachable(server.health, reason, self._clock())
+        )
 
     def failed(self, server: Server) -> None:
-        self._set(server, health.failed(server.health, self._clock()))
+        self._set_health(server, health.failed(server.health, self._clock()))
 
     def succeeded(self, server: Server) -> None:
-        self._set(server, health.succeeded(server.health))
+        self._set_health(server, health.succeeded(server.health))
 
-    def _set(self, server: Server, new: Health) -> None:
+    def _set_health(self, server: Server, new: Health) -> None:
         old, server.health = server.health, new
         if server.has_left:  # the change comes from the server's last request
             return
         if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
-            self._has_changed()
+            self._record_change()
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:
             server.circuit = circuit

@@ -109,7 +109,11 @@ class PDRequest(RequestLegs):
                 self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     async def _read_body(self) -> None:
-        """Read the body and check what the key may request. Raises BatonError."""
+        """Read the body into `_body`; check its priority against the key's limit.
+
+        Raises:
+            BatonError: the error for the client.
+        """
         min_priority = self.grant.min_priority
         body = await bodies.read_body(self.data)
         body, had_params = bodies.sanitize(body, min_priority)
@@ -142,7 +146,7 @@ class PDRequest(RequestLegs):
         None unless all ready servers have reported their contexts.
         """
         pool = self._model_pool
-        contexts = [pool.context(kind) for kind in Kind if pool.ready(kind)]
+        contexts = [pool.longest_context(kind) for kind in Kind if pool.ready(kind)]
         reported = [context for context in contexts if context is not None]
         if not reported or len(reported) < len(contexts):
             return None
@@ -172,9 +176,9 @@ class PDRequest(RequestLegs):
             bodies.decode_leg(self._body, None),
             self._model_pool,
             computes=True,
-            read_whole_from=400,
+            min_read_status=400,
         )
-        contexts = [self._model_pool.context(kind) or 0 for kind in Kind]
+        contexts = [self._model_pool.longest_context(kind) or 0 for kind in Kind]
         return await self._run_prefill(call, max(contexts))
 
     # generation and failover
@@ -182,8 +186,8 @@ class PDRequest(RequestLegs):
     async def _generate(self, decode_only: DecodeOnly | None) -> None:
         """Generate the answer, and continue it if a decode server is lost.
 
-        Another decode server can continue, because only the request and the tokens so
-        far decide what follows.
+        Another decode server can continue, because what follows depends only on the
+        request and the tokens so far.
 
         Args:
             decode_only: why there is no prefill leg; None if there may be one.
@@ -197,8 +201,8 @@ class PDRequest(RequestLegs):
                 else:
                     await self._continue_after(loss, decode_only)
                 return
-            except UpstreamLost as another:
-                loss = another
+            except UpstreamLost as next_loss:
+                loss = next_loss
             except BatonError:
                 if loss is None:
                     raise
@@ -218,7 +222,9 @@ class PDRequest(RequestLegs):
         await self.reply.break_off(loss.event)
 
     def _may_continue_after(self, loss: UpstreamLost) -> bool:
-        return self._failover.allows_failover(loss, self._fleet.of[Kind.DECODE])
+        return self._failover.count_and_check_failover(
+            loss, self._fleet.by_kind[Kind.DECODE]
+        )
 
     async def _continue_after(
         self, loss: UpstreamLost, decode_only: DecodeOnly | None
@@ -234,7 +240,7 @@ class PDRequest(RequestLegs):
             )
             await self._decode_prefilled(prefilled, last_resort=loss.server)
             return
-        servers = self._fleet.of[Kind.DECODE]
+        servers = self._fleet.by_kind[Kind.DECODE]
         avoided = self._failover.avoided
         if loss.has_begun:
             # Servers of another model would refuse to continue.
@@ -283,7 +289,7 @@ class PDRequest(RequestLegs):
                 await self._decode_only(prefill)
 
     async def _decode_after(self, prefill: Leg) -> None:
-        """Run the decode leg that follows a prefill leg."""
+        """Run the decode leg that follows `prefill`, with or without its KV."""
         match self._after_prefill(prefill):
             case _PrefilledDecode() as prefilled:
                 self._count("pd", "routed")
@@ -292,7 +298,7 @@ class PDRequest(RequestLegs):
                 await self._decode_only(decode_only)
 
     def _after_prefill(self, leg: Leg) -> _PrefilledDecode | DecodeOnly:
-        """Return the decode leg that follows a prefill leg."""
+        """Return which decode leg follows a prefill leg, depending on its answer."""
         params = bodies.params_of(leg.response.body or b"")
         if params is None:
             return DecodeOnly(DecodeOnlyReason.NO_KV_PARAMS)
@@ -308,8 +314,8 @@ class PDRequest(RequestLegs):
     async def _prefill_or_both(self) -> Leg | DecodeOnly | None:
         """Return the result of `_prefill`, or None if the request has been served.
 
-        It has been served if the decode leg that was opened together with the prefill
-        leg was relayed. When one leg ends this method, the other leg is cancelled.
+        A decode leg that was opened together with the prefill leg serves the request.
+        When this method ends, the leg that still runs is cancelled.
         """
         early = EarlyDecode(self.upstreams, self._open_early, self._failover)
         prefill = asyncio.ensure_future(self._prefill(early))
@@ -338,7 +344,7 @@ class PDRequest(RequestLegs):
     async def _prefill(self, early: EarlyDecode) -> Leg | DecodeOnly:
         """Return a prefill server's answer, or why there is none."""
         pool = self._model_pool
-        context = pool.context(Kind.DECODE)
+        context = pool.longest_context(Kind.DECODE)
         self._transfer_id = uuid.uuid4().hex
         if not pool.ready(Kind.DECODE, self._unfit(pool, Kind.DECODE)):
             # No decode server accepts this many choices: skip the prefill, and a
@@ -354,7 +360,7 @@ class PDRequest(RequestLegs):
             bodies.prefill_leg(self._body, self.path, self._transfer_id),
             paired,
             computes=True,
-            read_whole_from=0,
+            min_read_status=0,
             foreign_body=self._foreign_prefill_body,
         )
         call = replace(
@@ -371,7 +377,8 @@ class PDRequest(RequestLegs):
     def _place_decode_only(self, pool: Pool) -> bool:
         """Return whether a decode server is to compute the prompt itself.
 
-        If the load decides that, this reserves load at that server in `_reservation`.
+        If the servers' loads decide this, the decode server's load is reserved, and
+        the reservation is stored in `_reservation`.
         """
         prefills = pool.ready(Kind.PREFILL, self._unfit(pool, Kind.PREFILL))
         if self._profile is None or not prefills:
@@ -380,7 +387,7 @@ class PDRequest(RequestLegs):
         if load_tracker.decode_only is not None:
             return load_tracker.decode_only
         decodes = pool.ready(Kind.DECODE, self._unfit(pool, Kind.DECODE))
-        # The reservation of an earlier attempt may remain, if its leg did not start.
+        # An earlier attempt may have left a reservation if its leg did not start.
         load_tracker.cancel(self._reservation)
         self._reservation = load_tracker.reserve_decode_only(
             self._profile, prefills, decodes
@@ -395,14 +402,14 @@ class PDRequest(RequestLegs):
         Raises:
             LegFailed: the decode leg must follow the prefill leg.
         """
-        await asyncio.sleep(0)  # the bytes of the prefill leg go first
-        impossible = LegFailed("cannot start together with its prefill", None, None)
+        await asyncio.sleep(0)  # so that the prefill leg is sent first
+        cannot_open = LegFailed("cannot start together with its prefill", None, None)
         channel = prefill.health.side_channel
         secret = self.upstreams.secret
         if channel is None or not channel.host or not secret:
-            raise impossible
+            raise cannot_open
         if self._failover.num_losses or bodies.reports_prompt(self._unseeded_body):
-            raise impossible
+            raise cannot_open
         pool = self._model_pool.readers_of(prefill.health.kv_digest)
         excluded = [
             *self._unfit(self._model_pool, Kind.DECODE),
@@ -415,7 +422,7 @@ class PDRequest(RequestLegs):
             ),
         ]
         if not pool.ready(Kind.DECODE, excluded):
-            raise impossible
+            raise cannot_open
         self._trace.prefill = prefill.url
         offer = Offer(
             transfer_id=self._transfer_id,
@@ -424,13 +431,13 @@ class PDRequest(RequestLegs):
         )
         params = msgspec.Raw(msgspec.json.encode(offer.to_json(secret)))
         call = self._decode_call(pool, params)
-        call = replace(call, read_whole_from=400)
+        call = replace(call, min_read_status=400)
         return await self.upstreams.run(call, self._trace, excluded)
 
     async def _decode_prefilled(
         self, prefilled: _PrefilledDecode, last_resort: Server | None = None
     ) -> None:
-        """Run the decode leg; unless it succeeds, give the KV back to its lender.
+        """Run the decode leg; if it does not succeed, release the lender's KV.
 
         Args:
             last_resort: the server that continues if no other server is ready.
@@ -452,16 +459,16 @@ class PDRequest(RequestLegs):
                 )
 
     async def _decode_only(self, decode_only: DecodeOnly) -> None:
-        """Run the decode leg of a server that also computes the prompt."""
+        """Run the decode leg at a server that also computes the prompt."""
         pool = self._model_pool
         self._trace.decode_only = decode_only.label
         self._count("decode_only", decode_only.label)
         num_tokens = 0
         if decode_only.needs_longest_context:
-            num_tokens = pool.context(Kind.DECODE) or 0
+            num_tokens = pool.longest_context(Kind.DECODE) or 0
         unfit = self._unfit(pool, Kind.DECODE, num_tokens)
         if not pool.ready(Kind.DECODE, unfit):
-            # No server with the longest context is ready: a server with a shorter
-            # context may still fit the prompt.
+            # No server with the longest context is ready, but the prompt may still fit
+            # the context of another server.
             unfit = self._unfit(pool, Kind.DECODE)
         await self._decode(self._decode_call(pool, None), unfit)

@@ -16,7 +16,7 @@ from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness
-from proxy.health import HealthReport, Room, SideChannel, pause_s
+from proxy.health import HealthReport, RequestLimits, SideChannel, pause_s
 from proxy.membership import Fleet, Kind, Server
 from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.speed import StepTotals
@@ -49,14 +49,15 @@ class Poller:
         self._pollings: dict[Server, _Polling] = {}
 
     def watch(self, server: Server) -> None:
-        """Check a new member until it has left."""
+        """Start the periodic checks of a new member."""
         hurry = asyncio.Event()
-        # The task's log lines do not belong to the request by which the server joined.
+        # The context is empty, so that the task's log lines do not show the id of the
+        # request by which the server joined.
         context = contextvars.Context()
         task = asyncio.create_task(self._poll(server, hurry), context=context)
         self._pollings[server] = _Polling(task, hurry)
 
-    def leave(self, server: Server) -> None:
+    def unwatch(self, server: Server) -> None:
         self._pollings.pop(server).task.cancel()
 
     def hurry(self, server: Server) -> None:
@@ -155,8 +156,9 @@ def _parse_foreign(
     """Return the report of a server without /ready, such as vLLM's.
 
     Args:
-        health_status: of the server's answer to GET /health.
-        models_status, models_body: of the server's answer to GET /v1/models.
+        health_status: status of the server's answer to GET /health.
+        models_status: status of the server's answer to GET /v1/models.
+        models_body: body of that answer.
     """
     cards: list[_ModelCard] = []
     if models_status == 200:
@@ -172,7 +174,7 @@ def _parse_foreign(
     return HealthReport(
         ready=health_status == 200,
         reason=f"GET /health answers with status {health_status}",
-        room=Room(max(lengths)) if lengths else None,
+        limits=RequestLimits(max(lengths)) if lengths else None,
         models=tuple(card.id for card in cards),
         kv_digest=FOREIGN,
         is_foreign=True,
@@ -183,7 +185,7 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     """Return the report in an answer to GET /ready.
 
     Args:
-        kind: the server is a member of this kind.
+        kind: the kind of the member, which the server's role must match.
     """
     ready = status == 200
     try:
@@ -211,11 +213,11 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     reason = error.get("message", answer.get("reason"))
     if not isinstance(reason, str):
         reason = f"status {status}"
-    limits = {}
-    for name in Room.__dataclass_fields__:
+    reported_limits = {}
+    for name in RequestLimits.__dataclass_fields__:
         limit = typed(name, int)
         if limit is not None and limit > 0:
-            limits[name] = limit
+            reported_limits[name] = limit
     num_blocks = typed("num_blocks", int)
     block_size = typed("block_size", int)
     capacity = None
@@ -228,7 +230,7 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     return HealthReport(
         ready=ready,
         reason=reason[:_MAX_REASON_CHARS],
-        room=Room(**limits) if limits else None,
+        limits=RequestLimits(**reported_limits) if reported_limits else None,
         capacity=capacity,
         totals=totals,
         itl_target_s=itl_target_s if itl_target_s and itl_target_s > 0 else None,

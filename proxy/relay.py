@@ -1,4 +1,4 @@
-"""The answer to one client request: exactly one response, or one stream with one end.
+"""Sends the answer to one client request: one response, or one stream with one end.
 
 A stream that breaks ends with an error event and without `[DONE]`. An event is sent
 only when all of it has arrived: otherwise the error event could follow the first part
@@ -16,7 +16,8 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.openai.token_meter import TokenMeter
-from protocol.resume import DIED, FAILOVER_PREFIX, HEADER, MOVED, FrameHistory, Frames
+from protocol.resume import DIED, FAILOVER_PREFIX, MOVED, FrameHistory, Frames
+from protocol.resume import HEADER as FRAMES_HEADER
 from proxy.upstream import (
     Failure,
     Headers,
@@ -28,7 +29,7 @@ from proxy.upstream import (
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-_FRAMES_HEADER = HEADER.encode()
+_FRAMES_HEADER = FRAMES_HEADER.encode()
 # Headers that are not relayed: RFC 9110 restricts them to one connection, or the HTTP
 # server of the proxy writes them.
 _NOT_RELAYED = frozenset(
@@ -37,8 +38,12 @@ _NOT_RELAYED = frozenset(
 ) | {_FRAMES_HEADER}
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = sse.DONE.rstrip()
-_FAILURES = (b"event: error", b"event: response.failed")
-_LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
+_ERROR_EVENTS = (b"event: error", b"event: response.failed")
+_LAST_EVENTS = (
+    *_ERROR_EVENTS,
+    b"event: response.completed",
+    b"event: response.incomplete",
+)
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -50,9 +55,9 @@ class RequestTrace:
         prefill, decode: URLs of the servers that answered.
         decode_only: why no prefill server was used.
         started_at: when the request had been read completely.
-        prefill_s: seconds until the prefill server had answered.
+        prefill_s: seconds from `started_at` until the prefill server had answered.
         legs: names of the servers that were tried, and after how many seconds.
-        num_lost: decode servers that were lost while they had the request.
+        num_lost: number of decode servers that were lost while they had the request.
         num_moved: how often a decode server handed the request over.
         first_byte_s: seconds until the first byte of the answer.
     """
@@ -68,13 +73,14 @@ class RequestTrace:
     first_byte_s: float | None = None
 
     def begin(self) -> None:
-        """Start the measurement of time: the request has been read."""
+        """Set `started_at` to now, when the request has been read completely."""
         self.started_at = time.monotonic()
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_at
 
     def on_bytes(self) -> None:
+        """Record the time of the answer's first byte, if this is it."""
         if self.first_byte_s is None:
             self.first_byte_s = self.elapsed_s()
 
@@ -87,11 +93,11 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._held = bytearray()
-        self._last_text = b""  # the latest events that were passed on, without [DONE]
+        self._last_text = b""  # the latest events that were returned, without [DONE]
         self._is_done = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return the complete events in what is held back and `data`."""
+        """Return the events that are complete now; hold back an incomplete event."""
         if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
             return self._note(data)
         # An event may be long and arrive in many pieces: search only the new piece, and
@@ -106,10 +112,10 @@ class EventBuffer:
         return self._pass(length)
 
     def on_sent(self) -> None:
-        """Record that the client has the events that were passed on."""
+        """Is called when the client has been sent the events that `feed` returned."""
 
     def rest(self) -> bytes:
-        """Return what is held back, at the end of a stream that ended properly."""
+        """Return the bytes that are held back, after the stream has ended properly."""
         return self._pass(len(self._held))
 
     def _pass(self, length: int) -> bytes:
@@ -134,7 +140,7 @@ class EventBuffer:
     def has_failed(self) -> bool:
         """Whether the last event before any [DONE] was an error."""
         last = self._last_event()
-        return last.startswith(_FAILURES) or _is_error(last)
+        return last.startswith(_ERROR_EVENTS) or _is_error(last)
 
     def _last_event(self) -> bytes:
         text = self._last_text.replace(b"\r\n", b"\n").strip()
@@ -165,9 +171,9 @@ class Migrated(UpstreamError):
 
 
 class FramedEvents(EventBuffer):
-    """A stream in frames: the client gets the events, the history gets the texts.
+    """A stream in frames: the client gets their events, `frame_history` their texts.
 
-    protocol/resume.py describes the frames.
+    protocol/resume.py describes frames.
     """
 
     def __init__(
@@ -177,7 +183,7 @@ class FramedEvents(EventBuffer):
         self._frame_history = frame_history
         self._frames = Frames()
         self._meter = meter
-        self._unsent_texts = b""  # texts of events that may not have been sent
+        self._unsent_texts = b""  # texts of frames that may not have been sent
         self._migrated: Migrated | None = None
 
     def feed(self, data: bytes) -> bytes:
@@ -230,20 +236,20 @@ def _next_sequence_number(sent: bytes) -> int:
         return 0
 
 
-# Returns headers and body of the page that shows an error.
+# Returns the headers and the body of an HTML page that shows an error.
 ErrorPage = Callable[[BatonError], tuple[list[tuple[bytes, bytes]], bytes]]
 
 
 class Reply:
-    """The answer to one client request. It always sends one head and one end.
+    """The answer to one client request: always one head and one end.
 
     Attributes:
         headers: sent in addition to a server's headers.
-        error_page: set if a browser displays the response.
+        error_page: makes a page of an error; set if a browser displays the response.
         status: the HTTP status, once the head has been sent.
         finished: the end of the response has been sent, or is being sent.
-        is_broken: the stream ended with an error, whatever its status is.
-        frame_history: frames of a stream, with which another server can continue.
+        is_broken: the stream ended with an error, even if its HTTP status was 200.
+        frame_history: the stream's frames, with which another server can continue.
         meter: counts tokens, if the API key limits them.
     """
 
@@ -314,7 +320,8 @@ class Reply:
         if response.body is None and response.is_event_stream:
             await self._relay_stream(response)
             return
-        # A failure up to the last byte can still be reported as an HTTP error.
+        # Nothing is sent until the body is complete, so that a failure can still be
+        # reported as an HTTP error.
         body = await response.read()
         self.trace.on_bytes()
         if self.meter is not None:
@@ -328,7 +335,7 @@ class Reply:
             events = EventBuffer()
             await self._begin_stream(response)
             self.frame_history.forget()
-        is_sent = True  # the client has all that arrived
+        is_sent = True  # the client has been sent everything that arrived
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
@@ -342,7 +349,7 @@ class Reply:
                 is_sent = True
                 events.on_sent()
         except asyncio.CancelledError:
-            # Many clients close the connection at [DONE].
+            # Many clients close the connection at [DONE], which is not a failure.
             self.finished = is_sent and events.has_ended
             self.is_broken = events.has_failed
             raise

@@ -42,7 +42,7 @@ _CUT_OFF = "the connection ended within the body"
 # In the message of a parser's error, a quote of the received bytes follows the first of
 # these characters.
 _QUOTE = re.compile("[:'\"]")
-# aiohttp adds these headers by itself unless they are given.
+# Headers that aiohttp must not add by itself.
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
 _MAX_SINGLE_WRITE_BYTES = 1 << 16  # a larger body is written in pieces
 
@@ -64,7 +64,8 @@ class UpstreamError(Exception):
     """The exchange with a server failed.
 
     Attributes:
-        client_message: the message for clients, without addresses.
+        client_message: the message for clients, without addresses. If a subclass
+            sets none, it is the error's text.
     """
 
     failure: Failure
@@ -142,7 +143,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class Response:
-    """A response, of which the head has arrived. Read it to its end, or `close` it.
+    """A response after its head has arrived. Read the body to its end, or call `close`.
 
     Attributes:
         body: the complete body, once `read` has returned it.
@@ -152,8 +153,8 @@ class Response:
         self._response = response
         self._connection = response.connection  # None: the body is complete
         self._read_timeout_s = read_timeout_s
-        self._check_s = min(_CHECK_INTERVAL_S, read_timeout_s / 4)
-        # Checks since the reader began to wait; -1 if it does not wait.
+        self._check_interval_s = min(_CHECK_INTERVAL_S, read_timeout_s / 4)
+        # Number of checks since the reader began to wait; -1 if no reader waits.
         self._num_checks = -1
         # One timer for the whole body: a timer per chunk would cost more.
         self._timer: asyncio.TimerHandle | None = None
@@ -176,7 +177,8 @@ class Response:
         content = self._response.content
         try:
             if content.exception() is not None or self._is_cut_off():
-                # `read_nowait` withholds what arrived before the connection broke.
+                # aiohttp's `read_nowait` would raise, but bytes may have arrived before
+                # the connection broke.
                 if data := content._read_nowait(-1):
                     return data
                 raise content.exception() or Lost(_CUT_OFF)
@@ -195,7 +197,7 @@ class Response:
 
     def _schedule_check(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._check_s, self._check)
+        self._timer = loop.call_later(self._check_interval_s, self._check)
 
     def _check(self) -> None:
         """End the reader's wait if it is too long, or if the connection has ended.
@@ -209,7 +211,7 @@ class Response:
             self._num_checks += 1
         if self._is_cut_off():
             content.set_exception(Lost(_CUT_OFF))
-        elif self._num_checks * self._check_s > self._read_timeout_s:
+        elif self._num_checks * self._check_interval_s > self._read_timeout_s:
             content.set_exception(TimeoutError())
         elif not content.is_eof() and content.exception() is None:
             self._schedule_check()
@@ -367,8 +369,8 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
     response to one request would be relayed as the answer to the next request.
 
     Raises:
-        Lost: the response answers another request, or no server sends its status: for
-            example, it is a gateway's redirect.
+        Lost: the response answers another request, or has a status that no server
+            sends: for example, a gateway's redirect.
     """
     request_id = None
     for name, value in headers:
@@ -386,9 +388,9 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
 
 
 def as_text(header: bytes) -> str:
-    """Return a header as the text that aiohttp, which writes UTF-8, sends as `header`.
+    """Return a header as text, as aiohttp requires. aiohttp sends the text as UTF-8.
 
-    A header that is not UTF-8 is read as Latin-1, so aiohttp sends other bytes for it.
+    A header that is not UTF-8 is decoded as Latin-1, so that aiohttp sends other bytes.
     """
     try:
         return header.decode()
@@ -419,7 +421,7 @@ def _translated(
             return TimedOut(f"silent for {read_timeout_s:g} s")
         case aiohttp.ClientResponseError():
             # str(error) names the URL and quotes what arrived.
-            return Lost(f"no HTTP: {_QUOTE.split(error.message)[0]}")
+            return Lost(f"not HTTP: {_QUOTE.split(error.message)[0]}")
         case aiohttp.ServerDisconnectedError():
             # str(error) is the partial response head.
             return Lost("connection ended: Server disconnected")

@@ -1,1 +1,1 @@
-"""The sources of members: a file, a DNS name, registrations, operators."""
+"""Where the proxy's members come from: files, DNS names, registrations, operators."""

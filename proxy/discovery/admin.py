@@ -1,11 +1,13 @@
-"""The members of a proxy, as operators list and change them: JSON in, JSON out.
+"""The API with which operators list and change the members of a proxy.
 
-GET  /admin/members                                    all members
+GET  /admin/members                                    list all members
 POST /admin/members          {"role": .., "url": ..}   add a member until it is removed
-POST /admin/members/remove   {"server": NAME or URL}   from all sources; a source may
-                                                       name it again
+POST /admin/members/remove   {"server": NAME or URL}   remove a member; a file or a
+                                                       server may add it again
 POST /admin/members/drain    {"server": NAME or URL}   send no new requests to a member
-POST /admin/members/undrain  {"server": NAME or URL}   send it new requests again
+POST /admin/members/undrain  {"server": NAME or URL}   send new requests to it again
+
+Each answer is a JSON object with the listed or changed members.
 """
 
 from typing import Any
@@ -27,8 +29,8 @@ _ACTIONS = {f"{MEMBERS_PATH}/{name}": name for name in ("remove", "drain", "undr
 # clients on this machine may use them.
 ADMIN_PATHS = (MEMBERS_PATH, *_ACTIONS)
 MAX_BODY_BYTES = 4096
-OPERATOR = "operator"  # the name of this source
-_MAX_NAMES = 64  # in an error message
+OPERATOR = "operator"  # the source of members that operators add
+_MAX_NAMES = 64  # members that an error message names
 
 
 class _NewMember(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,7 +51,7 @@ def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
     """Execute a POST to one of ADMIN_PATHS; return the members that it changed.
 
     Raises:
-        InvalidRequest: the body is wrong.
+        InvalidRequest: the body is invalid.
         UnknownServer: no member has this name or URL.
     """
     try:

@@ -26,7 +26,7 @@ from proxy.upstream import HttpUpstream
 logger = get_logger(__name__)
 
 MODELS_PATH = "/v1/models"
-SERIES = ("ready", "circuit", "in_flight")  # metrics of each member
+SERIES = ("ready", "circuit", "in_flight")  # endings of the names of member metrics
 _DIGITS = re.compile(r"\d+")
 
 
@@ -36,10 +36,10 @@ class Members:
     Everything runs on one event loop.
 
     Args:
-        on_silence: see Watch.
+        on_silence: called for a server that answers no health checks; see Watch.
     """
 
-    open_paths = frozenset((Registry.path,))  # no key is needed: requests are signed
+    open_paths = frozenset((Registry.path,))  # signed requests, which need no key
     paths = open_paths | {*admin.ADMIN_PATHS}
     read_paths = (admin.MEMBERS_PATH,)  # the paths that also answer GET
 
@@ -57,7 +57,7 @@ class Members:
             max_blocks=settings.prefix_blocks,
             step_s=settings.itl_target_s,
         )
-        self._is_ending = False
+        self._is_shutting_down = False
         self._created = int(time.time())
         watch = Watch(
             on_join=self._on_join,
@@ -77,13 +77,13 @@ class Members:
     def start(self) -> None:
         self._discovery.start()
 
-    def end(self) -> None:
+    def begin_shutdown(self) -> None:
         """Stop accepting registrations, and log no warnings about servers that stop.
 
         The servers may be stopping together with the proxy. Registered servers stay
         members.
         """
-        self._is_ending = True
+        self._is_shutting_down = True
         self._registry.close()
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ class Members:
         """
         cards = {}
         for name in self.fleet.models:
-            context = self.fleet.pool(name).context(Kind.DECODE)
+            context = self.fleet.pool(name).longest_context(Kind.DECODE)
             cards[name] = model_card(name, self._created, context)
         if path == MODELS_PATH and cards:
             return {"object": "list", "data": [*cards.values()]}
@@ -143,10 +143,10 @@ class Members:
             if other.url == server.url and other is not server:
                 self.load_tracker.share_load(server, other)
         self._poller.watch(server)
-        logger.info("%s joins (%s)", server, ", ".join(server.sources))
+        logger.info("%s joins; source: %s", server, ", ".join(server.sources))
 
     def _on_left(self, server: Server) -> None:
-        self._poller.leave(server)
+        self._poller.unwatch(server)
         self.load_tracker.remove(server)
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
@@ -154,7 +154,7 @@ class Members:
 
     def _on_circuit(self, server: Server) -> None:
         if server.circuit != "half_open":
-            logger.warning("the circuit of %s is %s", server, server.circuit)
+            logger.warning("the circuit breaker of %s is %s", server, server.circuit)
 
     def _on_change(self, server: Server, old: Health, new: Health) -> None:
         if new.ready:
@@ -163,11 +163,11 @@ class Members:
         self.load_tracker.forget_cache(server)
         if old.ready:
             self._poller.hurry(server)
-        # The reason of a starting server contains its progress in numbers: a change of
-        # numbers alone is logged without a warning.
+        # The reason of a starting server contains its progress in numbers. If only the
+        # numbers change, no warning is due.
         old_reason = _DIGITS.sub("", old.reason)
         is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
-        # No warning is due if all servers are stopping, or if this server is leaving.
-        is_expected = self._is_ending or not server.sources or is_same_reason
+        # Neither is one if the proxy is shutting down, or if this server is leaving.
+        is_expected = self._is_shutting_down or not server.sources or is_same_reason
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

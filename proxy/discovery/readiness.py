@@ -10,7 +10,7 @@ too:
 
 Once every such model has started, one ready decode server is enough: the loss of all
 prefill servers makes answers slower, and must not take the endpoint out of a load
-balancer. Readiness reads the file of servers when it is created, and does no I/O later.
+balancer. Readiness reads the file of servers when it is created; it does no other I/O.
 """
 
 import time
@@ -32,7 +32,7 @@ class ReadyReport(NamedTuple):
     """The answer to a readiness probe.
 
     Attributes:
-        missing: sentences about missing servers. The proxy may be ready without them.
+        missing: sentences about missing servers, of which some are not required.
     """
 
     is_ready: bool
@@ -55,14 +55,14 @@ class Readiness:
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._is_over = settings.disaggregate == "never"
+        self._is_wait_over = settings.disaggregate == "never"
         # Models for which a check has found no gap at least once, see `_gaps`. ""
         # stands for servers that report no models.
         self._had_no_gap: set[str] = set()
-        # Prefill servers may be expected although none is a member yet: a DNS name may
-        # have no addresses, and with an explicit wait a server may still register.
-        self._names_prefill = _names_prefill(settings)
-        self._needs_prefill = bool(settings.prefill_wait_s)
+        # Prefill servers are expected even if none is a member yet, because a DNS name
+        # may have no addresses yet. With an explicit wait, a server may still register.
+        self._is_prefill_named = _names_prefill_server(settings)
+        self._has_explicit_wait = bool(settings.prefill_wait_s)
         wait_s = settings.prefill_wait_s
         self._wait_s = DEFAULT_WAIT_S if wait_s is None else wait_s
         self._deadline = clock() + self._wait_s
@@ -73,27 +73,29 @@ class Readiness:
         Call this method after every health check: a server that is ready now may have
         left before the next readiness probe.
         """
-        if self._is_over:
+        if self._is_wait_over:
             return
         gaps = self._gaps()
         self._had_no_gap.update(model for model, gap in gaps.items() if not gap)
         if self._clock() < self._deadline:
             return
-        self._is_over = True
-        lasting = [gap for model, gap in gaps.items() if model not in self._had_no_gap]
-        if lasting:
+        self._is_wait_over = True
+        lasting_gaps = [
+            gap for model, gap in gaps.items() if model not in self._had_no_gap
+        ]
+        if lasting_gaps:
             logger.warning(
                 "%s within %g s (--prefill-wait-s); GET /ready is 200 from now on, and "
                 "decode servers compute the prompts. Check the prefill servers.",
-                "; ".join(lasting),
+                "; ".join(lasting_gaps),
                 self._wait_s,
             )
 
     def report(self) -> ReadyReport:
-        """Return whether requests would be served.
+        """Call `update`; return whether the proxy is ready, and what is missing.
 
-        Until a model has started, its requests must also be disaggregated, if prefill
-        servers are expected.
+        The proxy is ready if requests would be served. Until a model has started, its
+        requests must also be disaggregated, if prefill servers are expected.
         """
         self.update()
         gaps = self._gaps()
@@ -103,7 +105,7 @@ class Readiness:
             if not self._fleet.ready(kind)
         ]
         missing += [gap for gap in gaps.values() if gap and gap not in missing]
-        has_started = self._is_over or gaps.keys() <= self._had_no_gap
+        has_started = self._is_wait_over or gaps.keys() <= self._had_no_gap
         return ReadyReport(bool(gaps) and has_started, missing)
 
     def _gaps(self) -> dict[str, str]:
@@ -127,29 +129,31 @@ class Readiness:
             for name in names
         }
 
-    def _gap(self, pool: Pool, of_model: str) -> str:
+    def _gap(self, pool: Pool, model_phrase: str) -> str:
+        """Return the gap of the servers in `pool`; empty if there is none."""
         if pool.paired().ready(Kind.PREFILL) or not self._expects_prefill(pool):
             return ""
         if pool.ready(Kind.PREFILL):
             return (
-                f"no prefill server{of_model} has KV that a ready decode server can "
-                "read"
+                f"no prefill server{model_phrase} has KV that a ready decode server "
+                "can read"
             )
-        return f"no prefill server{of_model} is ready"
+        return f"no prefill server{model_phrase} is ready"
 
     def _expects_prefill(self, pool: Pool) -> bool:
-        if self._needs_prefill or any(
-            server.sources and not server.drained for server in pool.of[Kind.PREFILL]
+        if self._has_explicit_wait or any(
+            server.sources and not server.drained
+            for server in pool.by_kind[Kind.PREFILL]
         ):
             return True
-        return self._names_prefill and not self._fleet.of[Kind.PREFILL]
+        return self._is_prefill_named and not self._fleet.by_kind[Kind.PREFILL]
 
 
-def _names_prefill(settings: ProxySettings) -> bool:
+def _names_prefill_server(settings: ProxySettings) -> bool:
     """Return whether the command line or the file of servers names a prefill server."""
     if settings.prefill or settings.servers_file is None:
         return bool(settings.prefill)
     try:
         return bool(read_servers(settings.servers_file).get(Kind.PREFILL))
-    except BadFile:  # the discovery reads the file again and reports the error
+    except BadFile:  # Discovery reads the file again and reports the error
         return False

@@ -1,4 +1,4 @@
-"""Registered members: each stays until its registration expires, or until it leaves."""
+"""Servers that register. Each is a member until its registration ends or expires."""
 
 import asyncio
 import contextvars
@@ -26,11 +26,11 @@ from proxy.membership import Fleet, Kind
 
 logger = get_logger(__name__)
 
-REGISTERED = "registered"  # the name of this source
+REGISTERED = "registered"  # the source of members that register themselves
 MAX_SERVERS = 1024
 MAX_RECORD_BYTES = 8192
-# Warnings about refused records in each _WARNING_PERIOD_S: a server without the secret
-# may try again and again.
+# At most this many warnings about refused records are logged in each _WARNING_PERIOD_S,
+# because a server without the secret may retry endlessly.
 _MAX_WARNINGS = 20
 _WARNING_PERIOD_S = 60.0
 
@@ -49,10 +49,10 @@ class _LastRecord(NamedTuple):
 
 
 class Registry:
-    """Handles the records that servers send.
+    """Handles the registration records that servers send.
 
     Args:
-        secret: secret of the cluster; None: no server may register.
+        secret: the cluster secret; if it is None, no server may register.
     """
 
     path = REGISTER_PATH
@@ -89,7 +89,8 @@ class Registry:
             url = check_advertised(base_url(record.url))
         except ValueError as error:
             raise BadRecord(str(error)) from None
-        # A server of both kinds joins as decode; the fleet adds the other member.
+        # A server of both kinds joins as a decode server. When its health report
+        # confirms the role, the fleet adds a second member of kind prefill.
         kind = Kind("decode" if record.role == "both" else record.role)
         key = (kind, url)
         last = self._records.get(key)
@@ -105,7 +106,7 @@ class Registry:
             raise BadRecord(f"{MAX_SERVERS} servers are registered, which is the limit")
         try:
             self._check_model(record, key)
-        except BadRecord:  # the server has restarted with another model
+        except BadRecord:  # a member that has restarted with another model must leave
             self._end(key, record.issued_ms)
             raise
         health = Health(models=(record.model,), kv_digest=record.kv_digest)
@@ -117,7 +118,7 @@ class Registry:
         """Check that servers with the same model name serve the same model.
 
         Raises:
-            BadRecord: another member serves other weights under this name.
+            BadRecord: another server serves different weights under this name.
         """
         kind, url = key
         member = self._fleet.find(kind, url)
@@ -142,7 +143,7 @@ class Registry:
         self._end(key, self._records[key].issued_ms)
 
     def _end(self, key: _Key, issued_ms: int) -> None:
-        """End a registration, and refuse older records while they are still valid."""
+        """End a registration; refuse older records until their signatures expire."""
         if server := self._fleet.find(*key):
             self._fleet.leave(server, REGISTERED)
         self._store(key, issued_ms, 2 * MAX_AGE_S, self._records.pop)
@@ -154,10 +155,11 @@ class Registry:
         after_s: float,
         on_timeout: Callable[[_Key], object],
     ) -> None:
-        """Store a server's newest record until `on_timeout` is called."""
+        """Store a server's newest record, and call `on_timeout` after `after_s`."""
         if last := self._records.get(key):
             last.timer.cancel()
-        # The timer's log lines do not belong to the request that carried the record.
+        # The context is empty, so that the timer's log lines do not show the id of the
+        # registration request.
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
         timer = context.run(Countdown, loop, after_s, partial(on_timeout, key))

@@ -1,7 +1,7 @@
 """Members that a file or a DNS name lists, checked periodically off the event loop.
 
-A file that is wrong leaves the servers of its last good version in place. A name that
-cannot be looked up keeps its last addresses for STALE_S.
+If the file becomes invalid, the servers of its last valid version stay members. If a
+name cannot be looked up, its last addresses stay members for STALE_S.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ LOOKUP_TIMEOUT_S = 10.0
 JITTER = 0.2  # share of the interval, so that proxies do not check all at once
 
 Urls = dict[Kind, list[str]]
-# The URLs that a source lists, or None if they are unchanged; and a problem, if any.
+# The URLs that a source lists, or None if its members stay as they are; and a
+# description of a problem, or "".
 CheckResult = tuple[Urls | None, str]
 Check = Callable[[], Awaitable[CheckResult]]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -41,17 +42,17 @@ class BadFile(ValueError):
     """A file of servers is wrong; the message says what is wrong with it."""
 
 
-def read_servers(name: str) -> Urls:
-    """Return the servers of a file: `prefill` and `decode`, each a list of URLs.
+def read_servers(path: str) -> Urls:
+    """Return the URLs in a file of servers, which has the keys `prefill` and `decode`.
 
     Args:
-        name: a file in YAML or JSON.
+        path: a file in YAML or JSON.
 
     Raises:
         BadFile: the file cannot be read, or its content is wrong.
     """
     try:
-        with Path(name).open("rb") as file:
+        with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         content = yaml.load(text.decode(), UniqueKeys)
     except OSError as error:
@@ -61,7 +62,9 @@ def read_servers(name: str) -> Urls:
     kinds = [kind.value for kind in Kind]
     if len(text) > MAX_FILE_BYTES:
         raise BadFile(f"it is longer than {MAX_FILE_BYTES} bytes")
-    if not isinstance(content, dict) or not content:  # empty: perhaps being written
+    if (
+        not isinstance(content, dict) or not content
+    ):  # an empty file may be about to be written
         raise BadFile("it must have `prefill: [URL, ..]` and `decode: [URL, ..]`")
     unknown = [key for key in content if key not in kinds]
     if unknown:
@@ -111,7 +114,7 @@ class Discovery:
         self._clock = clock
         self._interval_s = settings.discovery_interval_s
         self._file = settings.servers_file
-        self._file_stamp: object = None  # of the file's version that was read last
+        self._file_stamp: object = None  # identifies the version that was read last
         self._listed: Urls = {}
         # When each DNS name was last looked up successfully.
         self._resolved_at: dict[tuple[Kind, str], float] = {}

@@ -1,1 +1,1 @@
-"""The legs of a request: what is sent to a server, and what its answer means."""
+"""The legs of a request: what is sent to servers, and what their answers mean."""

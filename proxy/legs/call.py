@@ -9,7 +9,7 @@ from proxy.placement.assignment import Assignment
 from proxy.placement.request_profile import RequestProfile
 from proxy.upstream import Failure, Headers, Response
 
-# How many servers may be given a request and fail with it, if it cannot fail over.
+# How many servers may receive a request and fail to answer, if it cannot fail over.
 MAX_DELIVERIES = 2
 
 
@@ -19,27 +19,27 @@ def _ignore_server(server: Server) -> None:
 
 @dataclass(frozen=True)
 class UpstreamCall:
-    """One leg: the request to a server, and the servers that may be given it.
+    """One leg: the request to send, and the servers that may receive the request.
 
     Attributes:
         pool: the servers that may be chosen.
-        profile: the prompt that is computed or from which the answer is generated;
-            None without a prompt.
-        read_whole_from: a response with this status or above is read completely; any
+        kind: the kind of server that receives the leg.
+        profile: the request's prompt, for placement; None if there is no prompt.
+        min_read_status: a response with this status or above is read completely; any
             other response is left open, to be relayed.
-        transfer_id: id of a prefill, by which the prefill is cancelled if its answer is
-            lost.
+        transfer_id: id with which a prefill is cancelled if its answer is lost; None
+            for other legs.
         computes: the server computes the prompt.
         foreign_body: returns the body for a server that speaks vLLM's dialect; None if
             such a server gets `body`, too.
-        deadline: deadline of all legs together; servers receive the time that is left.
+        deadline: deadline of the whole request; servers receive the remaining time.
         priority: smaller is more urgent.
-        baton_headers: headers for Baton servers alone.
-        max_deliveries: how many servers may be given the request and fail with it.
+        baton_headers: headers that only Baton servers receive.
+        max_deliveries: how many servers may receive the request and fail to answer.
         can_fail_over: another server can take over at any time, so a silent server is
             given up early.
-        is_admitted: another server has admitted the request before, so this proxy does
-            not refuse it because of full queues.
+        is_admitted: a server has admitted the request before, so the proxy no longer
+            refuses the request because of full queues.
         last_resort: the server that gets the request if no other server is ready, even
             if it is not ready itself.
         reservation: the load that was reserved for this request, if any.
@@ -53,7 +53,7 @@ class UpstreamCall:
     body: bytes
     pool: Pool
     profile: RequestProfile | None
-    read_whole_from: int = 500
+    min_read_status: int = 500
     transfer_id: str | None = None
     computes: bool = False
     foreign_body: Callable[[], bytes] | None = None
@@ -68,11 +68,12 @@ class UpstreamCall:
     on_server_chosen: Callable[[Server], None] = _ignore_server
 
     def untried_last_resort(self, tried: Sequence[Server]) -> Server | None:
+        """Return the last resort; None if there is none or it is in `tried`."""
         return None if self.last_resort in tried else self.last_resort
 
 
 class LegFailed(Exception):
-    """No server could serve a leg. The message is for clients and has no addresses.
+    """No server could serve a leg. The message may be sent to clients.
 
     Attributes:
         failure: the failure of the last server, if any was tried.

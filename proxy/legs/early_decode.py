@@ -15,7 +15,7 @@ from proxy.legs.call import Leg, LegFailed
 from proxy.legs.upstreams import Upstreams
 from proxy.membership import Kind, Server
 
-# A decode server that refuses an offer names this parameter.
+# A decode server that refuses an offer names this parameter in its error.
 _OFFER_PARAM = "kv_transfer_params.subscribe"
 
 
@@ -25,7 +25,7 @@ class EarlyDecode:
     Args:
         open_leg: opens a decode leg that subscribes at the given prefill server. Raises
             LegFailed if that is not possible.
-        failover: counts the decode servers that failed after they had got an offer.
+        failover: counts the decode servers that failed after receiving an offer.
     """
 
     def __init__(
@@ -38,29 +38,30 @@ class EarlyDecode:
         self._open_leg = open_leg
         self._failover = failover
         self._leg_done = asyncio.Event()
-        self._is_over = False
+        self._is_decided = False
         self._is_taken = False
         self._leg: asyncio.Task[Leg] | None = None
 
     def follow(self, prefill: Server) -> None:
-        """Open the decode leg for a prefill leg that is about to start.
+        """Open a new decode leg for a prefill leg that is about to start.
 
         Raises:
-            asyncio.CancelledError: the decode leg continues by itself, so the prefill
-                leg must not start again.
+            asyncio.CancelledError: the decode leg was taken and no longer needs the
+                prefill leg, which must not start again.
         """
         if self._is_taken:
             raise asyncio.CancelledError
-        if self._is_over:
+        if self._is_decided:
             return
         self.close()
         self._leg = asyncio.create_task(self._open_leg(prefill))
         self._leg.add_done_callback(self._on_done)
 
     async def take(self, prefill: asyncio.Task[Any]) -> asyncio.Task[Leg] | None:
-        """Return the decode leg, as soon as either leg is done.
+        """Return the decode leg once it has an answer.
 
-        If only the prefill leg is done, the decode leg will have an answer soon.
+        If the prefill leg is done first, the decode leg has the KV that it waited for,
+        and will have an answer soon.
 
         Returns:
             None if no usable decode leg is left: the answer of the prefill leg decides.
@@ -69,10 +70,10 @@ class EarlyDecode:
         while not (prefill.done() or (self._leg and self._leg.done())):
             self._leg_done.clear()
             await self._leg_done.wait()
-        self._is_over = True
+        self._is_decided = True
         # A prefill that still runs is about to lend its KV.
         has_kv = not prefill.done() or lender_of(prefill) is not None
-        if self._leg is None or not has_kv or await self._has_failed(self._leg):
+        if self._leg is None or not has_kv or await self._await_failure(self._leg):
             self.close()
             return None
         self._is_taken = True
@@ -80,17 +81,17 @@ class EarlyDecode:
         self._leg = None
         return leg
 
-    async def _has_failed(self, leg: asyncio.Task[Leg]) -> bool:
+    async def _await_failure(self, leg: asyncio.Task[Leg]) -> bool:
         """Wait for the decode leg; return True if it failed and may be replaced.
 
-        The server refused the offer, which opens its trust circuit, or failed after it
-        had got the offer, which is counted.
+        If the server refused the offer, its trust circuit is opened. If the server
+        failed after receiving the offer, `failover` counts the failure.
         """
         await asyncio.wait({leg})
         if error := leg.exception():
             if not isinstance(error, LegFailed):
                 return False
-            if not self._failover.allows_retry(error.failure):
+            if not self._failover.count_and_check_retry(error.failure):
                 return False
             if error.failure is None:
                 return True

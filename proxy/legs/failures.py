@@ -1,4 +1,4 @@
-"""What a server's failure means: for the server, and for the request."""
+"""Decides what a server's failure means for that server and for the request."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from proxy.legs.call import MAX_DELIVERIES
 from proxy.membership import Kind
 from proxy.upstream import Failure
 
-# After these failures of a decode server, another server can continue.
+# After these failures of a decode server, another one can continue the answer.
 UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
-# After these failures, the server had received the request, which may be the cause.
+# In these cases the server had received the request, which may have caused the failure.
 DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.

@@ -14,7 +14,7 @@ from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.request_profile import RequestProfile
 from proxy.upstream import Response
 
-MAX_REFUSAL_S = 1.0  # a refusal is remembered this long at most
+MAX_REFUSAL_S = 1.0  # a refusal is remembered for at most this long
 _DEFAULT_RETRY_AFTER_S = 1.0
 
 
@@ -49,8 +49,8 @@ class FullServers:
     """The recent refusals of all servers.
 
     Args:
-        max_queue_s: servers without admission control count as full if the estimated
-            wait is longer.
+        max_queue_s: servers without admission control count as full if their
+            estimated wait is longer than this.
     """
 
     def __init__(self, load_tracker: LoadTracker, max_queue_s: float) -> None:
@@ -69,7 +69,7 @@ class FullServers:
 
         A server is full if it refused a similar request just now. A server without
         admission control, such as vLLM's, is full if this proxy estimates a long queue.
-        A Baton server knows the true lengths in its queue and refuses by itself.
+        A Baton server measures its queue itself and refuses by itself.
 
         Raises:
             QueueFull: all of `servers` are full.
@@ -90,7 +90,7 @@ class FullServers:
         return list(waits_s)
 
     def _estimated_waits(self, servers: Sequence[Server]) -> dict[Server, float]:
-        """Return in how many seconds each server may be tried again.
+        """Return after how many seconds each server may be tried again.
 
         Empty unless all servers have long queues. A Baton server never counts as full
         here, because it refuses by itself.

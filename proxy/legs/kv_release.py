@@ -1,4 +1,4 @@
-"""Gives KV back to prefill servers that hold it for a request that is over."""
+"""Releases the KV that prefill servers hold for requests that are over."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ from proxy.upstream import Headers, HttpUpstream, UpstreamError
 logger = get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 30.0  # a silent prefill server frees the KV when its lease ends
-MAX_RELEASES = 1024  # at once; KV of further requests is freed when its lease ends
+# Limit on releases in flight. KV that is not released is freed when its lease ends.
+MAX_RELEASES = 1024
 CLOSE_TIMEOUT_S = 2.0
 
 
 class KVReleaser:
-    """Sends releases in tasks of their own, so that no client waits for them."""
+    """Sends releases in background tasks, so that no client waits for them."""
 
     def __init__(self, upstream: HttpUpstream) -> None:
         self._upstream = upstream
@@ -27,13 +28,13 @@ class KVReleaser:
     def release(
         self, server: Server, headers: Headers, params: object, after_s: float = 0.0
     ) -> None:
-        """Report to a prefill server that no server will pull its KV.
+        """Report to a prefill server that no server will pull the KV of a request.
 
-        Nothing is sent to vLLM's servers, which have no such request: there, the end of
-        the lease frees the KV.
+        Nothing is sent to vLLM's servers, which have no such endpoint: they free the KV
+        when its lease ends.
 
         Args:
-            headers: the client's headers that servers get.
+            headers: the client's headers that are forwarded to servers.
             params: the `kv_transfer_params` that name the KV.
             after_s: delay of the release in seconds.
         """
@@ -55,10 +56,14 @@ class KVReleaser:
                 )
                 await response.read()
         except (UpstreamError, TimeoutError) as error:
-            logger.info("KV was not given back to %s: %r", url, error)
+            logger.info(
+                "KV at %s was not released and stays until its lease ends: %r",
+                url,
+                error,
+            )
 
     async def close(self) -> None:
-        """Wait for releases in flight, for CLOSE_TIMEOUT_S at most."""
+        """Wait for releases in flight, for at most CLOSE_TIMEOUT_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*self._tasks, return_exceptions=True)

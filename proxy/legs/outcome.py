@@ -13,9 +13,9 @@ class DecodeOnlyReason(Enum):
     """
 
     PLACED = "placed"  # a decode server alone was cheaper
-    INCOMPATIBLE = "incompatible"  # no decode server can read the KV
+    INCOMPATIBLE = "incompatible"  # no decode server can read prefill servers' KV
     NO_PREFILL_SERVER = "no_prefill_server"
-    NO_KV_PARAMS = "no_kv_params"  # the prefill server's answer has none
+    NO_KV_PARAMS = "no_kv_params"  # missing in the prefill server's answer
     PREFILL_BODY = "prefill_body"  # the body is too large for prefill servers
     PREFILL_CONTEXT = "prefill_context"  # the prompt is too long for prefill servers
     PREFILL_CHOICES = "prefill_choices"  # too many choices for prefill servers
@@ -24,7 +24,7 @@ class DecodeOnlyReason(Enum):
 
 @dataclass(frozen=True)
 class DecodeOnly:
-    """A request is served without a prefill server.
+    """The decision to serve a request without a prefill server.
 
     Attributes:
         reason: a DecodeOnlyReason, or how the last prefill server failed.

@@ -1,4 +1,4 @@
-"""The hint for a server that computes a prompt: another server has more of its KV."""
+"""The hint to a server that computes a prompt: where more of the KV is cached."""
 
 import time
 from collections.abc import Iterable
@@ -12,19 +12,21 @@ from protocol.messages import KVHint
 from proxy.body import hinted
 from proxy.membership import Server
 
-HINT_PARAM = f"kv_transfer_params.{HINT}"  # a server that refuses a hint names this
+HINT_PARAM = f"kv_transfer_params.{HINT}"  # a server's refusal names this
 _MAX_HINT_TOKENS = 1 << 24
-# A hint's `num_tokens` is this many times the estimate, because text may have one token
-# per byte.
+# The estimate assumes 4 bytes per token, but text may have one token per byte. A hint's
+# `num_tokens` is therefore this many times the estimate.
 _HINT_TOKENS_FACTOR = 4
 
 
 def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint | None:
     """Return the hint for a server that computes a prompt; None if no server can lend.
 
-    A wrong hint costs one query. If the lender is dead, the query times out after 1 s.
+    A wrong hint costs the reader one query to the lender. If the lender is dead, the
+    query times out after 1 s.
 
     Args:
+        reader: the server that computes the prompt.
         lenders: servers in the order of preference, each with an estimate of how many
             of the prompt's tokens it has cached.
     """

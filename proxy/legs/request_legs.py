@@ -48,10 +48,10 @@ class RequestLegs:
     # Neither has kv_transfer_params of the client.
     _body: bodies.Body = field(default_factory=dict, init=False)
     _unseeded_body: bodies.Body = field(default_factory=dict, init=False)
-    # None unless the request generates.
+    # Set only for requests that generate.
     _profile: RequestProfile | None = field(default=None, init=False)
     _reservation: Assignment | None = field(default=None, init=False)
-    _transfer_id: str = field(default="", init=False)  # of the latest prefill leg
+    _transfer_id: str = field(default="", init=False)  # id of the newest prefill leg
 
     def __post_init__(self) -> None:
         self._fleet = self.upstreams.fleet
@@ -72,8 +72,8 @@ class RequestLegs:
         """Return the answer of the first prefill server that can take the request.
 
         Args:
-            context: the longest context of the servers that could serve the request
-                instead.
+            context: the longest context, in tokens, of all servers that could serve the
+                request.
 
         Returns:
             The answer, or why the request is served without a prefill server.
@@ -93,7 +93,7 @@ class RequestLegs:
             is_too_large = leg.response.status == PayloadTooLarge.status
             if is_too_large and pool.ready(Kind.DECODE):
                 return DecodeOnly(DecodeOnlyReason.PREFILL_BODY)
-            server_context = leg.server.health.room.max_model_len
+            server_context = leg.server.health.limits.max_model_len
             if not _fits_elsewhere(leg.response, server_context, context):
                 return leg
             reason = DecodeOnlyReason.PREFILL_CONTEXT
@@ -101,15 +101,18 @@ class RequestLegs:
         return DecodeOnly(reason)
 
     def _foreign_prefill_body(self) -> bytes:
-        return bodies.prefill_leg(self._unseeded_body, self.path, foreign=True)
+        return bodies.prefill_leg(self._unseeded_body, self.path, is_foreign=True)
 
     async def _decode(self, call: UpstreamCall, excluded: Sequence[Server]) -> None:
-        """Relay a decode server's answer, or the rest of an answer after a loss."""
+        """Run the decode leg and relay its answer, or the rest of it after a loss.
+
+        Servers in `excluded` receive the leg only if no other server is ready.
+        """
         excluded = [*excluded, *self._failover.avoided]
         if self.reply.frame_history:
-            # The request will contain signed frames, and servers with an open trust
-            # circuit get nothing signed.
-            servers = call.pool.of[Kind.DECODE]
+            # The request contains signed frames, and servers with an open trust circuit
+            # are sent nothing signed.
+            servers = call.pool.by_kind[Kind.DECODE]
             excluded += [server for server in servers if server.is_trust_circuit_open]
         await self._relay_decode(self.upstreams.run(call, self._trace, excluded))
 
@@ -120,9 +123,9 @@ class RequestLegs:
             bodies.decode_leg(self._body, params, failover.resume_member()),
             pool,
             computes=params is None,
-            read_whole_from=500 if self.reply.status is None else 400,
+            min_read_status=500 if self.reply.status is None else 400,
             foreign_body=partial(
-                bodies.decode_leg, self._unseeded_body, params, foreign=True
+                bodies.decode_leg, self._unseeded_body, params, is_foreign=True
             ),
         )
         return replace(
@@ -134,7 +137,7 @@ class RequestLegs:
 
     # answers
 
-    async def _relay_decode(self, running: Awaitable[Leg]) -> None:
+    async def _relay_decode(self, pending_leg: Awaitable[Leg]) -> None:
         """Relay a decode server's answer, or the last failed server's response.
 
         Raises:
@@ -144,7 +147,7 @@ class RequestLegs:
         has_begun = self.reply.status is not None
         continues = has_begun or bool(self.reply.frame_history)
         try:
-            leg = await running
+            leg = await pending_leg
         except LegFailed as error:
             if error.response is None or continues:
                 raise _client_error(error) from None
@@ -183,9 +186,8 @@ class RequestLegs:
             loss = self._loss(server, error)
         finally:
             self.upstreams.close_leg(leg)
-        if (
-            self.reply.finished
-        ):  # the client has everything but the end of the HTTP body
+        # The client has everything but the end of the HTTP body.
+        if self.reply.finished:
             await self.reply.end()
             return
         if not can_fail_over:
@@ -195,14 +197,14 @@ class RequestLegs:
         else:
             self._trace.num_moved += 1
         if loss.params is not None and not self.reply.frame_history:
-            # No server can continue with this KV, because the tokens that it stands for
-            # are in the missing frames.
+            # No server can continue with this KV, because the frames that list its
+            # tokens are missing.
             self.upstreams.give_back(server, self.headers, loss.params)
             loss.params = None
         raise loss
 
     def _loss(self, server: Server, error: UpstreamError) -> UpstreamLost:
-        """Return the loss of a server. Count it as a failure unless KV is lent."""
+        """Return a server's loss; count a failure unless the server lends its KV."""
         event: bytes | None = None
         params: msgspec.Raw | None = None
         if isinstance(error, Migrated):
@@ -230,12 +232,12 @@ class RequestLegs:
         pool: Pool,
         *,
         computes: bool,
-        read_whole_from: int = 500,
+        min_read_status: int = 500,
         foreign_body: bodies.MakeBody | None = None,
     ) -> UpstreamCall:
         if foreign_body is None and self._unseeded_body:
             foreign_body = partial(
-                bodies.decode_leg, self._unseeded_body, None, foreign=True
+                bodies.decode_leg, self._unseeded_body, None, is_foreign=True
             )
         return UpstreamCall(
             kind=kind,
@@ -245,7 +247,7 @@ class RequestLegs:
             body=body,
             pool=pool,
             profile=self._profile,
-            read_whole_from=read_whole_from,
+            min_read_status=min_read_status,
             computes=computes,
             foreign_body=foreign_body,
             deadline=self.deadline,
@@ -255,11 +257,11 @@ class RequestLegs:
         )
 
     def _unfit(self, pool: Pool, kind: Kind, num_tokens: int = 0) -> list[Server]:
-        """Return the servers that cannot hold this many tokens or choices."""
+        """Return the servers that refuse this many tokens or the request's choices."""
         return pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
 
     def _count(self, path: str, reason: str) -> None:
-        """Count the request by its path, once for all its servers."""
+        """Count the request by its path, but not again after the loss of a server."""
         if not self._failover.num_losses:
             self.upstreams.count_request(path, reason)
 
@@ -276,13 +278,13 @@ def _client_error(failed: LegFailed) -> BatonError:
 def _fits_elsewhere(
     response: Response, server_context: int | None, context: int | None
 ) -> bool:
-    """Return whether a prompt is too long for this prefill server, but not for others.
+    """Return whether a prompt is too long for a prefill server, but fits another one.
 
     Args:
-        response: the response of the prefill server.
-        server_context: the context of the prefill server.
-        context: the longest context of the servers that could serve the request
-            instead.
+        response: the prefill server's response.
+        server_context: the prefill server's context, in tokens.
+        context: the longest context, in tokens, of all servers that could serve the
+            request.
     """
     if bodies.error_of(response.body or b"") != ContextLengthExceeded.code:
         return False

@@ -1,4 +1,4 @@
-"""The series of labelled metrics that exist from the start."""
+"""Labelled metric series that the proxy exposes from the start, before any event."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,10 @@ def initial_series() -> Iterator[tuple[str, dict[str, str]]]:
     Prometheus's `rate()` and `increase()` do not see the event with which a series
     appears, and the event that an alert waits for may happen only once.
     """
-    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
+    refusal_statuses = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
     reasons_by_path = {
         "pd": ["routed"],
-        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
+        "prefill": ["scored", *(f"status_{status}" for status in refusal_statuses)],
         "decode_only": [
             *(reason.value for reason in DecodeOnlyReason),
             *(failure.value for failure in _SERVER_FAILURES),

@@ -80,9 +80,9 @@ class Upstreams:
     """Sends the legs of all requests to the fleet's servers.
 
     Attributes:
-        max_queue_s: limit for the estimated queue of servers without admission control.
-        max_resumes: servers that may be lost during one request.
-        secret: secret of the cluster; empty if there is none.
+        max_queue_s: limit on the estimated wait at servers without admission control.
+        max_resumes: how many servers may be lost during one request.
+        secret: the cluster secret; empty if there is none.
     """
 
     fleet: Fleet
@@ -96,8 +96,8 @@ class Upstreams:
     def __post_init__(self) -> None:
         self.full_servers = FullServers(self.load_tracker, self.max_queue_s)
         self._releaser = KVReleaser(self.upstream)
-        # The timeouts of requests that wait for a server, and whether another server
-        # could take them over.
+        # For each server, the timeouts of the requests that wait for it, and whether
+        # another server could take over each request.
         self._waits = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self.load_tracker.pulls = bool(self.secret)
         # Requests in a row that were not disaggregated. Requests for which a decode
@@ -144,7 +144,7 @@ class Upstreams:
     def _with_full_servers(
         self, call: UpstreamCall, excluded: Sequence[Server]
     ) -> Sequence[Server]:
-        """Return `excluded` with the full servers. Raises QueueFull if all are full."""
+        """Return `excluded` and the full servers. Raises QueueFull if all are full."""
         if not call.pool.ready(call.kind, excluded):
             excluded = ()
         if call.profile is None or call.is_admitted:
@@ -169,7 +169,7 @@ class Upstreams:
     async def _try(
         self, server: Server, call: UpstreamCall, attempts: _Attempts
     ) -> Leg | None:
-        """Send a leg to one server. None: it failed, and `attempts` has the failure."""
+        """Send a leg to one server; return None if that fails, noted in `attempts`."""
         failure: Failure | None
         try:
             leg = await self._attempt(server, call)
@@ -216,7 +216,7 @@ class Upstreams:
         ready = self.fleet.ready(Kind.PREFILL)
         if ready and remainder == 0 and is_power_of_two:
             logger.warning(
-                "the last %d requests were not disaggregated (%s) though %d prefill "
+                "the last %d requests were not disaggregated (%s), though %d prefill "
                 "servers are ready; see decode_only in docs/troubleshooting.md",
                 self._num_decode_only,
                 reason,
@@ -229,7 +229,7 @@ class Upstreams:
         self.fleet.add_in_flight(server, 1)
         hint = None
         assignment: Assignment | None = None
-        # The load tracker would never drop a server that has left already.
+        # For a server that has left, the load tracker's entry would never be removed.
         if call.profile is not None and not server.has_left:
             if call.computes and not server.is_trust_circuit_open:
                 lenders = self.load_tracker.lenders(server, call.profile)
@@ -265,14 +265,15 @@ class Upstreams:
             raise
         finally:
             if leg is None or not leg.is_open:
-                self._end(server, assignment)
+                self._count_ended(server, assignment)
 
     async def _send_with_hint(
         self, server: Server, call: UpstreamCall, hinted_body: bytes
     ) -> Response:
         """Send a leg with a signed hint that names the server from which to pull KV.
 
-        If the server rejects the signature, the leg is sent again without the hint.
+        If the server rejects the signature, its trust circuit is opened, and the leg is
+        sent again without the hint.
         """
         response = await self._send(server, replace(call, body=hinted_body))
         if response.status != 400:
@@ -296,7 +297,7 @@ class Upstreams:
             server.url, call.method, call.path, headers=headers, body=body
         )
         is_queue_full = response.status == QueueFull.status
-        if response.status >= call.read_whole_from or is_queue_full:
+        if response.status >= call.min_read_status or is_queue_full:
             await response.read()
         return response
 
@@ -306,7 +307,7 @@ class Upstreams:
         """Await `work`, which depends on a server.
 
         Raises:
-            Lost: the server does not answer its health checks; see `on_silence`.
+            Lost: the server does not answer health checks either; see `on_silence`.
         """
         waits = self._waits.setdefault(server, {})
         try:
@@ -317,7 +318,7 @@ class Upstreams:
                 finally:
                     waits.pop(timeout, None)
         except TimeoutError:
-            raise Lost("silent, to health checks as well") from None
+            raise Lost("silent, and without an answer to health checks") from None
 
     def on_silence(self, server: Server, is_long: bool) -> None:
         """Give up requests of a server that does not answer its health checks.
@@ -337,26 +338,26 @@ class Upstreams:
             if gives_up_all or (can_fail_over and has_others):
                 timeout.reschedule(now)
 
-    def _end(self, server: Server, assignment: Assignment | None) -> None:
+    def _count_ended(self, server: Server, assignment: Assignment | None) -> None:
         if assignment is not None:
             self.load_tracker.end(assignment)
         self.fleet.add_in_flight(server, -1)
 
     def close_leg(self, leg: Leg) -> None:
-        """Close a leg's response, and count the leg as ended, unless that is done."""
+        """Close a leg's response and count the leg as ended, if it is still open."""
         if leg.is_open:
             leg.is_open = False
             leg.response.close()
-            self._end(leg.server, leg.assignment)
+            self._count_ended(leg.server, leg.assignment)
 
     def open_trust_circuit(self, server: Server) -> None:
-        """Send a server nothing signed for a while, because it rejected a signature."""
+        """Stop sending signed data to a server for a while: it rejected a signature."""
         if not server.is_trust_circuit_open:
             logger.warning(
-                "%s has another cluster secret than this proxy, or another time (give "
-                "all of them BATON_CLUSTER_SECRET, and synchronize their clocks): for "
-                "%g s its decode legs start after the prefill, and it gets no hints "
-                "from which server to pull KV",
+                "%s rejected this proxy's signature: its cluster secret or its clock "
+                "differs from the proxy's. For %g s, its decode legs start after the "
+                "prefill, and it gets no hints about cached KV. Give all servers "
+                "the proxy's BATON_CLUSTER_SECRET, and synchronize the clocks.",
                 server,
                 TRUST_COOLDOWN_S,
             )
@@ -372,7 +373,7 @@ class Upstreams:
         self.metrics.inc("baton_proxy_upstream_failures", leg=leg, reason=failure.value)
         # A full queue is not a fault.
         level = logging.DEBUG if failure is Failure.FULL else logging.WARNING
-        logger.log(level, "%s leg: %s: %s", leg, failure.value, message)
+        logger.log(level, "%s leg failed (%s): %s", leg, failure.value, message)
         if failure in (Failure.UNREACHABLE, Failure.LOST, Failure.DIED):
             self.fleet.unreachable(server, message)
         elif trips_breaker(failure, status):

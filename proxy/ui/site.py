@@ -1,4 +1,4 @@
-"""The page's files, which are read once at the start, and its data: GET /ui/state.
+"""Serves the page's files, read once at the start, and its data (GET /ui/state).
 
 The policy in HEADERS keeps browsers from loading anything from other hosts and from
 running scripts in the data. Everybody may read the files; the data are for admins.
@@ -15,7 +15,7 @@ from proxy.relay import Reply
 from proxy.ui.state import State
 
 STATE_PATH = "/ui/state"
-TYPES = {
+CONTENT_TYPES = {
     "html": b"text/html; charset=utf-8",
     "css": b"text/css; charset=utf-8",
     "js": b"text/javascript; charset=utf-8",
@@ -38,9 +38,9 @@ def _files() -> dict[str, tuple[bytes, bytes]]:
     files = {}
     for file in resources.files("proxy.ui").joinpath("assets").iterdir():
         suffix = file.name.rpartition(".")[2]
-        if suffix in TYPES:
+        if suffix in CONTENT_TYPES:
             path = "/" if file.name == "index.html" else f"/ui/{file.name}"
-            files[path] = (TYPES[suffix], file.read_bytes())
+            files[path] = (CONTENT_TYPES[suffix], file.read_bytes())
     return files
 
 
@@ -60,7 +60,7 @@ def is_browser(scope: dict[str, Any]) -> bool:
 
 
 class Site(State):
-    """The page of one proxy: answers GET and HEAD of `paths`, if `is_on`."""
+    """Serves the page of one proxy: answers GET and HEAD of `paths`, if `is_on`."""
 
     open_paths = OPEN_PATHS
 
@@ -88,7 +88,7 @@ class Site(State):
             f"<main><section><h1>{error.status}</h1><p>{escape(error.message)}</p>"
             f"<ul>{items}</ul></section></main></html>"
         )
-        return [*HEADERS, (b"content-type", TYPES["html"])], page.encode()
+        return [*HEADERS, (b"content-type", CONTENT_TYPES["html"])], page.encode()
 
     async def answer(self, scope: dict[str, Any], reply: Reply) -> None:
         """Answer a request for one of `paths`. Raises InvalidRequest."""

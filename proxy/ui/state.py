@@ -27,8 +27,8 @@ from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 
 logger = get_logger(__name__)
 
-MAX_REQUESTS = 200  # finished requests
-MAX_RUNNING = 50  # the newest running requests
+MAX_REQUESTS = 200  # finished requests that are stored
+MAX_RUNNING = 50  # running requests that a page receives: the newest
 MAX_POINTS = 300
 MAX_SAMPLES = 64  # first-byte times per point
 MAX_COLUMNS = 200  # values per point and kind of server
@@ -49,8 +49,8 @@ class Request:
 
     Attributes:
         reply: None after the end, because a reply holds a connection's buffers.
-        changed: number of the last change.
-        at: when the request started, in Unix seconds.
+        changed: number of the request's last change.
+        started_at: when the request started, in Unix seconds.
         end_s: seconds from the start to the end.
         served: what each server did for the request, by the server's name.
         progress: number of legs, and whether bytes had arrived, at the last point.
@@ -62,7 +62,7 @@ class Request:
     trace: RequestTrace
     reply: Reply | None
     changed: int
-    at: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=time.time)
     status: str | None = None
     end_s: float | None = None
     served: dict[str, FinishedRequest] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Request:
             "number": self.number,
             "id": self.id,
             "path": self.path,
-            "at": self.at,
+            "at": self.started_at,
             "status": self.status,
             "alone": None if trace.decode_only == "-" else trace.decode_only,
             "legs": trace.legs,
@@ -119,14 +119,15 @@ class State:
         self._num_requests = 0
         self._running: dict[Reply, Request] = {}
         self._finished: deque[Request] = deque()
-        self._by_id: dict[str, Request] = {}
+        self._requests_by_id: dict[str, Request] = {}
         self._totals = Counter({"ended": 0, "failed": 0, "pd": 0, "alone": 0})
         self._servers: dict[Server, ServerRow] = {}
-        # The position of each value in points; columns are only ever added.
+        # The position of each value in a point, by name. Columns are never removed.
         self._columns: dict[str, int] = {}
         self._columns_changed = 0
         self._points: deque[tuple[int, Row]] = deque(maxlen=MAX_POINTS)
-        self._first_bytes_s: list[float] = []  # of streams, since the last point
+        # Times to the first byte of streams, since the last point.
+        self._first_bytes_s: list[float] = []
         self._last_poll_at = 0.0
         self._task: asyncio.Task[None] | None = None
         self._has_data = asyncio.Event()
@@ -138,7 +139,7 @@ class State:
         if not self.is_on:
             return
         self._num_requests += 1
-        # The id in the form in which servers receive and report it.
+        # Servers receive the id, and report it, in this encoding.
         sent_id = as_text(reply.request_id).encode()
         request_id = sent_id.decode("latin-1")[:MAX_ID_CHARS]
         request = Request(
@@ -150,7 +151,7 @@ class State:
             changed=self._next_change(),
         )
         self._running[reply] = request
-        self._by_id[request_id] = request
+        self._requests_by_id[request_id] = request
 
     def ended(self, reply: Reply, status: str) -> None:
         """Record that a request has ended."""
@@ -175,13 +176,13 @@ class State:
         self._finished.append(request)
         if len(self._finished) > MAX_REQUESTS:
             oldest = self._finished.popleft()
-            if self._by_id.get(oldest.id) is oldest:
-                del self._by_id[oldest.id]
+            if self._requests_by_id.get(oldest.id) is oldest:
+                del self._requests_by_id[oldest.id]
 
     # pages
 
     async def since(self, number: int, epoch: str) -> bytes:
-        """Return the changes after `number`, as JSON.
+        """Return the changes since the answer with `number`, as JSON.
 
         Args:
             epoch: the epoch of the page's last answer. A page that was last answered
@@ -208,8 +209,7 @@ class State:
             {
                 "epoch": self._epoch,
                 "number": self._num_changes,
-                # Now. The page computes the durations of running requests up to this
-                # time.
+                # The page shows the durations of running requests until this time.
                 "at": time.time(),
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
@@ -274,7 +274,7 @@ class State:
         self._first_bytes_s.clear()
 
     async def _query(self, server: Server, row: ServerRow) -> None:
-        """Query one server for its statistics."""
+        """Query one server for its statistics, and store the result in `row`."""
         row.problem = "not ready"
         before = row.stats
         row.stats = ServerStats(before.server, {}, [], before.next)
@@ -299,9 +299,9 @@ class State:
             self._add_finished(server.name, row.stats.served)
 
     def _add_finished(self, name: str, finished: Iterable[FinishedRequest]) -> None:
-        """Add what a server did for requests of this proxy."""
+        """Add a server's reports on what it did for requests of this proxy."""
         for served in finished:
-            request = self._by_id.get(served.id)
+            request = self._requests_by_id.get(served.id)
             if request is None:
                 continue
             if any(name == tried for tried, _ in request.trace.legs):
@@ -309,10 +309,10 @@ class State:
                 request.changed = self._next_change()
 
     def _point(self) -> Row:
-        """Return a point: the counts since the starts of the servers.
+        """Return a point: sums of the servers' statistics, by kind of server.
 
-        Rates may be computed from two points if they count the same servers, which is
-        so if their `of` is the same.
+        Points with the same `of` sum up the same servers. Rates may be computed only
+        from such points, because counters start with their servers.
         """
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, row in self._servers.items():

@@ -126,7 +126,7 @@ async def test_prompt_that_will_be_refused_counts_as_one_full_context():
         load_tracker = rig.app.load_tracker
         first = asyncio.create_task(rig.complete(prompt="x" * 4_000_000))
         await waits.begun.wait()
-        server = rig.app.fleet.of[Kind.PREFILL][0]
+        server = rig.app.fleet.by_kind[Kind.PREFILL][0]
         assert load_tracker.wait_s(server) < 1.0
         prefill.behave = refuses_then(prefills)
         for number in range(5):

@@ -15,7 +15,7 @@ from proxy.health import (
     SILENCES,
     Health,
     HealthReport,
-    Room,
+    RequestLimits,
     admits,
     began,
     failed,
@@ -40,11 +40,11 @@ def failed_times(n: int, health: Health = READY) -> Health:
 
 
 def test_limits_of_a_server_are_those_of_its_last_report_with_limits():
-    reported = polled(READY, HealthReport(True, room=Room(300, 8)), 1.0)
+    reported = polled(READY, HealthReport(True, limits=RequestLimits(300, 8)), 1.0)
     starting = polled(reported, STARTING, 2.0)
-    assert starting.room == Room(300, 8)
-    report = HealthReport(True, room=Room(max_num_seqs=4))
-    assert polled(starting, report, 3.0).room == Room(None, 4)
+    assert starting.limits == RequestLimits(300, 8)
+    report = HealthReport(True, limits=RequestLimits(max_num_seqs=4))
+    assert polled(starting, report, 3.0).limits == RequestLimits(None, 4)
 
 
 def test_health_check_that_started_before_a_connection_error_is_void():
@@ -108,7 +108,7 @@ def test_server_that_works_again_is_used_again_after_any_events(events):
     later = now + MAX_COOLDOWN_S
     health = polled(health, READY_REPORT, later)
     assert health.ready and admits(health, later)
-    closed = replace(READY, changed_at=health.changed_at)
+    closed = replace(READY, unreachable_at=health.unreachable_at)
     assert succeeded(began(health, later)) == closed
 
 
@@ -221,8 +221,8 @@ def test_usable_servers_get_equal_shares(num_servers, data):
 def test_choice_is_among_untried_servers_of_one_kind():
     # One URL may be that of a prefill and of a decode server.
     fleet = fleet_of("ab", "a")
-    p1, p2 = fleet.of[Kind.PREFILL]
-    (d1,) = fleet.of[Kind.DECODE]
+    p1, p2 = fleet.by_kind[Kind.PREFILL]
+    (d1,) = fleet.by_kind[Kind.DECODE]
     assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [p1, p2, p1]
     assert fleet.choose(Kind.DECODE) == d1
     assert (fleet.ready(Kind.PREFILL), fleet.ready(Kind.DECODE)) == ([p1, p2], [d1])

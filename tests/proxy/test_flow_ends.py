@@ -136,8 +136,8 @@ async def test_decode_server_that_is_silent_for_a_short_time_keeps_its_requests(
         request = asyncio.create_task(rig.complete())
         await pauses.begun.wait()
         rig.decode[0].silent = True
-        (server,) = rig.app.fleet.of[Kind.DECODE]
-        await until(lambda: server.health.silences > SILENCES)
+        (server,) = rig.app.fleet.by_kind[Kind.DECODE]
+        await until(lambda: server.health.num_silences > SILENCES)
         assert not server.health.ready
         pauses.go.set()
         assert (await request).json() == {"text": "onetwo"}

@@ -63,7 +63,7 @@ def test_member_stays_until_no_source_names_it_and_its_requests_have_ended(steps
             case "end" if server is not None and assignments.get(server):
                 load_tracker.end(assignments[server].pop())
                 fleet.add_in_flight(server, -1)
-        members = fleet.of[Kind.DECODE]
+        members = fleet.by_kind[Kind.DECODE]
         max_members = max(max_members, len(members))
         busy = {server.url for server, legs in assignments.items() if legs}
         named_urls = {each for each in named if named[each]}
@@ -124,7 +124,7 @@ def test_server_with_two_addresses_receives_requests_at_one_of_them():
     for server in (first, second, first, second):
         fleet.polled(server, report, 0.0)
         assert fleet.ready(Kind.DECODE) == [first]
-    assert second.health.reason == "it is decode-0, by another address"
+    assert second.health.reason == "it is decode-0, at another address"
     fleet.leave(first, "listed")
     fleet.polled(second, report, 0.0)
     assert fleet.ready(Kind.DECODE) == [second]
@@ -180,7 +180,7 @@ def test_pool_has_the_servers_that_serve_its_model_now(steps):
             except ModelNotFound:
                 assert not expected
                 continue
-            servers = pool.of[Kind.DECODE]
+            servers = pool.by_kind[Kind.DECODE]
             if serves:
                 assert {each.url for each in servers} == expected
             assert pool.ready(Kind.DECODE) == [each for each in servers if each.accepts]

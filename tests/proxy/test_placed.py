@@ -156,7 +156,7 @@ async def test_new_placement_of_a_request_ends_its_earlier_reservation():
         request._profile = profile_text(4000)
         for _ in range(3):
             assert request._place_decode_only(rig.app.fleet)
-        (decode,) = rig.app.fleet.of[Kind.DECODE]
+        (decode,) = rig.app.fleet.by_kind[Kind.DECODE]
         load = tracker.loads[decode]
         assert (load.streams, load.num_prompts) == (1, 1)
         tracker.cancel(request._reservation)

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.settings.settings import ProxySettings
-from proxy.health import LONG_SILENCE, SILENCES, HealthReport, Room
+from proxy.health import LONG_SILENCE, SILENCES, HealthReport, RequestLimits
 from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.placement.load_tracker import LoadTracker
 from proxy.poller import Poller, _parse_ready
@@ -75,14 +75,14 @@ def test_reason_says_that_an_address_is_not_of_a_baton_server():
 
 
 @pytest.mark.parametrize(
-    ("body", "room", "itl_target_s"),
+    ("body", "limits", "itl_target_s"),
     [
         (
             b'{"max_model_len": 300, "max_num_seqs": 8, "itl_target_s": 0.05}',
-            Room(300, 8),
+            RequestLimits(300, 8),
             0.05,
         ),
-        (b'{"max_num_seqs": 8, "itl_target_s": 0}', Room(None, 8), None),
+        (b'{"max_num_seqs": 8, "itl_target_s": 0}', RequestLimits(None, 8), None),
         (
             b'{"max_model_len": 0, "max_num_seqs": true, "itl_target_s": -1.5}',
             None,
@@ -98,7 +98,7 @@ def test_reason_says_that_an_address_is_not_of_a_baton_server():
     ],
 )
 def test_only_positive_numbers_of_the_right_type_in_reports_are_used(
-    body, room, itl_target_s
+    body, limits, itl_target_s
 ):
     report = _parse_ready(Kind.DECODE, 200, body)
-    assert (report.room, report.itl_target_s) == (room, itl_target_s)
+    assert (report.limits, report.itl_target_s) == (limits, itl_target_s)

@@ -1,1 +1,1 @@
-"""Starts Baton: the `baton` command, local clusters, containers; and its tools."""
+"""The `baton` command with its tools, local clusters, and container files."""

@@ -160,13 +160,17 @@ class LocalCluster:
         return urls
 
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
-        """Starts the proxy in front of the servers and runs until an exception.
+        """Starts the proxy in front of the servers; waits for a signal or a failure.
 
         When the proxy is ready to disaggregate requests, this method prints `ready`
         with the addresses and an example command.
 
         Args:
-            urls: The servers, as returned by `start_servers`.
+            urls: The servers' URLs, as returned by `start_servers`.
+
+        Raises:
+            ClusterFailed: A process failed or exited.
+            StopRequested: A signal has arrived.
         """
         (port,) = self._start(
             proxy_command(self.settings, urls, self._secret, self._key)

@@ -100,8 +100,8 @@ class EventBuffer:
         """Return the events that are complete now; hold back an incomplete event."""
         if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
             return self._note(data)
-        # An event may be long and arrive in many pieces: search only the new piece, and
-        # the last 3 bytes before it.
+        # An event may be long and arrive in many pieces. So only the new piece is
+        # searched for the end, with the 3 bytes before it: an end has at most 4 bytes.
         search_start = max(0, len(self._held) - 3)
         self._held += data
         length = 0

@@ -62,9 +62,8 @@ def read_servers(path: str) -> Urls:
     kinds = [kind.value for kind in Kind]
     if len(text) > MAX_FILE_BYTES:
         raise BadFile(f"it is longer than {MAX_FILE_BYTES} bytes")
-    if (
-        not isinstance(content, dict) or not content
-    ):  # an empty file may be about to be written
+    # An empty file is refused, because it may be about to be written.
+    if not isinstance(content, dict) or not content:
         raise BadFile("it must have `prefill: [URL, ..]` and `decode: [URL, ..]`")
     unknown = [key for key in content if key not in kinds]
     if unknown:

@@ -51,9 +51,11 @@ def may_retry(
 def trips_breaker(failure: Failure, status: int | None) -> bool:
     """Return whether a failure counts towards opening the server's circuit.
 
-    A refusal does not: the server works and is full. 502 and 504 do not: they are
-    failures of another server. A lost or refused connection does not: it makes the
-    server not ready until its next health check.
+    These failures do not count:
+    - a refusal, because the server works and is only full;
+    - 502 and 504, because they report the failure of another server;
+    - a lost or refused connection, because it makes the server not ready anyway, until
+      its next health check.
     """
     if failure is Failure.TIMEOUT:
         return True

@@ -278,7 +278,7 @@ def _client_error(failed: LegFailed) -> BatonError:
 def _fits_elsewhere(
     response: Response, server_context: int | None, context: int | None
 ) -> bool:
-    """Return whether a prompt is too long for a prefill server, but fits another one.
+    """Return whether a prompt that a prefill server refuses as too long fits elsewhere.
 
     Args:
         response: the prefill server's response.

@@ -33,7 +33,7 @@ HEADERS = [
 ]
 
 
-def _files() -> dict[str, tuple[bytes, bytes]]:
+def _load_files() -> dict[str, tuple[bytes, bytes]]:
     """Return the content type and the bytes of each file, by path."""
     files = {}
     for file in resources.files("proxy.ui").joinpath("assets").iterdir():
@@ -44,7 +44,7 @@ def _files() -> dict[str, tuple[bytes, bytes]]:
     return files
 
 
-FILES = _files()
+FILES = _load_files()
 OPEN_PATHS = frozenset(FILES)
 PATHS = OPEN_PATHS | {STATE_PATH}
 

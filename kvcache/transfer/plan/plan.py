@@ -186,8 +186,7 @@ class Planner:
             start, stop = local.stripe.num_local(np.array([start, stop])).tolist()
         remote_block_ids, lanes = self._split_remote_table(remote_block_ids)
         token_range = range(start, stop)
-        # If groups have windows, tables have null blocks (0) for tokens outside of the
-        # windows. Such tokens are not pulled, so a null block in their place is wrong.
+        # With windows, tables have null blocks (0), but not for tokens to pull.
         min_block = int(local.groups.drops_blocks)
         local_blocks = check_blocks(
             "local_block_ids",

@@ -100,8 +100,7 @@ async def _start(
     The call enters the queue once it has been checked and its tokens are counted.
 
     Args:
-        members: the body's members. This function removes `baton_resume`, and sets
-            `model` if it is absent.
+        members: the body's members. Removes `baton_resume`, and sets a missing `model`.
         num_bytes: the size of the body.
 
     Raises:

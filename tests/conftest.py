@@ -1,7 +1,7 @@
 """Settings for all tests.
 
-They cover the processes of `pytest -n auto` (as in make test), tests that are
-coroutines, and the examples of property tests.
+The settings are for the processes of `pytest -n auto` (as in make test), for tests that
+are coroutines, and for the examples of property-based tests.
 """
 
 import asyncio
@@ -20,16 +20,19 @@ _MAX_PROCESSES = 4  # each process starts servers of its own
 # Memory of one process: a dozen servers at most, each with torch.
 _PROCESS_BYTES = 4 << 30
 _E2E_FOLDER = "tests/e2e/"
-# pytest's own limit is later, so that everything that a test started ends in order.
+# This limit is shorter than pytest's, so that a test that hangs can still end
+# everything that it has started.
 _COROUTINE_TIMEOUT_S = 240.0
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
-    # Threads that spin for work would take the cores from the other processes.
+    # OpenMP threads that wait by spinning would take the cores from the other
+    # processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Examples have no deadline, because other processes use the same cores. The same commit
-# draws the same examples, so that a run says something about the commit. `make
-# test-all` draws new examples, and three times as many (tests/rigs/examples.py).
+# An example has no time limit, because other processes use the same cores. `make test`
+# always draws the same examples for a commit, so that its result depends only on the
+# commit. `make test-all` draws new examples each time, and three times as many
+# (tests/rigs/examples.py).
 _untimed = {
     "deadline": None,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
@@ -41,12 +44,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-# The hooks of pytest-xdist are optional: GPU machines run some tests without it.
+# These hooks are optional, because GPU machines run some tests without pytest-xdist.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return 1.5 processes per core, as far as memory allows.
+    """Return the number of processes: 1.5 per core, or fewer if memory is scarce.
 
-    A process mostly waits for the servers that it has started.
+    There are more processes than cores, because a process mostly waits for the servers
+    that it has started.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = available_cores()
@@ -58,7 +62,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each process one file at a time.
 
-    All files of tests/e2e go to the same process. It starts the clusters of the session
+    All files of tests/e2e go to the same process, so that their shared clusters start
     only once.
     """
     from xdist.scheduler import LoadFileScheduling
@@ -73,7 +77,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(session: pytest.Session) -> Iterator[None]:
-    """Report a wrong -m or -k. pytest-xdist alone would report an internal error."""
+    """Report a wrong -m or -k as a usage error. pytest-xdist would report an internal
+    error.
+    """
     try:
         yield
     except pytest.UsageError as error:

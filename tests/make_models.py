@@ -1,12 +1,12 @@
-"""Tiny trained models for tests, trained on text that this file generates.
+"""Tiny models for tests, trained on text that this file generates.
 
     python -m tests.make_models gqa mla      # prints their directories
 
 No network is needed. `ensure_model(kind)` trains on first use, which takes a minute or
 two. It caches the result as a Hugging Face directory under BATON_TEST_CACHE or
 ~/.cache/baton/test-models. The name of that directory contains a digest of this file,
-so any change of the file trains the models again. Tests may also use the models that
-`trained_models()` finds in BATON_TEST_MODELS or ../shared/models.
+so any change of the file trains the models again. Some tests also use larger models,
+which `trained_models()` finds in BATON_TEST_MODELS or ../shared/models.
 
 The text is a Markov chain of short sentences with skewed odds, so that greedy choices
 have clear margins. Each story is about one person and one colour, so that a
@@ -81,7 +81,7 @@ _MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-# The latents have a size that FlashInfer supports. The second layer has experts.
+# The MLA latents have a size that FlashInfer supports. The second layer has experts.
 _MOE = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -100,17 +100,17 @@ def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, 
     }
 
 
-# gqa: TP 1, 2, 4, and 8 with replicated KV heads. gqa6: TP 1, 2, 3 and 6; 3 does not
-# divide its vocabulary. mla: a latent cache of one head, TP 1, 2, 4. moe: mla with
-# experts.
+# Possible numbers of TP ranks: gqa 1, 2, 4, and 8 with replicated KV heads; gqa6 1, 2,
+# 6 and 3 (which does not divide its vocabulary); mla, with a latent cache of one head,
+# 1, 2 and 4. moe is mla with experts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": _gqa(128, 8, 4),
     "gqa6": _gqa(96, 12, 6),
     "mla": ("DeepseekV2ForCausalLM", _MLA),
     "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
 }
-# These variables lead to the same sums, and so to the same weights, on all machines
-# with AVX2.
+# With these variables, sums have the same order on all machines with AVX2, so that
+# training gives the same weights.
 _REPRODUCIBLE = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "AVX2",
@@ -136,8 +136,8 @@ def ensure_model(kind: str) -> Path:
 
 
 def trained_models() -> dict[str, Path]:
-    """Return larger trained models by name, if there are any. Tests skip missing
-    ones.
+    """Return the directories of larger trained models by name. Tests are skipped if
+    their model is missing.
     """
     here = Path(__file__).resolve().parent.parent
     root = Path(
@@ -149,8 +149,9 @@ def trained_models() -> dict[str, Path]:
 
 
 def _train_in_process(kind: str, target: Path) -> None:
-    # The process has a thread count, seeds and warnings of its own. It has one thread,
-    # because small matrices gain little from two, and a busy core would delay both.
+    # Training in a separate process does not change this process's number of threads,
+    # seeds or warnings. One thread is enough: small matrices gain little from a second
+    # one, and a busy core would delay both.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if " avx2 " in Path("/proc/cpuinfo").read_text():
         environment |= _REPRODUCIBLE
@@ -164,7 +165,9 @@ def _train_in_process(kind: str, target: Path) -> None:
 
 
 class Storyteller:
-    """Endless stories and conversations, each about one person and one colour."""
+    """Generates endless stories and conversations, each about one person and one
+    colour.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -177,7 +180,7 @@ class Storyteller:
         return self._sentences(self._rng.randint(3, 12))
 
     def chat(self) -> str:
-        """Return one question and its answer, in the form of the chat template."""
+        """Return a question and its answer, formatted by the chat template."""
         self._begin()
         question = (
             f"Tell a story about {self._name} and the {self._colour} {self._noun}."
@@ -189,8 +192,9 @@ class Storyteller:
         )
 
     def _begin(self) -> None:
-        # A story usually follows from the last one, so that greedy choices have a
-        # margin here too. Sometimes it is random, so that every combination occurs.
+        # Person and colour usually follow from those of the story before, so that
+        # greedy choices have a margin here too. Sometimes they are random, so that
+        # every combination occurs.
         if self._rng.random() < 0.2:
             self._name = self._rng.choice(NAMES)
             self._colour = self._rng.choice(COLOURS)
@@ -254,9 +258,9 @@ def _token_stream(tokenizer: Any, rng: random.Random) -> Iterator[int]:
 
 
 def _positions(rows: int, length: int, rng: random.Random) -> list[list[int]]:
-    """Return positions with two gaps per row.
+    """Return the positions of the tokens in each row, with two gaps per row.
 
-    Short sequences with gaps teach the model long distances.
+    With gaps, the model learns long distances from short sequences.
     """
     positions = []
     for _ in range(rows):
@@ -275,9 +279,9 @@ def _positions(rows: int, length: int, rng: random.Random) -> list[list[int]]:
 
 
 def _orthogonal(update: Any) -> Any:
-    """Return Muon's update of a matrix.
+    """Return the update of a matrix, orthogonalized as in the optimizer Muon.
 
-    It is computed in float32, because many processors are slow in torch's bfloat16.
+    The computation is in float32, because many processors are slow in torch's bfloat16.
     """
     x = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):  # Newton-Schulz iteration
@@ -290,8 +294,8 @@ def _orthogonal(update: Any) -> Any:
 def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
     """Train and save a model. Return the last loss, in nats per token.
 
-    Matrices are trained by Muon, which needs a third of AdamW's steps, all other
-    weights by AdamW.
+    Matrices are trained by Muon, which needs a third of the steps of AdamW. All other
+    weights are trained by AdamW.
     """
     import torch
     import transformers
@@ -302,7 +306,7 @@ def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
     name, sizes = KINDS[kind]
     config_class = getattr(transformers, name.replace("ForCausalLM", "Config"))
     model = getattr(transformers, name)(config_class(**_COMMON, **sizes))
-    model.set_attn_implementation("eager")  # the fastest for sequences this short
+    model.set_attn_implementation("eager")  # the fastest for such short sequences
     weights = list(model.named_parameters())
     matrices = [p for n, p in weights if p.dim() > 1 and "embed" not in n]
     momenta = [torch.zeros_like(matrix) for matrix in matrices]

@@ -1,6 +1,6 @@
-"""Ports of this machine that stay reserved for one test.
+"""Reserves ports of this machine for a test.
 
-Other processes that ask the system for a free port do not get them.
+The system gives reserved ports to no process that requests a free port.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reserved_ports(number: int) -> Iterator[list[int]]:
-    """Reserve ports on which a test can start servers, and start them again.
+    """Reserve ports on which a test can start servers, and restart them.
 
-    Each port is held by a socket that is bound and never listens. A server can bind to
-    the same port, because both sockets set SO_REUSEADDR. While no server runs, the
-    system does not hand out the port as a free one.
+    Each port is reserved by a socket that is bound but never listens. A server can bind
+    to the same port, because both sockets set SO_REUSEADDR. While no server is running,
+    the system does not regard the port as free.
     """
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(number)]

@@ -1,4 +1,4 @@
-"""Signals to other processes. SIGSTOP has taken effect when `send` returns."""
+"""Sends signals to other processes. SIGSTOP has taken effect when `send` returns."""
 
 import os
 import signal
@@ -9,17 +9,18 @@ DEADLINE_S = 30.0
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process. After SIGSTOP, wait until all its threads stopped.
+    """Send a signal to a process. After SIGSTOP, wait until all its threads have
+    stopped.
 
-    A thread receives SIGSTOP only when it is scheduled again. Until then it keeps
-    working, for milliseconds on a busy machine.
+    The wait is needed because a running thread stops only at its next return to the
+    kernel, which may be milliseconds later on a busy machine.
     """
     os.kill(pid, number)
     if number != signal.SIGSTOP:
         return
     deadline = time.monotonic() + DEADLINE_S
     while not _is_stopped(pid):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        assert time.monotonic() < deadline, f"process {pid} did not stop in time"
         time.sleep(0.001)
 
 

@@ -1,7 +1,7 @@
-"""The rules of CONTRIBUTING.md that a program can check and ruff does not.
+"""Checks rules of CONTRIBUTING.md that ruff cannot check.
 
-They are the sizes of files, functions and folders, the names of variables, and text
-that no line may contain.
+The rules are about sizes of files, functions and folders, names of variables, and
+forbidden text.
 """
 
 import ast
@@ -29,8 +29,8 @@ REQUIRED_FOLDERS = {
     "tests",
 }
 OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs"}
-# Text that no line may contain: a pattern of the files, and a pattern of the text. The
-# patterns of the text are concatenated, so that they do not match themselves.
+# Text that no line may contain: a pattern for file names and a pattern for the text.
+# The latter are concatenated from parts, so that they do not match themselves.
 FORBIDDEN = {
     "a path of the machine that the line was written on": (
         "",
@@ -45,8 +45,8 @@ FORBIDDEN = {
         "logging.get" + r"Logger\((?!\"baton\.)",
     ),
 }
-# Names that say nothing about a value: name the value, such as message, health_report,
-# matched_blocks, max_tokens or min_run_seconds.
+# Variable names that do not tell what the value is. Better names are message,
+# health_report, matched_blocks, max_tokens or min_run_seconds.
 VAGUE_NAMES = frozenset(
     "told said asked ask found own most least known like kept alone beside gone heard "
     "wanted untold".split()
@@ -189,7 +189,7 @@ def test_no_line_contains_forbidden_text(rule: str) -> None:
     violations = []
     for path in tracked_files():
         if re.search(FORBIDDEN[rule][0], short(path)):
-            with suppress(UnicodeDecodeError):  # a picture or an archive
+            with suppress(UnicodeDecodeError):  # skips pictures and archives
                 lines = forbidden(rule, path.read_text())
                 violations += [f"{short(path)}:{line}" for line in lines]
     assert not violations, f"{rule}:\n" + "\n".join(violations)
@@ -282,7 +282,7 @@ def test_check_of_booleans_finds_multiplied_ones(
 
 
 def test_pytest_names_an_expression_that_selects_nothing() -> None:
-    """The processes of pytest-xdist report it too, and not an internal error."""
+    """With pytest-xdist, too, the report must not be an internal error."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]
     command += ["-m", "slowly", __file__]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout

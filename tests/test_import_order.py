@@ -27,14 +27,15 @@ MAY_IMPORT |= {name: set(ORDER) for name in SERVERS} | {"proxy": {"protocol"}}
 LAUNCHERS = ("deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
-# Only these files may import the package. All others use their interface.
+# Only these files may import these packages. All other files use the interface of these
+# files.
 WRAPPED = {
     "nixl": ("kvcache/transfer/nixl_agent.py",),
     "flashinfer": ("attention/flashinfer*.py",),
 }
 
-# Processes that consist of these modules start in a fraction of a second and stay
-# small.
+# Processes that consist of these modules must start in a fraction of a second and use
+# little memory.
 TORCH_FREE = (
     "protocol/**/*.py",
     "proxy/*.py",
@@ -83,7 +84,7 @@ def sources() -> list[Path]:
 def imported_names(node: ast.AST, package: list[str]) -> list[str]:
     """Return the dotted names that a statement or call imports.
 
-    A `from` import also names its members.
+    For a `from` import, these include the imported members, such as `package.member`.
     """
     match node:
         case ast.Import(names=names):
@@ -139,7 +140,7 @@ def wrapper_violations(imports: list[Import]) -> list[Import]:
 
 
 def module_graph(imports: list[Import], modules: set[str]) -> dict[str, set[str]]:
-    """Return which of `modules` each of them imports."""
+    """Return, for each of `modules`, which other ones of `modules` it imports."""
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for imported in imports:
         importer = (
@@ -159,7 +160,7 @@ def project_graph() -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules that import one another in a cycle, or an empty list."""
+    """Return the modules of one import cycle, or an empty list if there is none."""
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:

@@ -1,6 +1,6 @@
-"""Attention problems and their answers by plain attention in float64.
+"""Attention problems, and their expected results by plain attention in float64.
 
-The reference attends over the elements as a pool stores them.
+The reference uses keys and values with the rounding of the pool's dtype.
 """
 
 import math
@@ -42,7 +42,7 @@ SPECIAL = {
     ),
 }
 FP8 = "float8_e4m3fn"
-# (sequence, first token, last token + 1): the part of a sequence that a step computes.
+# The part of a sequence that a step computes: (sequence, first token, last token + 1).
 Span = tuple[int, int, int]
 
 
@@ -55,11 +55,11 @@ class Shape:
     num_q_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 16
-    rope_dim: int = 0  # elements of latents that values lack; 0: keys and values
-    dtype: str = "float32"  # of the queries
-    kv_dtype: str = ""  # of the pool; empty: the queries' dtype
-    scales: tuple[float, ...] = ()  # of the pool; empty: all 1
-    steepness: float = 1.0  # of the softmax
+    rope_dim: int = 0  # the part of an MLA latent that is no value; 0: no latents
+    dtype: str = "float32"  # dtype of the queries
+    kv_dtype: str = ""  # dtype of the pool; empty: the queries' dtype
+    scales: tuple[float, ...] = ()  # scales of the pool; empty: all 1
+    steepness: float = 1.0  # factor on the scale of the softmax
     num_blocks: int = 64
     device: str = "cpu"
     layers: tuple[LayerAttention, ...] = ()
@@ -93,7 +93,7 @@ def make_pool(shape: Shape) -> KVPool:
 def make(
     shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any
 ) -> Any:
-    """Creates the backend `name` for the problem, over `pool` or over a new pool."""
+    """Creates the backend `name` for the problem, with `pool` or with a new pool."""
     layers = []
     for layer in shape.layers:
         sinks = None if layer.sinks is None else layer.sinks.to(shape.device)
@@ -112,7 +112,7 @@ def make(
 
 @dataclass(frozen=True)
 class Sequences:
-    """Complete sequences: q, k and v by token and layer, and each sequence's blocks."""
+    """Complete sequences: q, k and v of all tokens and layers, and the block tables."""
 
     q: list[torch.Tensor]  # per sequence [L, n, Hq, D]
     k: list[torch.Tensor]  # per sequence [L, n, H, D]
@@ -166,7 +166,7 @@ def rows_of(
     spans: Sequence[Span],
     num_padding: int = 0,
 ) -> list[torch.Tensor]:
-    """Returns q, k and v [T, H, D] of a step; rows of padding are NaN."""
+    """Returns q, k and v [T, H, D] of a step. Rows of padding are NaN."""
 
     def rows(parts: list[torch.Tensor]) -> torch.Tensor:
         real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
@@ -184,7 +184,7 @@ def forward(
     rows: Sequence[torch.Tensor],
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs one layer of a planned step.
+    """Runs one layer of a step that the backend has planned.
 
     Returns:
         [T, Hq, D] for q, k and v, or [T, Hq, D - rope_dim] for latents.
@@ -219,7 +219,7 @@ def run_step(
 
 
 def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
-    """Returns [L, n, H, D] with the rounding of the pool's dtype, in float64."""
+    """Returns `values` [L, n, H, D] as the pool would store them, in float64."""
     scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
     by_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)
     scale = by_layer[:, component, None, None, None]
@@ -304,7 +304,7 @@ def check_steps(
     *steps: Sequence[Span],
     **options: Any,
 ) -> None:
-    """Checks several steps, one after the other; see check_step."""
+    """Calls check_step for several steps, one after the other."""
 
     for spans in steps:
         check_step(backend, shape, seqs, spans, **options)

@@ -1,4 +1,4 @@
-"""The pages of a batch, with and without a sliding window."""
+"""The lists of pages (blocks) of a batch, with and without a sliding window."""
 
 import numpy as np
 

@@ -1,6 +1,7 @@
-"""Ranks that share the tokens of sequences attend like one rank that has all tokens.
+"""Decode context parallelism: ranks that share the tokens of sequences attend like one
+rank that has all tokens.
 
-Threads take the part of the ranks.
+Each rank is a thread.
 """
 
 import threading
@@ -38,7 +39,7 @@ class Ranks:
         self.size = size
         self._slots: list[torch.Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
-        self.max_exchanged = 0  # elements that a rank sent at once
+        self.max_exchanged = 0  # maximum number of elements that a rank sent at once
 
     def member(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -51,10 +52,10 @@ class Ranks:
         return received
 
     def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Runs `work` on each rank; returns its results by rank.
+        """Runs `work` on each rank. Returns the results by rank.
 
-        An error of a rank breaks the barrier for the others. The first error is raised
-        that is not such a consequence.
+        If a rank raises, the barrier breaks and all other ranks raise too. The original
+        error is raised.
         """
 
         def run_rank(rank: int) -> torch.Tensor:
@@ -90,11 +91,12 @@ class Member:
 
 
 class Bench:
-    """Torch attention over complete sequences, and `size` ranks that share them.
+    """Compares `size` ranks that share sequences with torch attention over complete
+    sequences.
 
     Args:
-        size: Ranks of the group, which has the heads of `shape`.
-        scratch: Context tokens of the prompts that are computed at once.
+        size: Number of ranks of the group. The group has the heads of `shape`.
+        scratch: Number of context tokens that are collected at once for prompts.
         name: The backend that the ranks attend with.
     """
 
@@ -146,7 +148,7 @@ class Bench:
     def check_captured_step(
         self, context_lens: list[int], tables: np.ndarray, num_rows: int
     ) -> None:
-        """Checks a decode step that is planned as for CUDA graphs."""
+        """Checks a decode step that is planned as if for a CUDA graph."""
         ones = [1] * len(context_lens)
         batch = make_batch(ones, context_lens, tables, self.tokens_per_block)
         self.whole.plan(batch)
@@ -207,7 +209,7 @@ def check_growing_sequences(bench: Bench) -> None:
             min(int(size), longest - length)
             for size, length in zip(sizes, lens, strict=True)
         ]
-        # Single tokens come first, as in the scheduler's steps.
+        # Sequences with a single token are first, as in the scheduler's steps.
         sorted_seqs = np.argsort([n > 1 for n in queries], kind="stable")
         order = [i for i in sorted_seqs if queries[i]]
         for i in order:
@@ -222,12 +224,14 @@ def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
 
 
 def in_8_bits(shape: Shape) -> Shape:
-    """The shape with an FP8 pool of different scales; one of them clamps large keys."""
+    """Returns the shape with an FP8 pool. Its scales differ, and one is so small that
+    large keys are clamped.
+    """
     scales = (0.02, 0.5, 0.003, 1.0) if shape.num_components == 2 else (0.02, 0.003)
     return replace(shape, kv_dtype=FP8, scales=scales)
 
 
-# (ranks, KV heads, query heads, rope dimensions of latents) of a group.
+# Groups: (ranks, KV heads, query heads, rope dimensions of latents).
 GQA = [(2, 1, 4, 0), (2, 2, 4, 0), (2, 4, 4, 0), (4, 2, 8, 0), (4, 1, 4, 0)]
 MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
@@ -251,7 +255,9 @@ def test_ranks_that_share_tokens_compute_the_outputs_of_one_rank(
 
 
 def test_long_context_is_collected_in_several_exchanges(monkeypatch):
-    """A single exchange would need more memory than the sizing of the pool leaves."""
+    """The context is collected in parts, because the memory beside the KV pool is not
+    enough for all of it.
+    """
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)
     bench.check_step([60], [60], tables)
@@ -265,7 +271,7 @@ def test_sequence_shorter_than_a_stripe_is_stored_on_one_rank():
     bench = Bench(2, shape_of(1, 4), scratch=64)
     tables = np.array([[3], [7]])
     bench.check_step([2, 3], [2, 3], tables)
-    bench.check_step([1, 1], [3, 4], tables)  # rank 1 has no tokens here either
+    bench.check_step([1, 1], [3, 4], tables)  # rank 1 still has no tokens
     bench.check_step([1, 1], [4, 5], tables)
     first, second = (pool.component(0, 0) for pool in bench.pools)
     assert not first[3].isnan().any()
@@ -312,6 +318,6 @@ def test_queries_meet_their_kv_heads_for_every_grouping_of_ranks(sizes):
             assert actual == expected
     bench = Bench(dcp, shape_of(len(group_kv_heads), group_heads), scratch=32)
     tables = np.array([[3, 1, 7, 4], [2, 5, 8, 6]])
-    # Query and context lengths: two prompts, a chunk of the second, a token for each.
+    # Steps of two sequences: query lengths and context lengths.
     for queries, contexts in (([5, 9], [5, 9]), ([1, 5], [6, 14]), ([1, 1], [7, 15])):
         bench.check_step(queries, contexts, tables)

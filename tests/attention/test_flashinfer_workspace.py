@@ -1,4 +1,4 @@
-"""The workspace of FlashInfer's plans is computed without FlashInfer.
+"""The size of FlashInfer's workspace is computed without FlashInfer.
 
 The expected numbers come from FlashInfer's planner (of the version in pyproject.toml,
 compiled for a CPU). On a GPU, tests/gpu/test_flashinfer.py runs the planner itself.
@@ -28,8 +28,8 @@ def prompts(max_tokens: int) -> StepLimits:
 @pytest.mark.parametrize(
     ("heads", "head_dim", "limits", "gpu", "planned"),
     [
-        # The maximum of prompts of 1 token and more after contexts of 0, 1,000 and
-        # 100,000 tokens.
+        # `planned` is the maximum for prompts of any length after contexts of 0, 1,000
+        # and 100,000 tokens.
         ((32, 32), 128, prompts(8192), _H200, 16_908_288),
         ((32, 8), 128, prompts(8192), _H200, 17_436_672),
         ((8, 1), 128, prompts(2048), _H200, 17_436_672),
@@ -46,8 +46,8 @@ def test_float_workspace_equals_the_planners_maximum(
 def test_int_workspace_exceeds_a_wrappers_default_only_for_very_many_tiles():
     usual = StepLimits(max_seqs=1500, max_tokens=16384)
     assert workspace_of(32, 8, 128, usual, _H200).ints == DEFAULT_INT_BYTES
-    # 96 heads times 1,024 + 2,999 tiles, in seven lists, and the first tile of each
-    # multiprocessor.
+    # The workspace has seven lists with an element for each tile (96 heads times 1,024
+    # + 2,999 tiles), and the first tile of each multiprocessor.
     large = StepLimits(max_seqs=3000, max_tokens=131_072)
     assert workspace_of(96, 8, 128, large, _H200).ints == 7 * 4 * 96 * 4023 + 544
 

@@ -1,4 +1,4 @@
-"""Contexts are cut into pieces for the decode kernels."""
+"""For decode kernels, contexts are cut into pieces that are computed in parallel."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""The limits of backends are checked without importing the backends, without a GPU."""
+"""The limits of attention backends can be checked without importing them and without a
+GPU.
+"""
 
 from dataclasses import replace
 from importlib.util import find_spec

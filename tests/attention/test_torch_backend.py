@@ -29,8 +29,8 @@ from tests.attention.reference import (
 from tests.rigs.examples import examples
 
 LATENT = Shape(num_kv_heads=1, num_q_heads=5, head_dim=24, rope_dim=8)
-# Scales of K and V of two layers. The third is so small that the largest keys are
-# clamped.
+# Scales of K and V of layer 0, then of layer 1. The third scale is so small that the
+# largest keys are clamped.
 SCALES = (0.02, 0.5, 0.003, 1.0)
 SHAPES = {
     "grouped heads": Shape(),
@@ -63,7 +63,8 @@ SHAPES = {
         for name, layers in SPECIAL.items()
     },
 }
-# Keys are read in place if few query heads share them, and copied otherwise.
+# The backend has two implementations: if few query heads share a KV head, keys are read
+# in place, otherwise they are copied.
 both_implementations = pytest.mark.parametrize(
     "num_kv_heads", [1, 4], ids=["copied", "in place"]
 )
@@ -169,7 +170,8 @@ def test_nan_in_one_sequence_affects_no_other_sequence_and_no_later_step():
     "shape",
     [
         Shape(order="LBCNHD"),
-        # Values rounded twice would differ, because some lie on a tie after the first.
+        # Values must be rounded only once: after the first rounding, some would be a
+        # tie and be rounded differently by a second one.
         Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4),
     ],
     ids=["exact", "16 bits rounded once to 8"],

@@ -1,4 +1,6 @@
-"""The engine benchmark counts the work of a step correctly and runs without a GPU."""
+"""The engine benchmark counts the bytes and FLOPs of a step correctly, and runs on a
+CPU.
+"""
 
 import json
 from dataclasses import replace
@@ -17,10 +19,10 @@ from model.config import parse_config
 def test_work_of_8b_model_matches_its_weights():
     shape = {"architectures": ["LlamaForCausalLM"], **SHAPES["llama-3.1-8b"]}
     config = parse_config(shape)
-    weights = 7_504_658_432  # 8.03e9 without norms and input embedding
+    weights = 7_504_658_432  # 8.03e9 parameters without norms and input embedding
     assert weight_bytes_per_step(config, 1, 2, keep_quantised=True) == 2 * weights
     quantised = replace(config, quantization=Quantization(AT_LOAD))
-    head = 128256 * 4096  # the output head keeps its 16 bits
+    head = 128256 * 4096  # the output head stays in 16 bits
     assert weight_bytes_per_step(quantised, 1, 2, keep_quantised=True) == weights + head
     assert weight_bytes_per_step(quantised, 1, 2, keep_quantised=False) == 2 * weights
     assert prefill_flops(config, 8192) == pytest.approx(1.32e14, rel=0.01)
@@ -31,7 +33,8 @@ def test_work_of_8b_model_matches_its_weights():
 def test_only_hit_experts_of_a_mixture_count():
     config = parse_config(SHAPES["qwen3-30b-a3b"])
     read = partial(weight_bytes_per_step, config, itemsize=1, keep_quantised=True)
-    assert read(batch=1) == pytest.approx(3.35e9 - 0.31e9, rel=0.01)  # 3.3e9 active
+    # The model has 3.3e9 active parameters.
+    assert read(batch=1) == pytest.approx(3.35e9 - 0.31e9, rel=0.01)
     assert read(batch=10_000) == pytest.approx(30.5e9 - 0.31e9, rel=0.01)
     expected_flops = 1000 * 2 * 2.73e9 + 3.9e11
     assert prefill_flops(config, 1000) == pytest.approx(expected_flops, rel=0.01)
@@ -48,10 +51,10 @@ def test_only_tokens_within_the_window_count():
     assert num_seen(windowed, 100) == 48
     assert num_seen(full, 100) == 300
     assert num_seen(windowed, 7) == 21
-    # layers, two FLOPs, heads, keys and values of 16 elements
+    # layers x FLOPs of a multiply-add x heads x (K and V) x head dim
     pair_flops = 3 * 2 * 4 * 2 * 16
     extra_flops = prefill_flops(full, 100) - prefill_flops(windowed, 100)
-    # Token 17 leaves out one token, token 100 leaves out 84.
+    # With the window, token 17 does not see one token, and token 100 does not see 84.
     assert extra_flops == pair_flops * 84 * 85 / 2
 
 

@@ -1,6 +1,7 @@
-"""lm_eval's answers are compared exactly, and every difference is named.
+"""benchmarks/evaluate.py compares lm_eval's answers exactly and reports every
+difference.
 
-Both backends of lm_eval must get the same prompts.
+It requires that both backends of lm_eval get the same prompts.
 """
 
 import math
@@ -28,7 +29,7 @@ from tests.make_models import ensure_model
 
 
 def _task(*answers: list[Answer], prompt: str = "p") -> TaskAnswers:
-    """A task with one document for each list of answers."""
+    """Returns a task with one document for each list of answers."""
     documents = [
         Document(doc_id, [[prompt]] * len(document_answers), document_answers)
         for doc_id, document_answers in enumerate(answers)
@@ -101,7 +102,7 @@ def test_samples_of_two_filters_become_one_document():
 
 
 def _scored_task(*scores: float) -> TaskAnswers:
-    """A task with one document for each score, and a metric of the whole task."""
+    """Returns a task with one document for each score, and a metric for the task."""
     documents = [
         Document(doc_id, [["p"]], ["x"], {"acc": score})
         for doc_id, score in enumerate(scores)
@@ -112,7 +113,8 @@ def _scored_task(*scores: float) -> TaskAnswers:
 def test_scores_are_compared_by_document_with_two_standard_errors():
     task = _scored_task
     half = [0.0, 1.0] * 50
-    lost_one = [0.0, 0.0, *half[2:]]  # mean difference 0.01, standard error 0.01
+    # The mean difference is 0.01, and its standard error too.
+    lost_one = [0.0, 0.0, *half[2:]]
     assert compare_scores(task(*half), task(*half), 0.0)["differences"] == []
     result = compare_scores(task(*half), task(*lost_one), 0.031)
     assert result == {

@@ -1,4 +1,6 @@
-"""The simulator serves every request under every policy, and prefix affinity pays."""
+"""The routing simulator serves every request with every policy, and prefix affinity
+saves computation.
+"""
 
 import json
 import random
@@ -19,7 +21,9 @@ from proxy.placement.speed import StepTotals
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """A trace of sessions that share prefixes and overload two prefill servers."""
+    """A trace with sessions that share prefixes, and more load than two prefill servers
+    can take.
+    """
     rng = random.Random(1)
     lines = []
     for turn in range(240):
@@ -50,7 +54,9 @@ def test_every_policy_serves_the_trace_and_prefix_affinity_pays(trace, capsys):
 
 
 class UnevenEngine(Engine):
-    """An engine on a busy machine: any step may take about twice or half its time."""
+    """An engine on a busy machine: a step takes between about half and twice its usual
+    time.
+    """
 
     rng = random.Random(1)
 
@@ -65,9 +71,10 @@ class UnevenEngine(Engine):
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("num_prefills", [2, 0])
 def test_slow_and_uneven_servers_compute_shared_prefixes_once(num_prefills, pulls):
-    """Four prefixes of 512 tokens have 24 prompts each, which add 48 tokens.
+    """There are four prefixes of 512 tokens, each with 24 prompts that add 48 tokens.
 
-    Eight prompts arrive at once. Servers are eight times slower than first estimated.
+    Prompts arrive in groups of eight. Servers are eight times slower than the initial
+    estimate.
     """
     computed_shares = []
     for seed in range(6):
@@ -94,7 +101,7 @@ def test_slow_and_uneven_servers_compute_shared_prefixes_once(num_prefills, pull
 
 
 class FixedShareRouter(ProxyRouter):
-    """Sends a fixed share of the prompts to the decode server alone."""
+    """A router that sends a fixed share of the prompts to the decode server alone."""
 
     share = 0.0
     accumulated = 0.0
@@ -125,15 +132,15 @@ def run_fleet(
 
 
 def burst_s(fleet: Fleet) -> float:
-    """The time from the start of the burst to the end of all requests."""
+    """Returns the seconds from the start of the burst to the end of all requests."""
     return fleet.now - max(request.arrival_s for request in fleet.requests)
 
 
 def test_burst_is_split_almost_as_well_as_possible():
     """One prefill and one decode server share the prompts of a burst.
 
-    The speeds of the servers are the initial estimates, or those that a minute of short
-    and long prompts has led to.
+    The estimated speeds of the servers are the initial ones, or those after a minute of
+    short and long prompts.
     """
     fixed_shares_s = []
     for share in (0.2, 0.25, 0.3):
@@ -151,11 +158,11 @@ def test_burst_is_split_almost_as_well_as_possible():
         burst = [Request(30.0, 1024, 256, ()) for _ in range(256)]
         workload: Workload = ([*earlier, *burst], lambda request, now: None)
         burst_time_s = burst_s(run_fleet(1, 1, ProxyRouter, workload))
-        # Short prompts alone say little about the speed of long ones.
+        # From short prompts alone, the speed of long ones cannot be estimated well.
         slack = 0.04 if lengths == [16, 128] else 0.0
         assert burst_time_s <= (1.05 + slack) * best_s, lengths
-        # Two complete servers are faster, because no split keeps the prefill server
-        # busy.
+        # Two decode servers without a prefill server are faster, because no split of
+        # the prompts keeps a prefill server busy all the time.
         assert burst_time_s <= (1.25 + slack) * two_decodes_s, lengths
 
 

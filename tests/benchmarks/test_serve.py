@@ -1,4 +1,6 @@
-"""The load benchmark: its arithmetic, and runs against a scripted endpoint."""
+"""The load benchmark benchmarks/serve.py: its arithmetic, and runs with a scripted
+endpoint.
+"""
 
 import asyncio
 import itertools
@@ -25,7 +27,7 @@ from benchmarks.serve_requests import WORDS, arrivals_s, draw_prompt
 
 
 def timeline(due_at: float, *token_at: float, **attributes: Any) -> Timeline:
-    """A completed request with one token at each of the times."""
+    """Returns a completed request with one token at each of these times."""
     result = Timeline(due_at, token_at=list(token_at), ended_at=token_at[-1], done=True)
     result.output_tokens = len(token_at)
     for name, value in attributes.items():
@@ -79,7 +81,7 @@ def test_figures_of_two_requests():
     assert result["output_tokens_per_s"] == 3.0
     assert result["decode_tokens_per_s"] == pytest.approx(
         4 / 0.6, abs=0.01
-    )  # 10.1 to 10.7
+    )  # from 10.1 s to 10.7 s
     assert result["ttft_ms"]["p50"] == pytest.approx(200.0)
     assert result["gap_1_2_ms"]["p50"] == pytest.approx(150.0)
     assert result["mean_itl_ms"]["p99"] == pytest.approx(199.5)
@@ -153,15 +155,15 @@ def test_invalid_options_are_refused(argv):
 
 @pytest.fixture(autouse=True)
 def _in_own_folder(monkeypatch, tmp_path):
-    """Runs save their figures in the working directory."""
+    """Changes to a new working directory, because runs save their results there."""
     monkeypatch.chdir(tmp_path)
 
 
 class Endpoint:
     """An endpoint that streams `max_tokens` tokens to each request.
 
-    While `failing` is set, every third request gets status 503. Of the other requests,
-    every fourth one ends with an error event.
+    While `failing` is set, requests number 3, 6, 9 and so on get status 503. Of the
+    rest, requests number 4, 8, 16 and so on end with an error event.
     """
 
     def __init__(self) -> None:
@@ -199,7 +201,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    """A running endpoint. It has its own thread, because the benchmark runs a loop
+    """A running endpoint, in a separate thread, because the benchmark has an event loop
     too.
     """
     scripted = Endpoint()
@@ -232,7 +234,7 @@ def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys, tmp_pat
     assert (result["succeeded"], result["short_outputs"]) == (20, 0)
     assert result["output_tokens"] == 100
     assert result["prompt_tokens"] == 320
-    assert len(endpoint.bodies) == 21  # one of them warms up
+    assert len(endpoint.bodies) == 21  # one more than measured, for the warm-up
     measured = endpoint.bodies[1:]
     assert all(body["ignore_eos"] and body["max_tokens"] == 5 for body in measured)
     assert len({tuple(body["prompt"]) for body in measured}) == 20

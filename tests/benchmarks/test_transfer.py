@@ -1,4 +1,6 @@
-"""The transfer benchmark checks the KV that it moves and ends in one line of JSON."""
+"""The transfer benchmark checks the KV that it moves. Its last line of output is
+JSON.
+"""
 
 import json
 from dataclasses import fields
@@ -24,9 +26,10 @@ def test_reads_are_measured_against_bare_nixl(capfd):
     name = "BHLCND TP 1->2"
     rows = rows_of(capfd, "--only", name, "--transfer", "nixl")
     (path,) = {path for case, path in rows if case == name} - {"bare NIXL"}
-    # Each rank chooses by costs that it has just measured.
+    # The path may vary, because each rank chooses by costs that it has just measured.
     assert path in ("direct", "staged", "mixed")
-    assert rows[name, path]["descriptors"] <= 2 * 128 // 64  # one per rank and block
+    # This is at most one for each rank and block.
+    assert rows[name, path]["descriptors"] <= 2 * 128 // 64
     assert rows[name, path]["of_bare"] > 0
     assert rows[name, "bare NIXL"]["descriptors"] == 2 * 128 // 64
     for row in rows.values():

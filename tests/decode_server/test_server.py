@@ -77,7 +77,7 @@ def test_reference_with_a_negative_seed_is_used_with_it():
     assert prepared.remote and prepared.remote.first_tokens == [FirstToken(42)]
     assert prepared.sampling.seed == -(2**63)
     other = _prepare(offer(_SECRET, _PROMPT, drawn, seed=-(2**63)), seed=2**63 - 1)
-    assert other.remote and not other.remote.first_tokens, "drawn with another seed"
+    assert other.remote and not other.remote.first_tokens, "drawn with a different seed"
 
 
 _ENDS_BANNED = SamplingParams(temperature=0.5, seed=7, min_tokens=3)
@@ -106,7 +106,7 @@ def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, p
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
     assert prepared.sampling.seed == members.get("seed", 99), (
-        "its own, as if it came alone"
+        "without a usable reference, the request has its own seed"
     )
 
 
@@ -172,8 +172,8 @@ def test_wrong_reference_is_recomputed_or_refused(name):
     offered, members = _WRONG[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
-    # Only a signed reference is released at its server; a forged one names no valid
-    # server.
+    # A rejected reference is released at its server if it is signed. A forged one may
+    # name any server, so it is not.
     is_forged = kv_params.parse(offered) not in list(
         kv_params.verified_params(offered, _SECRET)
     )
@@ -191,7 +191,8 @@ def test_authentic_references_of_a_refused_request_are_released():
     (message,) = hooks.release_messages([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
     assert list(hooks.release_messages(None)) == []
-    too_many = [_params()] * (MAX_PROMPTS + 1)  # of these each takes time
+    # Each check takes time, so the number is limited.
+    too_many = [_params()] * (MAX_PROMPTS + 1)
     assert len(hooks.release_messages(too_many)) == MAX_PROMPTS
 
 

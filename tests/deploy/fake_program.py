@@ -1,4 +1,4 @@
-"""A stand-in for a server or the proxy of `baton up`.
+"""A fake server or proxy, which `baton up` starts in tests.
 
     python fake_program.py KIND MODE [options]
 
@@ -10,7 +10,7 @@ MODE is one of:
 - stubborn: ignores SIGTERM.
 - slow: takes 3 s to name its model.
 - die-later: serves, and exits after GET /die.
-- waiting: responds to GET /ready with 503.
+- waiting: answers GET /ready with 503.
 - chatty: prints 4 MB before it serves, and a line when it exits.
 """
 

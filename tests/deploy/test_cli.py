@@ -63,10 +63,10 @@ def test_near_names_of_options_of_a_group_are_proposed(command, wrong, near):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_change_nothing_for_children(closed):
-    """`baton` opens closed standard streams.
+    """If a standard stream is closed, `baton` opens it.
 
-    Otherwise pipes to a child would get the numbers of these streams, and the child's
-    own streams would replace the pipes.
+    Otherwise the pipes to a child process would get the numbers of closed streams, and
+    the child would replace the pipes by its own streams.
     """
     program = (
         "import sys; from deploy import cli; from protocol.process import lifecycle;"

@@ -1,4 +1,4 @@
-"""The command lines of a local cluster follow from its settings."""
+"""The command lines and environments that `baton up` derives from its settings."""
 
 import pytest
 
@@ -127,10 +127,10 @@ def test_the_proxy_gets_the_endpoint_and_all_urls():
 @pytest.mark.parametrize(
     ("cores", "argv", "tp", "threads"),
     [
-        (2, [], 1, 2),  # a small machine: every server may use all cores
+        (2, [], 1, 2),  # on a small machine, every server may use all cores
         (1, [], 2, 1),
         (4, [], 2, 2),
-        (64, [], 1, 32),  # a large machine: each server has a share of the cores
+        (64, [], 1, 32),  # on a large machine, each server has a share of the cores
         (64, ["--prefill.count=3"], 4, 4),
     ],
 )

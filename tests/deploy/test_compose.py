@@ -1,8 +1,7 @@
-"""Compose files are read as compose reads them.
+"""The compose files, read as docker compose reads them.
 
-The services of docker-compose.yml are run as processes on this machine, with their
-commands and environment. Those of docker-compose.gpu.yml are only checked for variables
-that the programs accept.
+The services of docker-compose.yml are run as processes of this machine, with the same
+commands and environments. For docker-compose.gpu.yml, only settings are checked.
 """
 
 import json
@@ -47,7 +46,7 @@ KINDS: dict[str, type[BatonSettings]] = {
 
 
 def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces ${NAME:-default} and ${NAME:?reason} as compose does."""
+    """Replaces ${NAME:-default} and ${NAME:?reason} as docker compose does."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, rest = match.groups()
@@ -65,7 +64,9 @@ def compose(file: Path, **variables: str) -> Any:
 
 @dataclass(frozen=True)
 class Service:
-    """A service that runs on this machine, with ports and names changed accordingly."""
+    """A service, with ports and host names changed so that it can run on this
+    machine.
+    """
 
     name: str
     argv: list[str]
@@ -116,7 +117,7 @@ def services() -> Iterator[dict[str, Service]]:
 
 @pytest.fixture(scope="module")
 def proxy(services: dict[str, Service]) -> Iterator[Server]:
-    """Starts the cluster in the order of depends_on; yields the proxy."""
+    """Starts the cluster in the order of depends_on. Yields the proxy."""
     *servers, last = sorted(
         services.values(), key=lambda service: service.name == "proxy"
     )
@@ -255,6 +256,6 @@ def test_commands_in_the_head_of_the_gpu_file_set_all_required_variables():
     text = GPU_COMPOSE.read_text()
     needed = set(re.findall(r"\$\{(\w+):\?", text))
     assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
-    # Every variable in the head is read somewhere in the file.
+    # Every variable that these commands set must be read somewhere in the file.
     given = set(re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])) - {"F"}
     assert given <= set(re.findall(r"\$\{(\w+)", text))

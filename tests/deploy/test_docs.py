@@ -1,6 +1,7 @@
-"""README and docs name only options, variables, files, paths and errors that exist.
+"""Checks that README and docs name only options, variables, files, paths and errors
+that exist.
 
-Their examples are accepted by the programs.
+Also checks that the programs accept the commands and requests in the docs.
 """
 
 import ast
@@ -38,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 )
-# A pattern, and options of docker, argparse and pip.
+# Options that the docs name but that are not Baton's: a placeholder, and options of
+# docker, argparse and pip.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 ALL_PROGRAMS = {
     **PROGRAMS,
@@ -50,7 +52,7 @@ ALL_PROGRAMS = {
 ALL_FIELDS = [
     fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)
 ]
-# These files also name options of programs that are not Baton's.
+# These files also name options of programs other than Baton's.
 OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
@@ -111,8 +113,9 @@ def test_the_models_of_the_text_are_those_of_the_code():
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_command_of_a_text_is_accepted(path, monkeypatch):
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "as the texts say before")
-    text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "the texts set it before the command")
+    # This joins commands that are split over several lines.
+    text = re.sub(r"\\\n\s*", "", path.read_text())
     command = re.compile(
         r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)"
     )
@@ -189,7 +192,9 @@ API = (ROOT / "docs" / "api.md").read_text()
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Returns the cells of the first table after `heading`, without its head."""
+    """Returns the cells of the first table after `heading`, without the table's
+    head.
+    """
     lines = API[API.index(heading) :].splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
     end = next(
@@ -258,7 +263,7 @@ def test_every_symptom_in_troubleshooting_is_quoted_from_the_code():
     )
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     quoted_text = " ".join(path.read_text() for path in sources)
-    # A text may span several lines.
+    # Join string literals that span several lines.
     quoted_text = re.sub(r'"\s*\n?\s*f?"', "", quoted_text)
     pieces = {
         piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)

@@ -81,7 +81,7 @@ def test_reported_path_is_the_default_of_servers():
 
 
 def test_failed_link_has_a_reason():
-    # There may be no GPU, or its memory may not be mappable from there.
+    # Either this machine has no GPU, or a CPU process cannot map the GPU's memory.
     link = measure("mapped", "cpu", "cuda:0", 1 << 20)
     assert link.bytes_per_s is None and link.reason
 

@@ -1,4 +1,4 @@
-"""`baton up` starts, supervises and stops its programs; stand-ins replace them."""
+"""`baton up` starts, supervises and stops its programs, which are fakes here."""
 
 import json
 import os
@@ -52,7 +52,9 @@ class Launcher:
         self.lines: list[str] = []
 
     def until(self, start: str) -> str:
-        """Reads up to the first line that begins with `start`, and returns the line."""
+        """Reads output up to the first line that begins with `start`. Returns that
+        line.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -87,7 +89,9 @@ def get(url: str) -> Any:
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether a process ends in time; it may be a child of another process."""
+    """Waits for the end of a process, which need not be a child of this one. Returns
+    whether it ended in time.
+    """
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -99,7 +103,7 @@ def has_ended(pid: int) -> bool:
 
 
 def family(endpoint: str) -> dict[str, Any]:
-    """Returns the response of the proxy and of every server, by URL."""
+    """Returns the answers of the proxy and of every server, by URL."""
     proxy = get(endpoint)
     urls = [
         arg.split("=", 1)[1]
@@ -154,7 +158,8 @@ def test_cluster_is_ready_after_the_proxy_and_prints_what_the_proxy_waits_for():
 
 def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     monkeypatch.setenv("ONLY_WARM", "1")
-    with socket.socket() as taken:  # a cluster that serves is no hindrance
+    # The port is in use, as by a cluster that is serving.
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = f"--port={taken.getsockname()[1]}"
@@ -180,7 +185,8 @@ def test_http_proxy_variable_and_slow_model_list_do_not_matter(monkeypatch):
 def test_ctrl_c_reaches_only_the_launcher_and_ends_all():
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
-        os.killpg(launcher.process.pid, signal.SIGINT)  # as a terminal does
+        # A terminal also sends the signal to the process group.
+        os.killpg(launcher.process.pid, signal.SIGINT)
         assert launcher.end() == 0
         assert all(has_ended(member["pid"]) for member in members.values())
 
@@ -210,7 +216,8 @@ def test_failed_start_ends_all_processes_and_prints_the_reason_last(modes, reaso
 def test_waiting_is_explained_and_times_out():
     with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:
         assert launcher.end() == 1
-        # The first notes may name both servers, the last names only the hanging one.
+        # The first lines may name both servers. The last line must name only the
+        # hanging one.
         notes = [line for line in launcher.lines if "waiting for" in line]
         assert notes and re.fullmatch(
             r"baton \| \d+ s, waiting for decode-0 \(starting\)", notes[-1]

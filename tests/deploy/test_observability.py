@@ -1,6 +1,6 @@
-"""Docs, dashboard and alerts name the metrics that processes expose.
+"""Docs, dashboard and alerts name only metrics that processes expose.
 
-A last test checks the closing line of `make test-all`.
+The last test checks the closing line of `make test-all`.
 """
 
 import json
@@ -77,7 +77,8 @@ def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
                 "instance",
             }
             assert used_labels <= set(labels[name.removesuffix("_bucket")]), expression
-        # Prefill servers have these metrics too, for first tokens.
+        # Prefill servers expose these metrics too, for first tokens, so expressions
+        # must filter by labels.
         assert not re.search(r"baton_(generation_tokens|inter_token)\w+\[", expression)
         assert expression.count("(") == expression.count(")")
 

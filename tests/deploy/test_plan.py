@@ -1,4 +1,4 @@
-"""`baton plan` plans transfers from a config alone."""
+"""`baton plan` explains transfers from a model's config alone, without servers."""
 
 import json
 import subprocess
@@ -56,7 +56,8 @@ def test_mla_latent_is_read_once_and_from_all_ranks_in_turn():
     assert of_ranks(report, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
     assert of_ranks(report, "remote_ranks") == [[0, 1, 2, 3]] * 2
     assert report["idle_p_ranks"] == []
-    # 64 tokens are one block of the peer, which is read from one of the two copies.
+    # 64 tokens are one block of the peer. Both ranks of the peer have a copy, and one
+    # is read.
     report = explain(MLA, geometry(tp=2), geometry(tp=1), tokens=64)
     assert report["idle_p_ranks"] == [1] and "without a reader: 1" in plan.text(report)
 
@@ -65,14 +66,15 @@ def test_ranks_that_share_tokens_read_only_their_tokens():
     report = explain(
         MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256
     )
-    # Each rank has three blocks of 64 tokens, but the last rank's last has 40 tokens.
+    # Each rank has three blocks of 64 tokens, except that the last block of the last
+    # rank has 40.
     assert of_ranks(report, "tokens") == [192, 192, 192, 168]
     assert of_ranks(report, "bytes_read") == [
         n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)
     ]
     assert "tp 4, dcp 4, BHLCND" in plan.text(report)
     assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(report)
-    # 40 tokens are fewer than a stripe has.
+    # 40 tokens are fewer than a stripe (a block of each rank).
     report = explain(LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40)
     assert (of_ranks(report, "tokens"), of_ranks(report, "remote_ranks")) == (
         [40, 0],
@@ -97,12 +99,14 @@ def test_another_dtype_is_converted_on_demand():
 
 
 def test_only_tokens_within_the_window_move():
-    """Only 8 of 48 layers see all tokens; 40 layers move the last 1,024 tokens."""
+    """8 of 48 layers need all tokens. The other 40 layers need only the last 1,024
+    tokens.
+    """
     windows = (None, *[1024] * 5)
     gemma = Model(8, 8, 2, 128, windows)
     report = explain(gemma, geometry(tp=2), geometry(), tokens=100_000, hit_tokens=1000)
     (rank,) = report["ranks"]
-    layer_bytes = 8 * 2 * 128 * 2  # bytes of a token in one layer
+    layer_bytes = 8 * 2 * 128 * 2  # number of bytes of a token in one layer
     assert rank["useful_bytes"] == 8 * layer_bytes * (99_000 + 5 * 1024)
     assert (
         "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens"
@@ -120,7 +124,7 @@ def test_explaining_needs_no_torch():
 # -- from the command line
 
 CONFIG = {**test_config.LLAMA, "num_hidden_layers": 3, "torch_dtype": "float32"}
-# Bytes of a token for one head: layers x K and V x head dim x itemsize.
+# Number of bytes of a token for one head: layers x (K and V) x head dim x item size.
 HEAD_BYTES = 3 * 2 * 8 * 4
 SHARED = ("--decode.tp=2", "--decode.dcp=2")
 
@@ -155,7 +159,7 @@ def test_prefix_hit_does_not_move_and_the_text_has_the_reason(model, capsys):
 def test_the_costs_of_the_link_decide_the_path(model, capsys):
     argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
     paths = []
-    # The first costs make descriptors slow, the second make placing slow.
+    # The first costs have slow descriptors, the second have slow placing.
     for costs in ("1000,1000,1000", "0.000001,1000,0.001"):
         assert plan.main([*argv, f"--transfer-costs={costs}"]) == 0
         paths += of_ranks(json.loads(capsys.readouterr().out), "path")

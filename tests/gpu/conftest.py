@@ -1,8 +1,8 @@
-"""Tests that need GPUs; machines without a GPU skip them with the reason.
+"""Hooks for the tests that need GPUs. Without a GPU, they are skipped with the reason.
 
-Imports and compilations of FlashInfer and triton emit warnings, so warnings are not
-errors here. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every
-Nth test.
+Warnings are not errors here, because importing and compiling with FlashInfer and triton
+emits some. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every Nth
+test, from test I on.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 _HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(trylast=True)  # after -m has selected tests
+@pytest.hookimpl(trylast=True)  # runs after -m has selected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     index, _, num_shards = os.environ.get("BATON_TEST_SHARD", "0/1").partition("/")
     items[:] = items[int(index) :: int(num_shards)]
@@ -41,7 +41,9 @@ def _skip_reason() -> str | None:
 
 @pytest.fixture
 def made() -> Iterator[list[Any]]:
-    """A list of objects that are closed at the end of the test, in reverse order."""
+    """A list to which a test adds objects. At its end, they are closed in reverse
+    order.
+    """
     objects: list[Any] = []
     yield objects
     for each in reversed(objects):

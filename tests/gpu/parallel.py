@@ -1,10 +1,10 @@
 """Runs tests/gpu in parallel processes: python tests/gpu/parallel.py [pytest options].
 
-Most of these tests wait for processes to start, so a machine with many cores runs them
-all concurrently. Each file has a process of its own, or several shards if it takes
-long. The tests of one GPU are spread over all GPUs. Tests marked `alone` measure a
-complete GPU and run last. The script prints the failures, and leaves logs with the
-slowest tests in build/gpu-tests.
+Most of these tests wait for processes to start, so a machine with many cores can run
+all of them concurrently. Each file runs in a separate process, or in several shards if
+it takes long. Tests that need one GPU are distributed over all GPUs. Tests marked
+`alone` need a GPU without other load and run last. The script prints failures. It
+writes logs, with the durations of the slowest tests, to build/gpu-tests.
 """
 
 import os
@@ -69,7 +69,9 @@ def groups(devices: list[str], *, exclusive: bool) -> list[Group]:
 
 
 def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
-    """Runs the tests of a group; returns it with the exit code and the output."""
+    """Runs the tests of a group. Returns the group, pytest's exit code and the
+    output.
+    """
     command = [sys.executable, "-m", "pytest", "-q"]
     command += ["--durations=8", "--durations-min=1"]
     command += ["-p", "no:cacheprovider", "--tb=short"]
@@ -77,7 +79,7 @@ def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
     env = {
         "CUDA_VISIBLE_DEVICES": group.devices,
         "BATON_TEST_SHARD": group.shard,
-        # Many processes run concurrently, and their work on the CPU is small.
+        # Few threads, because many processes run concurrently and need little CPU time.
         "OMP_NUM_THREADS": "2",
     }
     started_s = time.monotonic()

@@ -1,8 +1,8 @@
 """Every architecture on a GPU in bfloat16.
 
-Graphs equal eager steps, and eager steps equal the CPU in float32, which tests/model
-compares with transformers. Weights are random; heads have sizes that the kernels
-support.
+Steps in CUDA graphs must equal eager steps, and these must be close to the CPU in
+float32, which tests/model compares with transformers. Weights are random. Heads have
+sizes that the kernels support.
 """
 
 from typing import Any
@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 512,
     "moe_intermediate_size": 64,
-    # For Gemma. Without it, random keys differ too much: rounding then changes tokens.
+    # Read only by Gemma. By default its random keys would differ so much that rounding
+    # changes tokens.
     "query_pre_attn_scalar": 256,
 }
 HEADS = {"head_dim": 64, "num_key_value_heads": 2}
@@ -36,8 +37,8 @@ LATENTS = {
     "v_head_dim": 64,
 }
 MAX_MEAN_ERROR = 0.15  # of logits around 1
-# The median of cosines: for two equally good experts, rounding may choose the other
-# one.
+# Minimum of the median cosine. It is a median, because rounding may change which of two
+# equally good experts a token gets.
 MIN_SIMILARITY = 0.995
 
 

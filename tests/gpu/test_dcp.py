@@ -1,6 +1,7 @@
-"""FlashInfer with ranks that share tokens, in eager and captured steps.
+"""FlashInfer with decode context parallelism (ranks that share tokens), in eager steps
+and in CUDA graphs.
 
-All ranks use one GPU.
+All ranks are threads on one GPU.
 """
 
 import numpy as np
@@ -37,6 +38,7 @@ def test_captured_decode_steps_of_ranks_attend_as_one_rank(name):
     tables = np.arange(1, 9).reshape(4, 2)
     lens = [3, 16, 40, 17]
     bench.check_step(lens, lens, tables)
-    for _ in range(20):  # until new tokens belong to another rank
+    # In so many steps, each rank gets new tokens to store.
+    for _ in range(20):
         lens = [n + 1 for n in lens]
         bench.check_captured_step(lens, tables, 8)

@@ -1,4 +1,4 @@
-"""The digest kernel equals torch on a CPU, and pulls are verified with it. One GPU."""
+"""The digest kernel equals torch on a CPU, and verifies pulls. One GPU is needed."""
 
 import importlib.util
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_kernel_computes_the_same_digest_as_torch(scoped_case, widen, piece_byte
         assert gpu_pool.base_address % 256 == 0
         cpu_pool.flat_bytes.random_(0, 256)
         gpu_pool.flat_bytes.copy_(cpu_pool.flat_bytes)
-        torch.cuda.synchronize()  # digests are computed on a stream of their own
+        torch.cuda.synchronize()  # the digest is computed on a separate stream
         by_torch = Digester(endpoint, case.heads, cpu_pool)
         by_kernel = Digester(endpoint, case.heads, gpu_pool)
         assert by_kernel.values is not by_torch.values
@@ -46,7 +46,7 @@ def test_kernel_computes_the_same_digest_as_torch(scoped_case, widen, piece_byte
 
 
 class CorruptingPlacer(CudaPlacer):
-    """Flips one bit with each launch."""
+    """A placer that flips one bit in each launch."""
 
     def _place(
         self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors

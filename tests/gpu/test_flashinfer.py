@@ -1,7 +1,7 @@
 """FlashInfer equals plain attention in float64, for all layouts and kinds of steps.
 
-One GPU. Rows of the pool that no test wrote are NaN. So a kernel that reads beyond a
-sequence's own tokens has a wrong result.
+One GPU is needed. Unwritten rows of the pool are NaN, so that reading beyond the tokens
+of a sequence shows in the result.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from tests.attention.reference import (
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
-# Scales of K and V of two layers. The third is so small that the largest keys are
-# clamped.
+# Scales of K and V of layer 0, then of layer 1. The third scale is so small that the
+# largest keys are clamped.
 SCALES = (0.02, 0.5, 0.003, 1.0)
 make = partial(plain.make, name="flashinfer")
 check_step = partial(plain.check_step, tolerance=TOLERANCE)
@@ -114,7 +114,7 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
     seqs = make_sequences(shape, LENS)
     backend = make(shape, **options)
     last = LAST_TOKENS
-    # Decodes before, between and after chunks of prompts.
+    # Single tokens are before, between and after chunks of prompts.
     mixed = [last[0], last[1], (2, 8, 17), last[4], last[3]]
     check_steps(
         backend,
@@ -168,26 +168,26 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
     backend = make(shape)
     check_step(backend, shape, seqs, [(2, 0, 150), (4, 0, 39)])
     assert fresh_prompts(backend) == []
-    # A decode, a chunk with context, a complete prompt, the first chunk of another
-    # prompt. Padding is NaN.
+    # The step has a decode, a chunk with context, a complete prompt, and the first
+    # chunk of a second prompt. Rows of padding are NaN.
     mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
     check_step(backend, shape, seqs, mixed, num_padding=3)
     assert fresh_prompts(backend) == [700, 600]
-    # Later steps read what the prompts stored: a decode after a prompt, and a chunk.
+    # This later step reads what the prompts have stored: for a decode, and for a chunk.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
-    # If several prompts are fresh, each must be long. For a single or the last prompt,
-    # a lower bound holds.
+    # Fresh prompts (without context) read the KV of the step if each is long. For a
+    # single or the last fresh prompt, a shorter length is enough.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])
     assert fresh_prompts(backend) == [513]
-    # A prompt that is followed by other prompts is read from the pool.
+    # A long prompt that is followed by a short one is read from the pool.
     check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)])
     assert fresh_prompts(backend) == []
 
 
 def fresh_prompts(backend: AttentionBackend) -> list[int]:
-    """Tokens of each fresh prompt of the planned step."""
+    """Returns the number of tokens of each fresh prompt in the planned step."""
     kernels, *_ = backend._kernels.values()
     return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
@@ -227,7 +227,9 @@ def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, hopper):
 @pytest.mark.alone  # 64 GiB
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
 def test_blocks_beyond_32_bits_of_elements(kv_dtype):
-    """A pool of 2**32 + elements: block strides must not overflow."""
+    """The pool has more than 2**32 elements, so 32-bit offsets of blocks would
+    overflow.
+    """
     shape = gpu_shape(
         num_kv_heads=8, num_blocks=140_000, block_size=64, kv_dtype=kv_dtype
     )
@@ -255,7 +257,8 @@ def test_captured_step_serves_later_batches_of_its_size(options):
     lens = [90, 33, 300, 5, 64]
     seqs = make_sequences(shape, lens)
     backend = make(shape)
-    for seq, length in enumerate(lens):  # all tokens except the last of each
+    # This stores all tokens except the last one of each sequence.
+    for seq, length in enumerate(lens):
         if length > 1:
             check_step(backend, shape, seqs, [(seq, 0, length - 1)])
     captured = _CapturedStep(backend, shape, seqs, 4, (3, 4))
@@ -265,7 +268,7 @@ def test_captured_step_serves_later_batches_of_its_size(options):
         [(2, 299), (0, 89), (1, 32), (3, 4)],
     ):
         captured.check(rows)
-        # A longer eager step in between must not change what the graph reads.
+        # A longer eager step between replays must not change what the graph reads.
         check_step(backend, shape, seqs, [(2, 0, 299)])
 
 
@@ -292,7 +295,9 @@ def test_captured_step_cuts_long_contexts_among_short_ones(num_seqs, kv_dtype):
 def in_graph(
     call: Callable[[], torch.Tensor],
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Captures a call in a graph, after it has run once; returns graph and result."""
+    """Runs `call` once, then captures it in a CUDA graph. Returns the graph and its
+    result.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -304,9 +309,9 @@ def in_graph(
 
 
 class _CapturedStep:
-    """A step of `num_rows` single tokens in a graph.
+    """A CUDA graph of a step with `num_rows` single tokens.
 
-    It is captured with one sequence. `first` is its number and its position.
+    The graph is captured with one sequence: `first` is (sequence, position).
     """
 
     def __init__(
@@ -326,7 +331,9 @@ class _CapturedStep:
         self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
 
     def check(self, rows: list[tuple[int, int]]) -> None:
-        """Replays a step of rows (sequence, position) and checks its output."""
+        """Replays the graph with these rows, (sequence, position), and checks the
+        output.
+        """
         parts = (self.seqs.q, self.seqs.k, self.seqs.v)
         for part, target in zip(parts, self.static, strict=True):
             for row, (seq, position) in enumerate(rows):
@@ -403,9 +410,11 @@ def test_unsupported_pools_are_refused(shape, message):
 
 @both_pools
 def test_long_fresh_prompt_reads_the_same_numbers_as_later_steps(options):
-    """Other kernels compute fresh prompts than prompts with stored context.
+    """Fresh prompts (without context) are computed by different kernels than other
+    prompts.
 
-    Both must read the same numbers, and store the same as the torch backend.
+    Both kernels must read the same numbers, and store the same numbers as the torch
+    backend.
     """
     shape = gpu_shape(order="LBCNHD", num_blocks=300, **options)
     seqs = make_sequences(shape, [800, 40, 600])

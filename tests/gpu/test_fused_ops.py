@@ -1,4 +1,4 @@
-"""Fused operations equal their plain definitions in float32. One GPU."""
+"""Fused operations equal their plain definitions in float32. One GPU is needed."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,9 @@ def test_tokens_sampled_on_the_device_are_filled_in():
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
 )
 def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
-    """A product starts before its predecessor ends, but must read its result."""
+    """Each product reads the result of the one before. The kernel may start before that
+    is complete, and must wait for it.
+    """
     kernels = fused_ops.kernels()
     product = kernels.one_row
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
@@ -117,7 +119,9 @@ def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_attention_kernels_pass_their_self_tests(num_q, num_kv, dim, order, dtype):
-    """As at the start of a server. tests/kernels tests more of this without a GPU."""
+    """These self-tests also run when a server starts. tests/kernels has more cases,
+    without a GPU.
+    """
     pool = KVPool(KVLayout(order, 6, num_kv, 2, 2, 16, dim, dtype), device="cuda")
     caches = (pool.component(1, 0), pool.component(1, 1))
     scales = (1.0, 1.0) if dtype == "bfloat16" else (0.03, 0.002)
@@ -145,7 +149,8 @@ def test_gated_product_of_many_rows_equals_float64(sizes, dtype):
     weight_before = weight.clone()
     actual = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
-    # Closer than the result of two kernels, which round gate and up in between.
+    # The tolerance is smaller than the error of two kernels, which round gate and up
+    # between them.
     torch.testing.assert_close(
         actual.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3
     )
@@ -165,7 +170,7 @@ def test_gated_product_refuses_shapes_that_its_tiles_do_not_fit():
 
 
 def test_feed_forward_of_many_rows_equals_that_of_few_rows():
-    """One kernel computes the rows of a long step; two compute a short step."""
+    """A step of many rows uses one kernel, a step of few rows uses two."""
     columns = Columns([Linear(torch.randn(512, 256, **BF16) / 16) for _ in range(2)])
     x = torch.randn(1030, 256, **BF16)
     assert_close(columns.gated(x)[1000:], columns.gated(x[1000:]))

@@ -1,4 +1,4 @@
-"""Experts on a GPU equal the CPU, in graphs, for any number of tokens."""
+"""Experts in CUDA graphs on a GPU equal the CPU, for any number of tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ EXPERTS_PER_TOKEN = 3
 NUM_SEQS = 200
 F16 = torch.float16
 BF16 = torch.bfloat16
-# Dtype and activation for which each implementation is used.
+# By implementation: the dtype and the activation for which it is used.
 IMPLEMENTATIONS = {
     "kernels": (BF16, "silu"),
     "grouped": (BF16, "gelu"),
@@ -34,7 +34,7 @@ IMPLEMENTATIONS = {
 
 @contextmanager
 def forbid_waiting() -> Iterator[None]:
-    """Makes each wait of the host for the GPU an error."""
+    """Within the block, raise if the host waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -49,7 +49,9 @@ def forbid_waiting() -> Iterator[None]:
 )
 @torch.inference_mode()
 def test_experts_in_a_graph_equal_the_cpu(rank_experts, implementation, num_tokens):
-    """The experts of one rank. The last two experts of the model get no tokens."""
+    """Only the experts of one rank are computed. The model's last two experts get no
+    tokens.
+    """
     torch.manual_seed(num_tokens)
     dtype, activation = IMPLEMENTATIONS[implementation]
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)

@@ -1,4 +1,4 @@
-"""All kernels that any mix of requests needs are loaded before `ready`."""
+"""All kernels that requests can need are loaded before a server is ready."""
 
 import json
 import random
@@ -85,7 +85,7 @@ _SCHEMA = {
 
 def _options(*more: str, context: int = _CONTEXT) -> tuple[str, ...]:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
-    # Other tests may slow this GPU down, so that large batches of requests wait long.
+    # A long queue is allowed, because other tests may slow this GPU down.
     capacity = ("--kv-cache-tokens", "65536", "--max-queue-s", "600")
     return (*gpu, "--max-model-len", str(context), *capacity, *more)
 
@@ -131,7 +131,7 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
 def test_no_request_loads_a_kernel(
     kind, prefill_options, decode_options, tmp_path, monkeypatch
 ):
-    # Kernels may have to be compiled.
+    # The start may take long, because kernels may have to be compiled.
     monkeypatch.setattr(cluster, "START_TIMEOUT_S", 500.0)
     model = _make_model(kind, tmp_path)
     p = partial(start_prefill, model, *_options(*prefill_options))
@@ -159,9 +159,9 @@ def test_late_kernels_and_modules_are_counted():
 
 
 def _make_model(kind: str, folder: Path) -> Path:
-    """A model with random weights, with heads that the kernels support.
+    """Saves a model with random weights, and with heads that the kernels support.
 
-    It has the tokenizer of the trained models.
+    The tokenizer is that of the trained models.
     """
     architecture, shape = KINDS[kind]
     trained = model_dir("gqa4")
@@ -194,7 +194,7 @@ def _prompt(length: int, rng: random.Random = random.Random(11)) -> list[int]:  
 def _complete_through_both(
     prefiller: Server, decoder: Server, prompt: list[int], **members: Any
 ) -> None:
-    """Sends a request through both servers, like the proxy."""
+    """Sends a request through both servers, as the proxy does."""
     params = prefill(prefiller.url, prompt, **members)
     complete(decoder.url, prompt, **members, kv_transfer_params=params)
 
@@ -204,7 +204,8 @@ def _send_all_lengths(prefiller: Server, decoder: Server) -> None:
         prompt = _prompt(length)
         _complete_through_both(prefiller, decoder, prompt)
         complete(decoder.url, _prompt(length))
-        for server in (prefiller, decoder):  # the beginning of this prompt is cached
+        # The beginning of these longer prompts is cached.
+        for server in (prefiller, decoder):
             complete(server.url, prompt + _prompt(length % 700 + 1))
 
 
@@ -237,9 +238,9 @@ def _chat(server: Server, **members: Any) -> None:
 
 
 def _send_crowds(prefiller: Server, decoder: Server) -> None:
-    """Sends all kinds of requests concurrently, in random order.
+    """Sends many requests of all kinds concurrently, in random order.
 
-    They form large batches, and steps of all kinds.
+    So steps have large batches, and mixes of all kinds of requests.
     """
     rng = random.Random(5)
     calls: list[Callable[[], Any]] = []

@@ -1,7 +1,7 @@
-"""Prefill and decode servers on GPUs answer like the decode server by itself.
+"""Pairs of prefill and decode server on GPUs answer like the decode server alone.
 
-In 16 bits, ranks that sum in another order may choose the other one of two tied tokens.
-Up to there the tokens and their log probabilities must be the same.
+In 16 bits, results depend on the order of sums, so of two tied tokens either may be
+chosen. Up to such a tie, tokens and log probabilities must agree.
 """
 
 import zlib
@@ -63,7 +63,7 @@ _NHD = on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
 _SHARED = on_gpus("0,1", dcp=2)
 _EXPERTS = on_gpus(max_num_seqs=256)
-# With fewer than four GPUs, P and D share two.
+# With fewer than four GPUs, P and D share the same two.
 _OTHER_TWO = "2,3" if torch.cuda.device_count() >= 4 else "1,0"
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
@@ -124,7 +124,9 @@ _CELLS = [
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
-    """Starts the servers of all cells at once: starting takes most of the time."""
+    """Starts the servers of all cells at once, because starting takes most of the
+    time.
+    """
     cells = [
         item.callspec.params
         for item in request.session.items
@@ -158,9 +160,9 @@ def test_pair_answers_like_the_decode_server_by_itself(engines, model, p, d, req
 
 
 def assert_same_up_to_a_tie(actual: Reply, expected: Reply, tolerance: float) -> None:
-    """Compares log probabilities up to the first token that differs.
+    """Compares log probabilities up to and including the first token that differs.
 
-    At a tie, both tokens have the same log probability.
+    That token must be a tie, with the same log probability in both replies.
     """
     pairs = zip(actual.token_ids, expected.token_ids, strict=True)
     num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), NUM_TOKENS)

@@ -1,6 +1,6 @@
-"""Pulls on GPUs: the place kernel, and pulls from other processes.
+"""Pulls on GPUs: the kernel that places KV, and pulls from other processes.
 
-Pulls are mapped or use NIXL.
+Pulls use mapped memory or NIXL.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
 
 
 def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch.Tensor:
-    """The content of `target` after all copies.
+    """Returns the expected content of `target` after all copies.
 
-    It is computed on the CPU, by the kernel's arithmetic and torch's conversion.
+    The copies run on the CPU, with the kernel's arithmetic and torch's conversions.
     """
     result = target.tensor.cpu().clone()
     for copy in transfer.copies():
@@ -78,7 +78,7 @@ def check(
     make: Callable[[KVPool], Placer],
     launch_bytes: int = 1 << 30,
 ) -> None:
-    """Asserts that a placer computes what the kernel's arithmetic computes."""
+    """Asserts that a placer's result equals that of `emulated`."""
     d_rank %= case.d.tp
     sources = [random_pool(case, case.p, rank, rank) for rank in range(case.p.tp)]
     target = random_pool(case, case.d, d_rank, 99)
@@ -87,7 +87,7 @@ def check(
     placer = make(target)
     placer.bind_thread()
     memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
-    torch.cuda.synchronize()  # placers have streams of their own
+    torch.cuda.synchronize()  # the placer uses a separate stream
     tokens = [
         placer.launch(copy, memories[copy.owner], transfer.scale_factors)
         for copy in split_into_launches(transfer.copies(), launch_bytes)
@@ -129,7 +129,7 @@ def test_kernel_equals_its_arithmetic(
     p = dataclasses.replace(case.p, dtype=dtypes[0])
     d = dataclasses.replace(case.d, dtype=dtypes[1])
     if is_scaled and p.dtype == "float8_e4m3fn":
-        # Some products with these scales are too large for FP8.
+        # With these scales, some products exceed the range of FP8.
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
         p = dataclasses.replace(p, scales=scales)
     case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
@@ -159,7 +159,8 @@ def test_torch_equals_the_kernel(case, d_rank, dtypes, make):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_kernel_places_latents_of_every_dtype(source, target):
-    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)  # both ranks have the same head
+    # Both ranks have a copy of the only head.
+    p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)
     d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
     check(case, 0, by_kernel, 1 << 20)
@@ -219,7 +220,7 @@ def assert_pulls(
     stop: int = 24,
     blocks: tuple[int, ...] = (3, 1, 7),
 ) -> None:
-    """Pulls tokens [start, stop) into blocks and compares them."""
+    """Pulls tokens [start, stop) into these blocks and compares all bytes."""
     remote = prefill.lease([5, 2, 9], stop)
     targets = list(blocks)
     decode.coordinator.pull(f"pull {start} to {stop}", remote, start, stop, targets)
@@ -252,7 +253,7 @@ def test_pull_from_another_process(made, source, target, p, d):
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_pull_from_a_pool_of_the_same_process(made, source, target):
-    """The memory of this process is read without an IPC handle."""
+    """Memory of the same process must be read without an IPC handle."""
     prefill = Prefill(lambda: nixl("P", source), device=source)
     made.append(prefill)
     assert_pulls(decode_on(target, made), prefill)
@@ -282,7 +283,7 @@ def test_pull_over_nixl(made, source, target, p, path):
         assert np.array_equal(decode.tokens([3, 1, 7], 0, 23), expected(remote, 0, 23))
 
 
-# 24 MiB: a kernel with a single thread block takes a while to copy it.
+# 24 MiB, for which a kernel with a single thread block takes noticeably long.
 BIG = {"num_blocks": 4096, "block_size": 8}
 
 
@@ -308,7 +309,7 @@ def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
     first = decode.wait(*ENDINGS)
     assert isinstance(first, PullDone), first
     prefill.signal(signal.SIGKILL)
-    start_pulls(8, 18)  # some of them run while the peer dies
+    start_pulls(8, 18)  # some of these pulls are running when the peer dies
     prefill.process.join()
     start_pulls(18, 20)
     endings = [decode.wait(*ENDINGS) for _ in leases[1:]]
@@ -335,6 +336,6 @@ def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
     decode.wait(*ENDINGS)
     prefill.request(free=True)
     for _ in leases[1:]:
-        # Any ending is right, because P broke its lease.
+        # Any ending is allowed, because P has broken its lease.
         decode.wait(*ENDINGS)
     assert_pulls(decode, prefill_on(source, made))

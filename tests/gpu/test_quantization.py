@@ -1,4 +1,6 @@
-"""Products with quantised weights on a GPU equal float64, and so do complete models."""
+"""On a GPU, products with quantised weights equal float64, and quantised models the
+CPU.
+"""
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from tests.model.test_weights import SHAPES, check_upload
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-# Kind, columns multiplied at a time, whether groups have scales and zeros, scales'
-# dtype.
+# A format: kind of codes, number of columns in a group, whether groups have scales and
+# zero points, dtype of the scales.
 WEIGHT_FORMATS = [
     ("fp8", 128, False, False, torch.float32),
     ("fp8", 128, True, False, torch.float32),
@@ -31,7 +33,9 @@ WEIGHT_FORMATS = [
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64, 128, 129, 300, 700])
 @torch.inference_mode()
 def test_product_equals_float64(weight_format, rows):
-    """The error is below 1 % of the norm; if inputs are in FP8 too, below 6 %."""
+    """The error must be below 1 % of the norm, or below 6 % if inputs are in FP8
+    too.
+    """
     device = torch.device("cuda")
     weight = products.example_weight((*weight_format, BF16, device))
     assert products.unsupported_reason(weight) is None
@@ -48,7 +52,7 @@ def test_product_equals_float64(weight_format, rows):
         [0, rows // 2, rows // 2, rows, rows], dtype=torch.int32, device=device
     )
     graph = torch.cuda.CUDAGraph()
-    products.multiply_groups(experts, x, ends)  # loads all kernels
+    products.multiply_groups(experts, x, ends)  # loads all kernels before the capture
     with torch.cuda.graph(graph):
         actual = products.multiply_groups(experts, x, ends)
     actual.zero_()
@@ -74,7 +78,7 @@ def test_fused_products_of_one_row_accept_fp8(rows, width):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_model_equals_the_cpu(tmp_path, name, monkeypatch):
-    # Weights are uploaded in parts of this size, as if they were large.
+    # With so small parts, weights are uploaded in several parts, as if they were large.
     monkeypatch.setattr("model.weights._MIN_PART_BYTES", 1 << 12)
     make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])

@@ -1,6 +1,7 @@
-"""Servers refuse what cannot work on this machine's GPUs.
+"""Servers refuse configurations that cannot work on this machine's GPUs.
 
-They do so at the start or at the handshake, with the reason and the option that helps.
+The refusal is at the start or at the handshake, and names the reason and the option
+that helps.
 """
 
 import re
@@ -46,7 +47,7 @@ _REFUSED = {
 
 
 def _start_refused(argv: tuple[str, ...]) -> str:
-    """Starts a server that must end; returns the reason that it prints."""
+    """Starts a server that must end by itself. Returns the reason that it prints."""
     options = ["--port", "0", "--served-model-name", "test-model", *_GPU, *argv]
     try:
         server = start("decode_server", "--model", str(model_dir("gqa4")), *options)
@@ -58,7 +59,9 @@ def _start_refused(argv: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def reasons() -> Iterator[dict[str, Future[str]]]:
-    """Starts all servers at once, because most of their time is spent on imports."""
+    """Starts all refused servers at once, because they spend most of the time on
+    imports. Yields their printed reasons.
+    """
     with ThreadPoolExecutor(len(_REFUSED)) as pool:
         yield {
             name: pool.submit(_start_refused, argv)
@@ -74,7 +77,9 @@ def test_server_that_cannot_work_ends_with_the_reason(reasons, name):
 
 @pytest.fixture(scope="module")
 def pairs_on_different_devices() -> Iterator[list[tuple[Server, Server]]]:
-    """P and D on different kinds of devices, which may use the mapped path only."""
+    """Pairs with P and D on different kinds of devices, configured for mapped memory
+    only.
+    """
     model = model_dir("gqa4")
     pinned = ["--transfer", "mapped", "--kv-load-failure-policy", "fail"]
     with ThreadPoolExecutor(4) as pool:

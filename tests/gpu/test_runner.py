@@ -1,7 +1,8 @@
-"""Models on a GPU: flashinfer equals torch, graphs equal eager steps, memory errors.
+"""Models on a GPU: FlashInfer equals torch attention, graphs equal eager steps, and
+memory errors.
 
-One GPU. The tests use the small trained models if they exist, else dummy weights of
-small shapes.
+One GPU is needed. The tests use small trained models if there are any, otherwise small
+models with dummy weights.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
 RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
-BLOCKS = 512  # of a pool
+BLOCKS = 512  # number of blocks in a pool
 
 
 def config_for(folder: Path, **options: Any) -> EngineConfig:
@@ -83,7 +84,8 @@ def step_of(
     num_groups: int = 1,
     **members: Any,
 ) -> StepInput:
-    """A step of the first of PROMPTS' sequences. Each sequence samples a token.
+    """Returns a step of the first len(parts) sequences of PROMPTS. Each samples a
+    token.
 
     Args:
         parts: The tokens of each sequence in this step.
@@ -102,15 +104,15 @@ def step_of(
 def step_at(
     index: int, parts: list[list[int]], sampling: SamplingParams, **members: Any
 ) -> StepInput:
-    """Step `index` of PROMPTS' continuation.
+    """Returns step `index` of the continuation of PROMPTS.
 
-    The first step computes the prompts, later steps compute `parts`.
+    Step 0 computes the prompts. Later steps compute `parts`.
     """
     context_lens = [len(prompt) + index for prompt in PROMPTS]
     return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
 
 
-# Placeholders for the tokens that the previous step, still in flight, samples.
+# Placeholders for the tokens that the previous step samples, which is still in flight.
 SAMPLED_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]
 
 
@@ -124,7 +126,8 @@ def decode(
     """Continues PROMPTS.
 
     Args:
-        forced: Tokens [step][sequence] to continue with instead of the sampled ones.
+        forced: Tokens [step][sequence] that replace the sampled ones as input of the
+            next step.
 
     Returns:
         Tokens [step][sequence] and logits [step, sequence, vocab].
@@ -142,7 +145,9 @@ def decode(
 def assert_same_but_for_ties(
     tokens: list[list[int]], logits: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    """Compares logits; tokens must be the best ones unless two are about as good."""
+    """Compares logits. Each token must be the best one, or nearly as good as the best
+    one.
+    """
     torch.testing.assert_close(logits, expected, atol=LOGIT_TOLERANCE, rtol=0.02)
     best = expected.topk(2).values
     is_clear = best[..., 0] - best[..., 1] > 2 * LOGIT_TOLERANCE
@@ -174,9 +179,9 @@ def test_flashinfer_in_graphs_equals_torch_and_eager_steps(name, backend, bits):
 @pytest.mark.parametrize("name", SERVED)
 @torch.inference_mode()
 def test_prompts_in_graphs_equal_eager_steps(name):
-    """New and continued prompts of any size, together with a sequence that decodes.
+    """Steps have new and continued prompts of any size, and a sequence that decodes.
 
-    Rows that a graph adds must not write to blocks of other sequences.
+    Rows that a graph adds as padding must not write to blocks of other sequences.
     """
     with runner_for(MODELS[name]) as runner:
         groups = runner.groups.count
@@ -208,7 +213,8 @@ def test_prompts_in_graphs_equal_eager_steps(name):
 def continue_ahead(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
-    """Launches each step before the tokens of the previous step are read.
+    """Continues PROMPTS. Launches each step before reading the tokens of the previous
+    step.
 
     Returns:
         Tokens [step][sequence].
@@ -237,9 +243,10 @@ def test_steps_launched_ahead_sample_the_same_tokens(name, enforce_eager):
 
 
 def masks_of(vocab_size: int, index: int) -> np.ndarray:
-    """Random masks for every second of PROMPTS, the same on every rank.
+    """Returns random token masks for every second sequence of PROMPTS, equal on every
+    rank.
 
-    The other rows allow all tokens.
+    The masks of the remaining rows allow all tokens.
     """
     words = -(-vocab_size // 32)
     random = np.random.default_rng(index)
@@ -251,7 +258,8 @@ def masks_of(vocab_size: int, index: int) -> np.ndarray:
 def continue_masked(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
-    """Launches each step before its masks are known. Only rank 0 gets the masks.
+    """Continues PROMPTS. Launches each step before its masks are known. Only rank 0
+    gets them.
 
     Returns:
         Tokens [step][sequence].
@@ -269,7 +277,7 @@ def continue_masked(
 
 
 def assert_allowed(tokens: list[list[int]], vocab_size: int) -> None:
-    """Asserts that the masks of masks_of allow the tokens."""
+    """Asserts that the masks of `masks_of` allow these tokens."""
     for index, step_tokens in enumerate(tokens):
         masks = masks_of(vocab_size, index)
         for row, token in enumerate(step_tokens):
@@ -322,7 +330,8 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
         masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
         in_flight = []
         for index in range(6):
-            # The first steps compile kernels, which waits for the GPU.
+            # Later steps must not wait. The first steps do, because they compile
+            # kernels.
             mode = "error" if index > 2 else "default"
             torch.cuda.set_sync_debug_mode(mode)
             try:
@@ -338,7 +347,9 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
 
 @contextmanager
 def no_memory() -> Iterator[None]:
-    """Allocates all memory that this process may have on the device."""
+    """Within the block, all memory that this process may have on the device is
+    allocated.
+    """
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     limit = torch.cuda.memory_reserved() + (8 << 20)
@@ -363,7 +374,7 @@ def test_step_that_ran_out_of_memory_can_be_repeated():
         in_flight = runner.launch(first)
         with no_memory(), pytest.raises(StepFailed, match="OutOfMemoryError"):
             runner.launch(step_of([PROMPTS[3]], [130]))
-        # The step that was launched before is not affected.
+        # The step that was launched before the memory ran out is not affected.
         first_ids = in_flight.result().token_ids
         second_ids = runner.execute(step_of([first_ids], [71])).token_ids
         assert first_ids + second_ids == expected
@@ -395,7 +406,7 @@ def test_float32_on_the_gpu_equals_the_cpu(name):
     torch.testing.assert_close(logits.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.alone  # other processes would take memory of the GPU
+@pytest.mark.alone  # otherwise tests in other processes would take memory of the GPU
 @pytest.mark.parametrize("name", SERVED[:1])
 def test_pool_is_sized_by_the_free_memory(name):
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:

@@ -1,4 +1,6 @@
-"""Tokens drawn on a GPU equal those drawn on the CPU, with and without shaping."""
+"""Tokens drawn on a GPU equal those drawn on the CPU, with and without penalties and
+masks.
+"""
 
 from typing import Any
 
@@ -46,7 +48,7 @@ def drawn(
 def test_mixed_rows_draw_the_same_tokens_as_on_the_cpu(vocab, width):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(45, vocab, generator=generator) * width
-    # Rounded, so that there are ties, also at the limits of top_k and top_p.
+    # The logits are rounded to make ties, also at the limits of top_k and top_p.
     logits[9:] = (logits[9:] * 8).round() / 8
     on_gpu, _ = drawn(logits, "cuda")
     on_cpu, _ = drawn(logits, "cpu")

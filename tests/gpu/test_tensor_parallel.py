@@ -1,7 +1,7 @@
-"""Two ranks on two GPUs, and four on four, compute the same as one rank.
+"""Two ranks on two GPUs, and four ranks on four GPUs, compute the same as one rank.
 
-Each rank has its share of the heads, or (dcp) of the tokens, or (ep) of the experts.
-The graphs contain the collectives.
+The ranks share the heads (tp), the tokens (dcp) or the experts (ep). The CUDA graphs
+contain the collective operations.
 """
 
 import multiprocessing
@@ -78,17 +78,17 @@ def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> No
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
-    os._exit(0)  # like a rank process of an engine
+    os._exit(0)  # as a rank process of an engine does
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def continued(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str, int], Any]]:
-    """Results of the ranks, which are started once for all models.
+    """Results of the ranks. The ranks are started once for all models.
 
-    They are by model, kind of group and rank: the tokens and logits of rank 0, and the
-    tokens of masked steps.
+    A key is (model, kind of group, rank). The values are the tokens and logits (on rank
+    0), and the tokens of masked steps.
     """
     num = request.param
     context = multiprocessing.get_context("spawn")
@@ -97,7 +97,8 @@ def continued(
     results = context.Queue()
     meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS}
     for name, _ in _JOBS:
-        _folder(name)  # trains the model before ranks would wait for it
+        # This trains the model if needed, so that the ranks need not wait for it.
+        _folder(name)
     ranks = [
         context.Process(target=_run_rank, args=(rank, num, meetings, results))
         for rank in range(num)

@@ -1,4 +1,6 @@
-"""Attention's own kernels in Triton's interpreter equal plain attention in float64."""
+"""Baton's attention kernels, run by Triton's interpreter, equal plain attention in
+float64.
+"""
 
 import importlib
 import sys
@@ -26,7 +28,7 @@ dcp, decode, storing, widening = (
     importlib.import_module(f"attention.kernels.{name}")
     for name in ("dcp", "decode", "store", "widen")
 )
-# Kernels compute with rows that nothing has written, and that nothing reads later.
+# Kernels also compute with uninitialized rows, and ignore the results.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALES = (0.02, 0.5, 0.003, 1.0)
 
@@ -45,7 +47,7 @@ def _no_gpu():
         sys.modules["flashinfer.utils"].is_sm90a_supported = lambda device: False
         patch.setattr("attention.flashinfer_base.check_supported", lambda *args: None)
         patch.setattr("attention.self_test._CONTEXTS", (5, 64))
-        # With few pieces, a piece has several tiles.
+        # With so few pieces, a piece has several tiles.
         patch.setattr("attention.pieces.SPARE_PIECES", 3)
         patch.setattr(torch, "empty", empty_unpinned)
         patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -93,12 +95,14 @@ def problems(draw):
 
 
 def last_tokens(lens):
-    """The span of the last token of each sequence."""
+    """Returns the span (sequence, start, stop) of the last token of each sequence."""
     return [(seq, length - 1, length) for seq, length in enumerate(lens)]
 
 
 def backend_after_prompts(shape, seqs, lens):
-    """The backend over a pool that has all but the last token of each sequence."""
+    """Returns a backend and its pool, which has all tokens but the last of each
+    sequence.
+    """
     pool = plain.make_pool(shape)
     prompts = [(seq, 0, length - 1) for seq, length in enumerate(lens) if length > 1]
     if prompts:
@@ -107,7 +111,7 @@ def backend_after_prompts(shape, seqs, lens):
 
 
 def assert_same_bytes(pool, other):
-    """Compares layer 1 of two pools; the null block may differ."""
+    """Asserts that layer 1 of two pools is equal, except in the null block."""
     blocks, other_blocks = (
         each.view(1)[1:].view(torch.uint8) for each in (pool, other)
     )
@@ -136,7 +140,9 @@ def test_single_tokens_equal_plain_attention(problem):
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
-    """Recorded launches run again with the tensors of the capture, as a graph does."""
+    """The launches are recorded and repeated with the captured tensors, as in a CUDA
+    graph.
+    """
     shape = fp8_shape(layers=(LayerAttention(AttentionKind(window)),) * 2)
     lens = [130, 65, 400, 7]
     seqs = plain.make_sequences(shape, lens)
@@ -168,7 +174,9 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
 
 
 def rotate_halves(x, cos_sin):
-    """[T, H, D] rotated in float32 by cos_sin [T, D], rounded to bfloat16."""
+    """Returns [T, H, D], rotated in float32 by cos_sin [T, D] and rounded to
+    bfloat16.
+    """
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).bfloat16()
@@ -202,7 +210,7 @@ def test_keys_and_values_are_normed_rotated_and_stored(
     norms = None
     weights = torch.ones(sum(sizes), dim)
     if has_norms:
-        rows = rows.sign()  # the norm of -1 and 1 is exact
+        rows = rows.sign()  # -1 and 1 make the norm exact
         norms = (torch.rand(dim), torch.rand(dim))
         by_component = torch.stack([norms[0], norms[1], norms[0]])
         weights = by_component.repeat_interleave(torch.tensor(sizes), 0)
@@ -287,7 +295,7 @@ def test_partial_results_of_ranks_are_merged(size, rank_heads, dim, dtype):
     outs = torch.randn(size, rows, heads, dim).to(dtype)
     lses = 3 * torch.randn(size, rows, heads)
     absent = torch.rand(size, rows) < 0.5
-    # At least one rank has tokens.
+    # Of each row, at least one rank has tokens.
     absent[torch.arange(rows) % size, torch.arange(rows)] = False
     outs[absent] = float("nan")
     packed = [

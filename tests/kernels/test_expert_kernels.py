@@ -17,7 +17,7 @@ from tests.model.quantised_files import in_groups
 from tests.model.test_config import DEEPSEEK
 from tests.model.test_moe import ROUTERS
 
-# Kernels compute with undefined elements, which they ignore later.
+# Kernels also compute with uninitialized elements, and ignore the results.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HIDDEN = 128
 TOTAL = 6
@@ -27,7 +27,7 @@ kernels = fused_ops.experts()
 
 
 def make_experts(rank_experts, width, monkeypatch):
-    """The experts of a rank, with kernels and without them."""
+    """Returns the experts of a rank twice: with kernels, and in plain torch."""
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: dtype == BF16)
     monkeypatch.setattr(kernels, "is_supported", lambda gate_up, down: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -44,7 +44,9 @@ def make_experts(rank_experts, width, monkeypatch):
 
 @pytest.mark.parametrize("rank_experts", [range(6), range(2, 5), range(5, 6)], ids=str)
 def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
-    """One expert gets no tokens. All tiles passed their self-test before."""
+    """One expert gets no tokens. Before their first use, the kernels of all tiles have
+    passed a self-test.
+    """
     experts, plain = make_experts(rank_experts, 64, monkeypatch)
     assert experts.has_one_token_kernel
     assert not plain.has_one_token_kernel
@@ -58,9 +60,9 @@ def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
 @pytest.mark.parametrize("width", [64, 320])
 @pytest.mark.parametrize("size", [None, 32, 64])
 def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
-    """FP8 has scales of rows, or of groups of columns.
+    """FP8 weights have scales for rows, or for groups of columns.
 
-    One of a token's experts may be on another rank.
+    One of the token's experts may be on a different rank.
     """
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -84,7 +86,9 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
 
 
 def random_mxfp4(*shape):
-    """Random MXFP4 matrices [experts, out, in], with results of about the size of x."""
+    """Returns random MXFP4 matrices [experts, out, in]. Products with x have about the
+    size of x.
+    """
     *rows, width = shape
     return Quantized(
         codes=torch.randint(0, 256, (*rows, width // 2), dtype=torch.uint8),
@@ -109,7 +113,9 @@ def random_mxfp4(*shape):
 def test_mxfp4_experts_are_multiplied_as_stored(
     rank_experts, clamps, has_biases, width, monkeypatch
 ):
-    """Widths that are no multiple of 256 columns are padded. All tiles are tested."""
+    """Widths are padded to multiples of 256 columns. The kernels of all tiles are
+    tested.
+    """
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     count = len(rank_experts)
@@ -199,7 +205,8 @@ def test_deviating_expert_kernels_are_not_used_and_logged_once(
     monkeypatch, caplog, flaw, message
 ):
     monkeypatch.setattr(kernels, "mixture", lambda x, *_: flaw(x))
-    # The width depends on the case, because results of self-tests are cached by shape.
+    # Each case has a different width, because results of self-tests are cached by
+    # shape.
     width = 64 * len(message)
     pairs = [make_experts(range(2), width, monkeypatch) for _ in range(2)]
     assert not any(experts.has_one_token_kernel for experts, _ in pairs)

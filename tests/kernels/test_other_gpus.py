@@ -1,7 +1,7 @@
 """Baton's kernels compile for common GPUs and fit into their shared memory.
 
-Triton compiles for each GPU on any machine. Nothing runs. Each GPU has a process of its
-own.
+Triton can compile for any GPU without having it, so no kernel runs here. Each GPU has a
+separate process.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Kernels of products with quantised weights, run by Triton's interpreter.
 
-Their results are compared with the definition of the products.
+Results are compared with products of the dequantised weights.
 """
 
 import importlib
@@ -23,7 +23,9 @@ def assert_near(actual, expected):
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "num_out"), [(8, 67), (13, 17), (40, 80), (70, 1)])
 def test_product_equals_float64_with_and_without_splits(weight_format, rows, num_out):
-    """Products follow one another: one must not read what another left behind."""
+    """Several products run in sequence. None may read what an earlier one has left in
+    buffers.
+    """
     weight = example_weight((*weight_format, BF16, torch.device("cpu"))).map_parts(
         lambda part: part[:num_out].contiguous()
     )

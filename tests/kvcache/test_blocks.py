@@ -1,4 +1,6 @@
-"""The block state machine: single cases, then random transitions against a model."""
+"""The block state machine: single cases, then random transitions compared with a
+model.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -73,7 +75,9 @@ def test_integrity_check_detects_corrupted_state(corrupt):
 
 @dataclass
 class ModelBlock:
-    """A naive model of one block, written from docs/design.md, not from the code."""
+    """A simple model of one block. It follows docs/design.md, not the code under
+    test.
+    """
 
     uses: int = 0
     leases: int = 0
@@ -100,8 +104,8 @@ def is_exclusive(m: ModelBlock) -> bool:
     return m.state is USED and m.uses == 1 and not m.cached and not m.leases
 
 
-# For each transition: when it is legal, and its effect (values to set, or numbers to
-# add to counts).
+# A rule says in which states a transition is legal, and its effect: values to set, or
+# numbers to add if the field is `uses` or `leases`.
 Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
 TRANSITIONS: dict[str, Rule] = {
     "share": (holds_bytes, {"uses": 1}),
@@ -123,9 +127,10 @@ MARKS: dict[str, Rule] = {
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random transitions of random ids, legal or not, compared with the naive model."""
+    """Random transitions of random blocks, legal or not, compared with ModelBlock."""
 
-    # Few ids, mostly single, so that transitions often have the same block.
+    # Mostly single ids out of few, so that many transitions are of the same block. Some
+    # ids do not exist.
     single = st.integers(1, 3).map(lambda block: [block])
     ids = single | single | st.lists(st.integers(-1, 13), min_size=1, max_size=5)
 
@@ -144,9 +149,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         is_legal: Callable[[ModelBlock], bool],
         effect: dict[str, Any],
     ) -> None:
-        """Applies a transition to the allocator and the model.
+        """Applies a transition to the allocator and to the model.
 
-        It must succeed exactly if every id exists, occurs once and is in a legal state.
+        The transition must succeed if every id exists, occurs once and is in a legal
+        state, and raise otherwise.
         """
         has_duplicates = len(set(ids)) < len(ids)
         all_legal = all(b in self.model and is_legal(self.model[b]) for b in ids)

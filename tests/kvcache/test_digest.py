@@ -1,4 +1,4 @@
-"""The digest of KV does not depend on the layout; any wrong bit changes the digest."""
+"""The digest of KV does not depend on the layout, and any wrong bit changes it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def scoped_cases(draw: Any) -> tuple[Case, Scope]:
 
 
 def element_bytes(pool: KVPool) -> torch.Tensor:
-    """A view [B, H, L, C, N, bytes of D] of the pool."""
+    """Returns a view [B, H, L, C, N, bytes of D] of the pool."""
     layout = pool.layout
     shape = (*layout.shape[:-1], layout.head_dim * layout.itemsize)
     axes = [layout.order.index(axis) for axis in "BHLCND"]
@@ -44,10 +44,10 @@ def element_bytes(pool: KVPool) -> torch.Tensor:
 
 
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
-    """The pools of an engine with the case's KV, and random bytes elsewhere.
+    """Returns the pools of an engine: the KV of the case, and random bytes elsewhere.
 
-    A head's KV of a token is the same for every side, rank and seed. `seed` determines
-    only the other bytes.
+    The KV is the same for every side, rank and seed. `seed` determines only the random
+    bytes.
     """
     row_bytes = case.head_dim * case.layout(side, 0).itemsize
     shape = (case.stop, case.heads, case.layers, case.components, row_bytes)
@@ -69,7 +69,7 @@ def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
 
 
 def local_tokens(case: Case, side: Side, rank: int) -> np.ndarray:
-    """The tokens of the case that a rank stores."""
+    """Returns the tokens of the case that a rank stores."""
     return side.stored_tokens(rank, np.arange(case.start, case.stop))
 
 
@@ -108,7 +108,9 @@ def prefill_digest(case: Case, scope: Scope) -> bytes:
 def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
     scoped_case, piece_bytes
 ):
-    """The engines may differ in order, TP, DCP, copied heads, blocks and other KV."""
+    """The engines may differ in axis order, TP, DCP, replicated heads, block size, and
+    the content of all other blocks.
+    """
     case, scope = scoped_case
     expected = prefill_digest(case, scope)
     pools = pools_of(case, case.d, 2)
@@ -120,7 +122,9 @@ def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
 def flip_bit(
     case: Case, side: Side, rank: int, pool: KVPool, draw: Any
 ) -> tuple[int, int]:
-    """Flips one bit of the rank's KV; returns the token and the head of the model."""
+    """Flips one bit of the rank's KV. Returns its token, and its head (counted in the
+    model).
+    """
     token = int(draw(st.sampled_from(local_tokens(case, side, rank).tolist())))
     heads = side.heads(rank, case.heads)
     head = draw(st.sampled_from(heads))
@@ -135,9 +139,9 @@ def flip_bit(
 
 @given(scoped_cases(), st.data())
 def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
-    """Two bits are flipped on any rank, also on a rank with copied heads.
+    """Two bits are flipped on one rank, which may have heads that other ranks have too.
 
-    In a sum without keys, the two bits might cancel each other out.
+    The sums have keys, because in a plain sum the two bits might cancel each other out.
     """
     case, scope = scoped_case
     scope = replace(scope, samples=False)
@@ -148,7 +152,7 @@ def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
     rank = data.draw(st.sampled_from(ranks))
     before = pools[rank].flat_bytes.clone()
     flipped = [flip_bit(case, case.d, rank, pools[rank], data.draw) for _ in range(2)]
-    # The same bit may have been flipped twice.
+    # Skip the example if the same bit was flipped twice.
     assume(not torch.equal(pools[rank].flat_bytes, before))
     parts = parts_of(case, case.d, pools, scope)
     differences = scope.differences(parts, expected)
@@ -163,8 +167,10 @@ def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
 
 
 @given(scoped_cases(), st.data())
-def test_sample_finds_every_wrong_token(scoped_case, data):
-    """A wrong, stale or missing block has wrong tokens in all heads and layers."""
+def test_digest_of_sampled_layers_detects_every_wrong_token(scoped_case, data):
+    """A sample of layers is enough, because a wrong, stale or missing block has wrong
+    bytes in all heads and layers.
+    """
     case, scope = scoped_case
     scope = replace(scope, samples=True)
     ranks = ranks_with_tokens(case, case.d)
@@ -184,7 +190,7 @@ def test_samples_of_many_leases_cover_all_layers():
     samples = [
         Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)
     ]
-    # [leases, layers] of each chunk
+    # `layers` is [leases, sampled layers] of one chunk of tokens.
     for layers in np.stack(samples, axis=1):
         assert layers.shape[1] == 3
         assert set(layers.flat) == set(range(40))

@@ -1,4 +1,4 @@
-"""KV in FP8: rounding, clamping and NaN."""
+"""Conversion of KV to FP8: rounding, clamping and NaN."""
 
 import math
 

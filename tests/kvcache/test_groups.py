@@ -1,4 +1,4 @@
-"""Layers are divided into groups of equal size."""
+"""KV groups: layers are divided into groups of equal size, by their windows."""
 
 import pytest
 
@@ -9,7 +9,8 @@ from kvcache.groups import KVGroups, make_groups
     ("windows", "max_len", "groups", "sizes"),
     [
         ([None] * 32, 8192, (None,), {32}),
-        ([4096] * 32, 4096, (None,), {32}),  # no sequence is longer than the window
+        # Full attention, because no sequence is longer than the window.
+        ([4096] * 32, 4096, (None,), {32}),
         ([4096] * 32, 32768, (4096,), {32}),
         ([128, None] * 12, 131072, (None, 128), {12}),  # gpt-oss
         # Gemma 3 27B

@@ -1,4 +1,4 @@
-"""Strides and sizes of KVLayout, compared with numpy's."""
+"""Strides and sizes of KVLayout, compared with those of numpy arrays."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def test_strides_and_shape_equal_those_of_a_contiguous_array(layout):
     by_axis = dict(zip(layout.order, array.strides, strict=True))
     assert layout.nbytes == array.nbytes
     for axis in AXES:
-        # numpy has strides of axes of size 1 as well, so every axis can be compared.
+        # numpy also has strides for axes of size 1, so every axis can be compared.
         assert layout.byte_strides[axis] == by_axis[axis]
         assert layout.strides[axis] * layout.itemsize == by_axis[axis]
 
@@ -52,7 +52,8 @@ def test_sizes_in_bytes():
 
 
 def test_record_carries_every_field_across_the_wire():
-    assert BASE.strides  # a cached property must not become a part of the record
+    # This computes a cached property, which must not become part of the record.
+    assert BASE.strides
 
     record = msgspec.msgpack.decode(msgspec.msgpack.encode(BASE), type=LayoutRecord)
     assert KVLayout.from_record(record) == BASE

@@ -1,4 +1,4 @@
-"""Leases end exactly once, and only held leases can be renewed or completed."""
+"""Each lease ends exactly once, and only held leases can be renewed or completed."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,13 +21,15 @@ def test_tombstones_are_bounded_by_count_and_age(monkeypatch):
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Every lease ends once, and only held blocks get `ok` (I3, I4, I5)."""
+    """Random calls of LeaseTable: every lease ends once, and `complete` succeeds only
+    for held leases (invariants I3, I4, I5).
+    """
 
     @initialize()
     def begin(self) -> None:
         self.table = LeaseTable()
         self.now = 0.0
-        # The model: deadlines of held leases.
+        # The expected state: deadlines of held leases.
         self.deadlines: dict[str, float] = {}
         self.lease_s: dict[str, float] = {}
         self.completed_by: dict[str, str] = {}
@@ -47,14 +49,16 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
 
     def latest(self, index: int) -> str:
-        """The id of a lease that was granted recently or was never granted."""
+        """Returns the id of a recent lease, or of none if fewer leases were granted."""
         return f"L{len(self.blocks) - 1 - index}"
 
-    @rule(seconds=st.floats(0.0, 8.0), index=st.integers(0, 3), exactly=st.booleans())
-    def wait(self, seconds: float, index: int, exactly: bool) -> None:
-        """Advances the time, often exactly to the deadline of a lease."""
+    @rule(
+        seconds=st.floats(0.0, 8.0), index=st.integers(0, 3), to_deadline=st.booleans()
+    )
+    def wait(self, seconds: float, index: int, to_deadline: bool) -> None:
+        """Advances the time by some seconds, or exactly to the deadline of a lease."""
         deadline = self.deadlines.get(self.latest(index), 0.0)
-        self.now = max(self.now, deadline) if exactly else self.now + seconds
+        self.now = max(self.now, deadline) if to_deadline else self.now + seconds
 
     @rule(index=st.integers(0, 3), attempt=st.sampled_from("ab"))
     def complete(self, index: int, attempt: str) -> None:

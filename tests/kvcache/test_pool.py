@@ -1,4 +1,6 @@
-"""A pool is one allocation, and its views have the same content in every order."""
+"""A KV pool is one allocation, and its views have the same content in every axis
+order.
+"""
 
 import gc
 import itertools
@@ -21,7 +23,9 @@ BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
 
 
 def fill(pool: KVPool) -> None:
-    """Writes through the per-layer views; each element encodes its logical index."""
+    """Writes to each element a number that encodes its index, through the views by
+    layer.
+    """
     sizes = pool.layout.sizes
     index = torch.arange(pool.tensor.numel()).view([sizes[axis] for axis in AXES])
     for layer in range(sizes["L"]):

@@ -1,4 +1,6 @@
-"""Pages ahead of the blocks in use are populated without a change of their bytes."""
+"""Memory pages of blocks that will be used soon are populated. Their bytes do not
+change.
+"""
 
 import mmap
 import time
@@ -25,9 +27,11 @@ def _pool(order: str) -> KVPool:
 
 
 def _is_resident(pool: KVPool) -> np.ndarray:
-    """bool [planes, blocks, pages]: whether each page has memory.
+    """Returns bool [planes, blocks, pages], which is true for pages that have physical
+    memory.
 
-    A plane has one contiguous part of each block.
+    In some layouts a block is not contiguous. A plane has one contiguous part of each
+    block.
     """
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(pool.base_address // mmap.PAGESIZE * 8)
@@ -43,7 +47,8 @@ def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
     order, monkeypatch
 ):
     pool = _pool(order)
-    monkeypatch.setattr(prefault, "_AHEAD_BYTES", pool.nbytes // 4)  # five blocks
+    # This is the size of five blocks.
+    monkeypatch.setattr(prefault, "_AHEAD_BYTES", pool.nbytes // 4)
     pool.flat_bytes[12345] = 7
     thread = PrefaultThread(pool)
     thread.start()

@@ -1,4 +1,6 @@
-"""The prefix index finds the longest exact prefix, without wrong or stale entries."""
+"""The prefix index finds the longest prefix with equal tokens, and no evicted
+blocks.
+"""
 
 from collections.abc import Sequence
 
@@ -86,8 +88,8 @@ def test_integrity_check_detects_marks_that_differ_from_entries():
         index.check_integrity()
 
 
-class Running:
-    """A running sequence, as the engine stores it."""
+class RunningSequence:
+    """What the engine stores of a running sequence."""
 
     def __init__(
         self, tokens: list[int], salt: bytes, blocks: list[int], num_published: int
@@ -99,13 +101,13 @@ class Running:
         self.cursor = PrefixCursor()
 
 
-class LookUps(RuleBasedStateMachine):
+class LookUpMachine(RuleBasedStateMachine):
     """Waiting sequences are looked up repeatedly, for varying numbers of tokens."""
 
     waiting = Bundle("waiting")
     # Two tokens only, so that prefixes collide, diverge and recur.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-    # One salt begins like another, and one is the bytes of a token.
+    # One salt is a prefix of another one, and one equals the bytes of a token.
     salts = st.sampled_from([b"", b"salt", b"salted", bytes(8)])
 
     @rule(target=waiting, tokens=tokens, salt=salts)
@@ -126,18 +128,19 @@ class LookUps(RuleBasedStateMachine):
         self.index.check_integrity()
 
 
-class PrefixMachine(LookUps):
-    """Sequences arrive, grow, publish, lease and end in a small pool that often evicts.
+class PrefixMachine(LookUpMachine):
+    """Random sequences arrive, grow, publish blocks, lease them and end. The pool is so
+    small that it often evicts blocks.
 
-    `content` records, for every block, the salt and the exact token prefix of the KV
-    that was last written to the block. Every match is compared with `content`, and with
-    the longest published prefix, which is found by brute force.
+    `content` records, for each block, the salt and all tokens up to the block's end, as
+    of the last write. `expected` finds the longest published prefix from it, by brute
+    force.
     """
 
     index_type = PrefixIndex
     sequences = Bundle("sequences")
     leases = Bundle("leases")
-    tokens = LookUps.tokens
+    tokens = LookUpMachine.tokens
 
     @initialize(num_blocks=st.integers(4, 14), block_size=st.integers(1, 3))
     def start(self, num_blocks: int, block_size: int) -> None:
@@ -153,7 +156,9 @@ class PrefixMachine(LookUps):
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Extends the prefix while a marked block holds exactly the next content."""
+        """Returns the blocks of the longest cached prefix: one by one, the blocks with
+        exactly the next content.
+        """
         cached = self.cached_contents()
         blocks: list[int] = []
         max_stop = min(limit, len(tokens))
@@ -164,7 +169,7 @@ class PrefixMachine(LookUps):
             blocks.append(cached[content])
         return blocks
 
-    @rule(target=sequences, tokens=tokens, salt=LookUps.salts)
+    @rule(target=sequences, tokens=tokens, salt=LookUpMachine.salts)
     def admit(self, tokens: list[int], salt: bytes) -> object:
         limit = len(tokens) - 1
         hits = self.index.match(tokens, max_tokens=limit, salt=salt)
@@ -178,18 +183,20 @@ class PrefixMachine(LookUps):
             self.allocator.release(hits)
             return multiple()
         blocks = hits + self.allocator.allocate(num_missing)
-        sequence = Running(tokens, salt, blocks, len(hits))
+        sequence = RunningSequence(tokens, salt, blocks, len(hits))
         self.write(sequence, len(hits))
         return sequence
 
-    def write(self, sequence: Running, first: int) -> None:
-        """Records what the blocks of a sequence hold, from block number `first` on."""
+    def write(self, sequence: RunningSequence, first: int) -> None:
+        """Records the content of a sequence's blocks, from index `first` on."""
         for index in range(first, len(sequence.blocks)):
             prefix = tuple(sequence.tokens[: (index + 1) * self.block_size])
             self.content[sequence.blocks[index]] = sequence.salt, prefix
 
     @rule(sequence=sequences, num_blocks=st.integers(0, 14), from_start=st.booleans())
-    def publish(self, sequence: Running, num_blocks: int, from_start: bool) -> None:
+    def publish(
+        self, sequence: RunningSequence, num_blocks: int, from_start: bool
+    ) -> None:
         if from_start:
             sequence.cursor = PrefixCursor()
         num_full = len(sequence.tokens) // self.block_size
@@ -198,11 +205,11 @@ class PrefixMachine(LookUps):
         blocks = sequence.blocks[:num_published]
         self.index.publish(sequence.tokens, blocks, cursor=sequence.cursor, salt=salt)
         sequence.num_published = num_published
-        # All blocks that were just published can be found.
+        # All blocks that were just published must be found.
         assert len(self.index.match(sequence.tokens, salt=salt)) >= num_published
 
     @rule(sequence=sequences, more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
-    def grow(self, sequence: Running, more: list[int]) -> None:
+    def grow(self, sequence: RunningSequence, more: list[int]) -> None:
         tokens = sequence.tokens + more
         num_missing = -(-len(tokens) // self.block_size) - len(sequence.blocks)
         if not self.allocator.can_allocate(num_missing):
@@ -211,12 +218,12 @@ class PrefixMachine(LookUps):
         sequence.blocks = sequence.blocks + self.allocator.allocate(num_missing)
         self.write(sequence, sequence.num_published)
 
-    @rule(target=leases, sequence=consumes(sequences), leased=st.booleans())
-    def finish(self, sequence: Running, leased: bool) -> object:
-        if leased:
+    @rule(target=leases, sequence=consumes(sequences), is_leased=st.booleans())
+    def finish(self, sequence: RunningSequence, is_leased: bool) -> object:
+        if is_leased:
             self.allocator.lease(sequence.blocks)
         self.allocator.release(sequence.blocks)
-        return sequence.blocks if leased else multiple()
+        return sequence.blocks if is_leased else multiple()
 
     @rule(blocks=consumes(leases))
     def end_lease(self, blocks: list[int]) -> None:
@@ -239,7 +246,9 @@ class PrefixMachine(LookUps):
 
 
 class SameHash(bytes):
-    """Keys that all collide in every hash table."""
+    """A key with the same hash as all other keys, so that all keys collide in a hash
+    table.
+    """
 
     def __hash__(self) -> int:
         return 1
@@ -251,7 +260,7 @@ class CollidingIndex(PrefixIndex):
 
 
 class CollidingMachine(PrefixMachine):
-    """The same properties hold when all hashes are equal: only tokens matter."""
+    """PrefixMachine with colliding keys: only the tokens may decide what matches."""
 
     index_type = CollidingIndex
 
@@ -263,14 +272,14 @@ TestCollidingMachine = CollidingMachine.TestCase
 TestCollidingMachine.settings = MACHINE_SETTINGS
 
 
-class WindowMachine(LookUps):
-    """Tables of several groups with windows that drop blocks.
+class WindowMachine(LookUpMachine):
+    """Random sequences with several KV groups and windows that drop blocks.
 
-    A hit is the longest prefix that has all blocks that the next token needs. Its table
-    has only these blocks. The expected hit is found by brute force.
+    A hit is the longest prefix for which all blocks that the next token needs are
+    cached. The hit's table has only these blocks. `expected` finds it by brute force.
     """
 
-    tokens = LookUps.tokens
+    tokens = LookUpMachine.tokens
 
     @initialize(
         num_blocks=st.integers(8, 30),
@@ -300,7 +309,9 @@ class WindowMachine(LookUps):
     def needed_contents(
         self, tokens: list[int], num_full: int, salt: bytes
     ) -> dict[int, tuple[int, bytes, tuple[int, ...]]]:
-        """The content of each table entry that a prefix of full blocks needs."""
+        """Returns the needed content (group, salt, tokens), by index in the table, of a
+        prefix of full blocks.
+        """
         num_tokens = num_full * self.size
         needed = {}
         ranges = self.groups.token_ranges(0, num_tokens, num_tokens)
@@ -312,12 +323,14 @@ class WindowMachine(LookUps):
 
     @rule(
         tokens=tokens,
-        salt=LookUps.salts,
+        salt=LookUpMachine.salts,
         more=st.lists(st.integers(0, 1), max_size=6),
         step=st.integers(1, 6),
     )
     def compute(self, tokens: list[int], salt: bytes, more: list[int], step: int):
-        """Computes one sequence, from its hit to its end, like the scheduler."""
+        """Computes one sequence from its hit to its end, in steps, as the scheduler
+        does.
+        """
         groups = self.groups
         count = groups.count
         size = self.size
@@ -335,7 +348,7 @@ class WindowMachine(LookUps):
             blocks = self.allocator.allocate(len(entries))
             groups.fill_entries(table, entries, blocks)
             for entry, block in zip(entries, blocks, strict=True):
-                # A block that is not full yet will hold this content.
+                # This will be the content when the block is full.
                 prefix = tuple(tokens[: (entry // count + 1) * size])
                 self.content[block] = entry % count, salt, prefix
             num_computed = stop
@@ -353,7 +366,9 @@ TestWindowMachine.settings = MACHINE_SETTINGS
 
 
 def test_index_is_bounded_if_all_layers_have_a_window():
-    """Paths to the last blocks of long sequences have nodes without blocks."""
+    """With a window, only the last node on the path of a long sequence has a block. The
+    index must also bound the number of nodes without blocks.
+    """
     allocator = BlockAllocator(10)
     index = PrefixIndex(allocator, BLOCK, KVGroups((4,)))
     (block,) = allocator.allocate(1)

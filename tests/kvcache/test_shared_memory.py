@@ -1,7 +1,7 @@
 """Mapping a pool's memory in another process.
 
-Only the announced memory can be mapped. The mapping is read-only and stays readable
-after the death of the owner.
+Only the memory that its owner has announced can be mapped. The mapping is read-only and
+stays readable after the owner has died.
 """
 
 import mmap
@@ -28,7 +28,9 @@ sys.stdin.readline()
 
 
 def start_owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
-    """Starts a process that owns memory; returns the process, and pid, fd and token."""
+    """Starts a process that owns shared memory. Returns the process, and pid, file
+    descriptor and token of the memory.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(NBYTES)],
         stdin=subprocess.PIPE,
@@ -102,7 +104,7 @@ def test_memory_is_zeroed_page_aligned_sealed_and_closed_at_its_end():
     assert not array[:NBYTES].any()
     mapped = open_memory(os.getpid(), owned.fd, owned.token, NBYTES)
     owned.mapping[NBYTES - 1] = 9
-    assert mapped[NBYTES - 1] == 9  # later writes are visible
+    assert mapped[NBYTES - 1] == 9  # writes after the mapping are visible
     with pytest.raises(PermissionError):
         os.ftruncate(owned.fd, 0)
     fd = owned.fd

@@ -1,4 +1,4 @@
-"""StepWatch shows when an engine is computing."""
+"""StepWatch reports whether an engine is busy computing."""
 
 from kvcache.step_watch import StepWatch
 

@@ -1,4 +1,6 @@
-"""Compares Baton with transformers: both must compute the same or refuse a config."""
+"""Compares Baton with transformers: both must compute the same logits, or both refuse
+the config.
+"""
 
 import copy
 import json
@@ -14,7 +16,8 @@ from tests.model.dense import DenseAttention
 from tests.model.random_configs import PROMPT_TOKENS
 from tests.model.random_models import load, make_of
 
-# Errors of Baton for configs that transformers accepts, with the reasons.
+# Baton refuses some configs that transformers accepts. Patterns of Baton's errors, with
+# the reasons.
 REFUSALS = {
     r"^hidden_act(ivation)? .* is not supported": (
         "activations that no served model has"
@@ -60,7 +63,8 @@ REFUSALS = {
         "no released model has it"
     ),
 }
-# Errors of transformers for configs that Baton accepts, with the reasons.
+# Baton accepts some configs that transformers refuses. Patterns of transformers'
+# errors, with the reasons.
 SERVED = {
     r"^KeyError.*for 'rope_type'='longrope': {'original_max": (
         "Phi-3's first files name it su"
@@ -72,7 +76,7 @@ SERVED = {
     r"^TypeError.*for //: 'int' and 'NoneType'": "no n_group means one group",
     r"^ValueError: Could not find a `sliding_window`": "no layer has a window",
 }
-_TOLERANCE = 1e-3  # logits are around 1
+_TOLERANCE = 1e-3  # maximum difference of logits, which are around 1
 
 
 class Comparison(NamedTuple):
@@ -89,7 +93,9 @@ class Comparison(NamedTuple):
 
 
 def compare(raw: dict[str, Any], folder: Path) -> Comparison:
-    """Makes a random model of `raw` in `folder` and compares the logits of a prompt."""
+    """Saves a random model with the config `raw` in `folder`. Compares the logits of a
+    prompt in Baton and transformers.
+    """
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, 60, (PROMPT_TOKENS,), generator=generator)
     expected, reference_error = _reference_logits(raw, folder, prompt)
@@ -121,7 +127,7 @@ def compare(raw: dict[str, Any], folder: Path) -> Comparison:
 def _reference_logits(
     raw: dict[str, Any], folder: Path, prompt: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
-    """Returns the logits of transformers; if it raises an error, None and the error."""
+    """Returns the logits of transformers, or None, and the error if there was one."""
     try:
         reference = make_of(copy.deepcopy(raw), folder)
         with torch.inference_mode():

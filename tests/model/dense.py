@@ -1,4 +1,6 @@
-"""Attention over one sequence: a reference without blocks, and the torch backend."""
+"""Attention backends for one sequence: a reference without blocks, and the torch
+backend.
+"""
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ BLOCK_SIZE = 16
 class DenseAttention:
     """A reference AttentionBackend that stores plain keys and values of one sequence.
 
-    The sequence grows with every call.
+    Every call appends tokens to the sequence.
     """
 
     applies_rope = False

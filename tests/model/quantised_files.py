@@ -1,4 +1,6 @@
-"""Writers of quantised checkpoints in each format, and the exact weights of these."""
+"""Writers of quantised checkpoints in each format. They also return the exact
+weights.
+"""
 
 import json
 from collections.abc import Callable
@@ -14,8 +16,8 @@ from model.quantization.quantized import Quantized, quantise
 
 GROUP = 32
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-# The result of a writer for a weight [out, in]: tensors by the suffixes of their names,
-# and the weight that they represent, in float64.
+# What a writer returns for a weight [out, in]: the stored tensors, by the suffixes of
+# their names, and the exact weight that they represent, in float64.
 Written = tuple[dict[str, Tensor], Tensor]
 
 
@@ -32,7 +34,7 @@ def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Packs codes of 4 bits [n, 8 m] to int32 [n, m].
 
     Args:
-        order: the codes of a word, the one in the lowest bits first.
+        order: the indices of the codes in a word, from the lowest bits to the highest.
     """
     parts = codes.view(len(codes), -1, 8)[:, :, list(order)].long()
     packed_words = sum(parts[:, :, place] << 4 * place for place in range(8))
@@ -62,7 +64,9 @@ def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
 def _random_int4(
     weight: Tensor, index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns random codes, scales and zeros by row and group, and the exact weight."""
+    """Returns random codes, scales and zero points by row and group, and the exact
+    weight.
+    """
     height, width = weight.shape
     codes = torch.randint(0, 16, (height, width))
     scales = torch.rand(height, width // GROUP).mul(0.03).half()  # weights around 0.1
@@ -106,8 +110,8 @@ def gptq(*, zero_offset: int, shuffles: bool = False) -> Callable[[Tensor], Writ
     """Returns a writer of gptq.
 
     Args:
-        zero_offset: is subtracted from zeros in the file.
-        shuffles: the columns of a group are not contiguous.
+        zero_offset: number that is subtracted from zero points before they are stored.
+        shuffles: whether the columns of a group are scattered.
     """
 
     def write(weight: Tensor) -> Written:
@@ -127,7 +131,9 @@ def gptq(*, zero_offset: int, shuffles: bool = False) -> Callable[[Tensor], Writ
 
 
 def mxfp4(weight: Tensor) -> Written:
-    """Writes experts [experts, in, out], the order of plain experts in files."""
+    """Writes experts [experts, in, out]. Unquantised experts have this order in files,
+    too.
+    """
     codes = torch.randint(0, 16, weight.mT.shape)
     scales = torch.randint(118, 125, (*codes.shape[:-1], codes.shape[-1] // 32))
     factors = 2.0 ** (scales.double() - 127).repeat_interleave(32, -1)
@@ -188,12 +194,12 @@ def rewrite(
     write: Callable[[Tensor], Written],
     suffix: str = "_proj.weight",
 ) -> dict[str, Tensor]:
-    """Quantises those weights of a checkpoint that have names ending in `suffix`.
+    """Quantises all weights of a checkpoint with names that end in `suffix`.
 
-    The attention of layer 1 is not quantised.
+    The attention weights of layer 1 stay unquantised.
 
     Returns:
-        All exact weights, by the names of plain weights.
+        All exact weights, by their names in an unquantised checkpoint.
     """
     stored: dict[str, Tensor] = {}
     exact: dict[str, Tensor] = {}
@@ -218,7 +224,7 @@ def rewrite(
 def save_plain(
     folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Replaces a checkpoint by the plain one with the weights `exact`."""
+    """Replaces a checkpoint by an unquantised one with the weights `exact`."""
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(raw))

@@ -1,8 +1,8 @@
 """Random config.json files of all architectures, small enough for tests.
 
-They vary what publishers vary: the form and place of rope parameters, windows, layer
-types, biases, activations, scales and experts. Keys may be missing, and there are keys
-that the class does not read.
+The files vary what publishers vary: the form and place of rope parameters, windows,
+layer types, biases, activations, scales and experts. Keys may be missing, and there are
+keys that the model class does not read.
 """
 
 import random
@@ -12,7 +12,8 @@ from model.architectures.table import ARCHITECTURES
 from tests.model.random_models import IMAGES
 
 MAX_POSITION: Final = 96  # tokens
-# More than every original context, so that longrope uses its long factors.
+# Longer than every original_max_position_embeddings, so that longrope uses its long
+# factors.
 PROMPT_TOKENS: Final = 80
 
 _FULL = "full_attention"
@@ -53,7 +54,8 @@ def random_config(seed: int) -> Raw:
     return top
 
 
-# Without one of these keys, the default of the class is too large for a test.
+# These keys are always present, because the defaults of the classes are too large for a
+# test.
 _NEEDED: Final = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_local_experts",
     "num_experts", "n_routed_experts", "num_experts_per_tok",
@@ -73,7 +75,8 @@ def _sizes(draw: random.Random, architecture: str) -> Raw:
     }
     if draw.random() < 0.8:
         raw["num_key_value_heads"] = draw.choice((1, 2, heads))
-    # Phi-3 checks its factors against hidden_size, and OLMoE's norms have this width.
+    # These two need heads that add up to hidden_size: Phi-3 checks its factors against
+    # it, and OLMoE's norms have this width.
     if draw.random() < 0.6 and not architecture.startswith(("Phi3", "Olmoe")):
         raw["head_dim"] = draw.choice((8, 16, 20))
     if draw.random() < 0.5:
@@ -164,7 +167,7 @@ def _add_scales(draw: random.Random, architecture: str, raw: Raw) -> None:
 
 
 def _strays(raw: Raw) -> list[tuple[str, Any]]:
-    """Returns keys that few classes read, with values."""
+    """Returns keys that most classes do not read, with values."""
     return [
         ("mlp_bias", True),
         ("qkv_bias", False),
@@ -189,7 +192,7 @@ def _add_ropes(draw: random.Random, architecture: str, raw: Raw) -> None:
     forms += ["kinds"] * 8 + ["flat"] if has_kinds else ["flat"] * 8 + ["kinds"]
     form = draw.choice(forms)
     if draw.random() < 0.5 or form == "theta":
-        # Versions of transformers read Olmo 3 differently if this is not its default.
+        # If this is not the default, versions of transformers differ for Olmo 3.
         is_plain = architecture.startswith("Olmo3") and draw.random() < 0.8
         raw["rope_theta"] = 500000.0 if is_plain else draw.choice((100.0, 10000.0))
     if form in ("none", "theta"):
@@ -224,7 +227,7 @@ def _theta(draw: random.Random, rope: Raw) -> Raw:
 
 
 def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
-    """Returns the parameters of one rope; sometimes a required parameter is missing."""
+    """Returns the parameters of one rope. Sometimes a required parameter is missing."""
     kinds = ("default", "longrope", "longrope", "su", "yarn", "linear")
     rope_type = draw.choice(kinds if architecture.startswith("Phi3") else _ROPE_TYPES)
     rope: Raw = {

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of all architectures and rope types equal transformers'.
+"""For all architectures and rope types, logits and greedy tokens equal transformers'.
 
 The comparisons are in float32.
 """
@@ -24,7 +24,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-# A key that the class does not read, because it always has a bias.
+# A key that the model class does not read: the class always has a bias.
 UNREAD = {"attention_bias": False}
 EAGER = {"experts_implementation": "eager"}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -52,14 +52,14 @@ CASES = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
-    # Mistral has no bias, whatever attention_bias says.
+    # Mistral has no bias, even with attention_bias.
     "mistral": ("Mistral", {"sliding_window": None, "attention_bias": True}),
     "qwen2": ("Qwen2", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}, **UNREAD}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "deepseek-dense": (DEEPSEEK, DENSE),
     "deepseek-moe": (DEEPSEEK, {}),
-    # A grouped product does not accept rows of 23 floats. Then every expert computes
+    # The grouped product does not accept rows of 23 floats. So every expert computes
     # every token.
     "deepseek-moe-odd": (DEEPSEEK, {"moe_intermediate_size": 23, **EAGER}),
     "deepseek-moe-groups": (DEEPSEEK, {"topk_method": "group_limited_greedy"}),
@@ -275,7 +275,7 @@ for name, (kind, options) in CASES.items():
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch):
-    # Experts compute prompts in several parts.
+    # With this limit, experts compute a prompt in several parts.
     monkeypatch.setattr("model.mixture.experts._MAX_TOKENS", 64)
     architecture, options = CASES[case]
     reference = make(architecture, tmp_path, **options)
@@ -324,7 +324,9 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "mla", *trained_models()])
 def test_trained_models_generate_what_transformers_generates(name):
-    """Compares the tiny models of this repository, and trained models if present."""
+    """The models are the tiny ones of this repository, and shared trained models if
+    present.
+    """
     folder = trained_models().get(name) or ensure_model(name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32

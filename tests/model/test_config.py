@@ -152,7 +152,7 @@ KINDS = ["sliding_attention"] + ["full_attention"] * 3
     ("name", "change", "windows"),
     [
         ("Llama", {"sliding_window": 64}, ""),
-        ("Mistral", {}, ""),  # 4096 tokens, wider than the context
+        ("Mistral", {}, ""),  # the default window of 4096 tokens exceeds the context
         ("Mistral", {"sliding_window": None}, ""),
         ("Mistral", {"sliding_window": 511}, "wwww"),
         ("Mistral", {"sliding_window": 512}, ""),
@@ -161,7 +161,8 @@ KINDS = ["sliding_attention"] + ["full_attention"] * 3
             {**QWEN_WINDOW, "use_sliding_window": False, "max_window_layers": 1},
             "",
         ),
-        ("Qwen2", QWEN_WINDOW, ""),  # none of 4 layers is above the 28th
+        # By default, only layers after the first 28 have a window.
+        ("Qwen2", QWEN_WINDOW, ""),
         ("Qwen2", {**QWEN_WINDOW, "max_window_layers": 1}, ".www"),
         ("Qwen3", {**QWEN_WINDOW, "layer_types": KINDS}, "w..."),
         ("Gemma2", {"sliding_window": 64}, "w.w."),

@@ -1,4 +1,6 @@
-"""Unusual forms of config.json are read as by transformers, or refused by name."""
+"""Unusual forms of config.json are read as by transformers, or refused with the key's
+name.
+"""
 
 import dataclasses
 
@@ -62,7 +64,8 @@ def by_kind(full, sliding=None):
 
 
 READ = {
-    # The place of the original context.
+    # Places of original_max_position_embeddings ("original"), inside and outside of the
+    # rope parameters.
     "phi3: original inside only": ("Phi3", flat(**LONG, **{ORIGINAL: 32})),
     "phi3: original outside only": ("Phi3", {**flat(**LONG), ORIGINAL: 32}),
     "phi3: two originals": ("Phi3", {**flat(**LONG, **{ORIGINAL: 64}), ORIGINAL: 32}),
@@ -75,7 +78,7 @@ READ = {
         "Gemma3",
         {**by_kind(YARN), ORIGINAL: 64, **EVERY_SECOND},
     ),
-    # The rope_theta that is used.
+    # Which rope_theta is used.
     "llama: no theta": ("Llama", flat(rope_type="linear", factor=2.0)),
     "smollm3: no theta": ("SmolLM3", flat(rope_type="default")),
     "gemma3: no theta": (
@@ -95,7 +98,7 @@ READ = {
         "Olmo3",
         by_kind({"rope_theta": 300.0}, {"rope_theta": 700.0}),
     ),
-    # Partial rotation of a head.
+    # Rotation of only a part of each head.
     "glm: an odd part": ("Glm", {"partial_rotary_factor": 0.4, "head_dim": 8}),
     "glm4: an odd part, llama3": (
         "Glm4",
@@ -132,7 +135,7 @@ READ = {
         "Mistral",
         {"sliding_window": 20, "layer_types": [FULL] * 4},
     ),
-    # Keys of other classes.
+    # Keys that belong to different model classes.
     "qwen2: mlp_bias": ("Qwen2", {"mlp_bias": True}),
     "mistral: attention_bias": ("Mistral", {"attention_bias": True}),
     "llama: scales": (
@@ -335,7 +338,7 @@ def test_defaults_of_missing_keys_equal_those_of_transformers(name):
     assert field_defaults == {
         key: value for key, value in fields.items() if key in listed_keys
     }
-    # transformers reads these keys from other arguments.
+    # transformers has different names for these keys.
     other_defaults = {
         key: value for key, value in defaults.items() if key not in fields
     }

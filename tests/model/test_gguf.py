@@ -1,4 +1,6 @@
-"""Converted GGUF files equal the models and tokenizers that they were made from."""
+"""Converted GGUF files equal the models and tokenizers that the files were made
+from.
+"""
 
 import json
 
@@ -44,7 +46,9 @@ def gguf_name(name: str) -> str:
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders q or k of Llama models as llama.cpp's converter does."""
+    """Reorders the rows of a q or k projection, as llama.cpp's converter does for Llama
+    models.
+    """
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -162,7 +166,7 @@ def test_tokenizer_splits_and_joins_as_the_original(tmp_path):
     convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     encoded = tokenizer.encode("<s>hello w12\n</s>")
-    # Each digit is a token.
+    # Each digit must be a token of its own.
     assert encoded.tokens == ["<s>", "hello", "Ġw", "1", "2", "Ċ", "</s>"]
     assert (
         tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
@@ -178,9 +182,9 @@ def test_tokenizer_splits_and_joins_as_the_original(tmp_path):
 def test_llama3_text_begins_with_bos_and_all_end_of_turn_tokens_are_listed(
     pre, prefix, tmp_path, monkeypatch
 ):
-    """Llama 3's files do not say that a text begins with bos.
+    """GGUF files of Llama 3 do not say that a text begins with the bos token.
 
-    They also do not name all tokens that end a turn.
+    They do not list all tokens that end a turn either.
     """
     monkeypatch.setattr(
         "tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"]
@@ -196,7 +200,7 @@ def test_llama3_text_begins_with_bos_and_all_end_of_turn_tokens_are_listed(
 
 
 def test_end_of_turn_and_end_of_message_tokens_end_a_generation(tmp_path):
-    """In files of Llama 3, turns and texts end with different tokens."""
+    """In GGUF files of Llama 3, turns and texts end with different tokens."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4), ("eom", 3)])
     convert(tmp_path / "m.gguf", tmp_path / "out")

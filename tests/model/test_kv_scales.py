@@ -33,9 +33,10 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> ModelConfig:
 def named(
     k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Returns scales 0.25, 0.5 of layer 0 and 1.25, 1.5 of layer 1.
+    """Returns scales with the names `k` and `v`: 0.25 and 0.5 of layer 0, 1.25 and 1.5
+    of layer 1.
 
-    They are exact in every data type.
+    These numbers are exact in every dtype.
     """
     return {
         f"model.layers.{layer}.self_attn.{name}": torch.full(
@@ -78,7 +79,7 @@ SHARED_SCALES = {
     ("tensors", "option", "expected"),
     [
         ({}, None, (1.0, 1.0, 1.0, 1.0)),
-        (SHARED_SCALES, None, (0.5, 0.5, 1.5, 1.5)),  # for keys and values
+        (SHARED_SCALES, None, (0.5, 0.5, 1.5, 1.5)),  # one scale for keys and values
         (SHARED_SCALES, 0.25, (0.25, 0.25, 0.25, 0.25)),
         (SHARED_SCALES, {"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
         (

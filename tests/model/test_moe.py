@@ -1,4 +1,6 @@
-"""Expert layers never read values from the device, because CUDA graphs forbid it."""
+"""Layers of experts never read values from the device, because CUDA graphs forbid
+that.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from model.parallel import Parallel
 from model.weights import DummySource, WeightLoader
 from tests.model.test_config import DEEPSEEK, V3
 
-# A grouped product does not accept rows of 23 elements. Then every expert computes
+# The grouped product does not accept rows of 23 elements. So every expert computes
 # every token.
 WIDTHS = {"grouped product": 24, "each expert": 23}
 QWEN2 = {
@@ -31,7 +33,7 @@ ROUTERS = {
 def test_layer_reads_no_value_from_the_device(
     method: str, router: str, ep: int
 ) -> None:
-    """Tensors on the device `meta` have no values that could be read."""
+    """The tensors are on the device `meta`, so reading a value would raise."""
     width = dict.fromkeys(
         ("moe_intermediate_size", "intermediate_size"), WIDTHS[method] * 2 // ep
     )

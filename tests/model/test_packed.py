@@ -1,4 +1,4 @@
-"""Packed weights give the same products and tokens as mapped weights."""
+"""Weights packed for oneDNN give the same products and tokens as unpacked weights."""
 
 import resource
 from pathlib import Path
@@ -35,7 +35,8 @@ def test_packed_products_equal_products_of_the_plain_weight(num_rows, shape):
 def test_any_number_of_rows_is_computed_with_few_kernels():
     """oneDNN caches a kernel for each number of rows.
 
-    Without rounding of rows these products would take 390 MB, with rounding 23 MB.
+    So numbers of rows are rounded up. Without that, these products would take 390 MB,
+    with it 23 MB.
     """
 
     def resident_mb() -> int:

@@ -1,4 +1,6 @@
-"""Tensor-parallel ranks compute what one rank computes; bad sizes are refused."""
+"""Tensor-parallel ranks compute what a single rank computes. Impossible sizes are
+refused.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +19,8 @@ from tests.model.test_against_transformers import CASES
 from tests.model.test_config import DEEPSEEK, LLAMA
 
 PROMPT = list(range(3, 40))
-# 2 and 3 divide 12 query and 6 KV heads, 4 does not. The 131 tokens of the vocabulary
-# are padded.
+# 2 and 3 ranks divide 12 query heads and 6 KV heads evenly, 4 ranks do not. The
+# vocabulary of 131 tokens is padded.
 TWELVE = {"num_attention_heads": 12, "head_dim": 8}
 WIDE = {
     "hidden_size": 96,
@@ -31,7 +33,7 @@ MODELS = {
     "llama-wide": ("LlamaForCausalLM", {**WIDE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 2}),
     "deepseek": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24}),
-    # 4 ranks hold each of 2 KV heads twice, and norm over all of them.
+    # With 4 ranks, each of 2 KV heads is on two ranks, and the norm is over all heads.
     "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 2, "attention_bias": True}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
     "granite-moe": CASES["granite-moe"],
@@ -156,10 +158,10 @@ def test_context_groups_hold_the_same_heads_and_exchange_within_the_group(tmp_pa
         )
         context = parallel.context
         gathered = context.all_gather(torch.tensor([[10.0 * rank, 1.0]]))
-        # One part for each rank of the group.
+        # `parts` has one part for each rank of the group.
         parts = torch.arange(4.0).view(2, 1, 2) + 10 * rank
         exchanged = context.all_to_all(parts)
-        summed = parallel.all_reduce(torch.ones(1))  # over all four ranks
+        summed = parallel.all_reduce(torch.ones(1))  # a sum over all four ranks
         heads = [parallel.kv_heads(total) for total in (1, 2, 4)]
         parallel.close()
         return heads, gathered.tolist(), exchanged.tolist(), summed.item()

@@ -26,7 +26,7 @@ from tests.model.quantised_files import FORMATS, fp8, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
 
 IDS = torch.arange(3, 19)
-# Each of two ranks has several groups of the intermediate width.
+# So wide that each of two ranks has several quantisation groups.
 WIDE = {"intermediate_size": 192}
 
 
@@ -41,7 +41,7 @@ def logits_of(model, ids: Tensor = IDS) -> Tensor:
 @pytest.fixture(params=FORMATS)
 def quantised(request, tmp_path):
     """A checkpoint in each format, and its exact weights."""
-    # Qwen2 has biases of q, k and v only.
+    # Qwen2 has biases, but only of q, k and v.
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     return tmp_path, rewrite(tmp_path, *FORMATS[request.param])
 
@@ -99,7 +99,7 @@ def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
 ):
     """Some writers scale the weights of attention by rows and all others by blocks.
 
-    Some add a group that quantises only inputs.
+    Some also add a group that quantises only activations.
     """
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     config_groups = {f"group_{n}": group for n, group in enumerate(groups)}
@@ -137,7 +137,8 @@ def test_quantization_configs_of_other_writers_are_read(tmp_path, name, key):
     if key == "compression_config":
         raw[key] = quantization_config
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    if key != "compression_config":  # ModelOpt exports a file of its own
+    # ModelOpt writes the configuration to a separate file.
+    if key != "compression_config":
         modelopt_config = {
             "quant_algo": key,
             "kv_cache_quant_algo": "FP8",
@@ -188,7 +189,9 @@ def test_missing_scale_of_a_quantised_weight_is_named(quantised):
     ],
 )
 def test_scales_of_unknown_meaning_are_refused(tmp_path, scales, message):
-    """Three scales of a fused matrix may have any rows; exponents are not scales."""
+    """The rows of three scales of a fused matrix are unknown, and stored exponents are
+    not scales.
+    """
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     rewrite(tmp_path, *FORMATS["fp8 tensors"])
     tensors = load_file(tmp_path / "model.safetensors")
@@ -352,12 +355,14 @@ def test_unsupported_quantization_is_refused_by_name(tmp_path, quantization, mes
 
 @pytest.mark.parametrize("width", [64, 256, 320])
 def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
-    """Shifts and masks make the numbers, too small by 2^126, in the stated order."""
+    """Shifts and masks of a word give its numbers, divided by 2^126, in the documented
+    order.
+    """
     codes = torch.randint(0, 256, (2, 6, width // 2), dtype=torch.uint8)
     scales = torch.full((2, 6, width // 32), 127, dtype=torch.uint8)
     weight = Quantized(codes, scales, None, "fp4", 32, torch.bfloat16)
     packed = pack(weight)
-    # Dimensions of words: chunk, thread, half of the chunk's columns.
+    # `words` is [experts, out, chunk, thread, half of the chunk's columns].
     words = packed.words.view(2, 6, -1, 4, 2).long() & 0xFFFFFFFF
     numbers = torch.zeros(*words.shape[:3], 2, 2, 2, 4, 2, dtype=torch.bfloat16)
     for register in range(4):
@@ -370,10 +375,11 @@ def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
             half_word = bits >> 16 * upper_half & 0xFFFF
             signed = torch.where(half_word > 0x7FFF, half_word - 0x10000, half_word)
             values = signed.to(torch.int16).view(torch.bfloat16)
-            # Dimensions of numbers: chunk, w, half, upper, thread, b.
+            # `numbers` is [experts, out, chunk, w, half, upper, thread, b] (see
+            # packed_fp4.py).
             place = numbers[:, :, :, :, register >> 1, register & 1, :, upper_half]
             place.copy_(values.transpose(-1, -2))
     actual = numbers.flatten(2).float() * 2.0**126
     assert packed.shape == (2, 6, width)
     assert torch.equal(actual[..., :width], weight.dequantise().float())
-    assert not actual[..., width:].any(), "the padding is zeros"
+    assert not actual[..., width:].any(), "the padding is not zero"

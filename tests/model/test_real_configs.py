@@ -1,7 +1,7 @@
 """Published configs of well-known models.
 
-They imply the published number of weights, and small copies of them compute what
-transformers computes.
+They must imply the published number of weights. Models with the same keys but small
+sizes must compute what transformers computes.
 """
 
 import json
@@ -57,7 +57,8 @@ GLM_MOE: dict[str, Any] = {
     "rope_theta": 1000000, "rope_scaling": None,
 }  # fmt: skip
 LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [8.0] * 48}
-# The published number of weights in billions, without layers for drafts.
+# For each model, the published number of weights in billions (without layers for
+# speculative decoding), and its config.json.
 MODELS: dict[str, tuple[float, dict[str, Any]]] = {
     "Mixtral-8x7B": (46.7, published(
         "MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000, 32768, num_local_experts=8,
@@ -204,7 +205,7 @@ SMALL: dict[str, Any] = {
 
 
 def small(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same keys with small sizes.
+    """Returns a config with the same keys, but small sizes.
 
     Features that are off stay off, and sizes that are equal stay equal.
     """
@@ -221,7 +222,8 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
         ):
             scaled[key] = 512
         elif isinstance(value, list) and key != "architectures":
-            # 4 layers, or factors of the 3 pairs of 6 rotated elements.
+            # A value by layer is for 4 layers. Other lists are rope factors, for the 3
+            # pairs of 6 rotated elements.
             length = 4 if "layer" in key else 3
             scaled[key] = value[:length]
         else:
@@ -229,7 +231,8 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
     return scaled
 
 
-# transformers ignores attn_factor of DeepSeek-R1-0528-Qwen3-8B, and Baton applies it.
+# One model is left out: transformers ignores attn_factor of DeepSeek-R1-0528-Qwen3-8B,
+# but Baton applies it.
 @pytest.mark.parametrize("name", [name for name in MODELS if "R1-0528" not in name])
 def test_small_copy_of_a_published_model_computes_what_transformers_computes(
     name, tmp_path
@@ -244,6 +247,6 @@ def test_small_copy_of_a_published_model_computes_what_transformers_computes(
             "num_hidden_layers": 7,
         }
     reference = make_of(raw, tmp_path)
-    # Replaces the config.json that transformers wrote.
+    # Replace the config.json that transformers wrote.
     (tmp_path / "config.json").write_text(json.dumps(raw))
     check_equal(load(tmp_path), reference, num_tokens=4)

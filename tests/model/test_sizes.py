@@ -1,4 +1,6 @@
-"""The sizes that a config implies are those that a model loads, or an error says so."""
+"""A model has the sizes that its config implies. If files contradict the config, an
+error names the field.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""Loading of weights: sharded files, mapping, unused and missing weights, dummies."""
+"""Loading of weights: sharded files, memory mapping, unused, missing and dummy
+weights.
+"""
 
 import json
 import os
@@ -44,7 +46,8 @@ def test_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     config = load_config(checkpoint)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
     first, *_, last = sorted(sharded.glob("*.safetensors"))
-    # The index decides which of two tensors of the same name is used.
+    # Of two tensors with the same name, the one in the file that the index names is
+    # used.
     duplicates = {name: tensor + 1 for name, tensor in load_file(first).items()}
     save_file({**load_file(last), **duplicates}, last)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
@@ -81,7 +84,7 @@ SHAPES = {
 
 
 def check_upload(folder, device, shape):
-    """Checks uploads in parts of many sizes, with more parts than there are buffers."""
+    """Checks uploads of tensors that are cut into more parts than there are buffers."""
     tensors = {f"w{n}": torch.randn(shape, dtype=torch.bfloat16) for n in range(6)}
     save_file(tensors, folder / "model.safetensors")
     source = StoredWeights(read_headers(folder))
@@ -102,7 +105,9 @@ def test_uploaded_tensors_equal_those_in_the_file(tmp_path, shape):
 
 
 def test_upload_does_not_copy_tensors_on_the_device():
-    """Words of 4-bit codes are uploaded, unpacked, and passed to the upload again."""
+    """This happens to words of 4-bit codes: they are uploaded, unpacked, and passed to
+    the upload again.
+    """
     upload = Upload(torch.device("meta"), copies=True)
     tensor = upload(torch.ones(1 << 22, dtype=torch.uint8))
     assert tensor.is_meta and upload(tensor) is tensor
@@ -151,9 +156,9 @@ def test_weights_that_do_not_fit_are_named(checkpoint, change, message):
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_loading_a_rank_reports_all_weights_of_the_files(tmp_path, ep):
-    """Experts of other ranks are reported, too.
+    """Experts that other ranks load are reported, too.
 
-    The remaining time is estimated from the share of reported weights.
+    This is because the remaining time is estimated from the share of reported weights.
     """
     make("MixtralForCausalLM", tmp_path)
     reported = set()
@@ -259,7 +264,8 @@ def test_part_of_a_dummy_weight_equals_that_part_of_the_complete_weight(monkeypa
     assert torch.equal(
         source.part("w", shape, range(60), range(10, 20)), matrix[:, 10:20]
     )
-    monkeypatch.setattr("model.weights._HASH_CHUNK", 64)  # many chunks
+    # With so small chunks, a weight has many of them.
+    monkeypatch.setattr("model.weights._HASH_CHUNK", 64)
     assert torch.equal(source.part("w", shape, range(60), None), matrix)
     assert abs(matrix.mean()) < 0.01 and abs(matrix.var() * 40 - 1) < 0.1
     assert not torch.equal(source.part("v", shape, range(60), None), matrix)
@@ -299,7 +305,9 @@ def test_stored_dtypes_are_counted_from_headers(checkpoint):
 
 
 def test_dummy_mxfp4_experts_are_quantised_and_equal_in_every_part():
-    """Products keep the size of activations: the variance is about 1 / columns."""
+    """The variance is about 1 / columns, so that products do not change the size of
+    activations.
+    """
     source = DummySource(7, "cpu", Quantization("mxfp4"))
     shape = (4, 96, 256)
     whole = source.quantised("experts.down_proj", shape, range(4), None)

@@ -1,4 +1,6 @@
-"""A prefill server retains the KV of some requests and refers to it in the answer."""
+"""A prefill server retains the KV of requests with do_remote_decode and returns a
+reference to it.
+"""
 
 from typing import Any
 
@@ -89,7 +91,7 @@ def test_requests_are_aborted_by_their_transfer_id():
         hooks.admit(adds, _READY, **_prepare_leg(name))
     release = {"do_remote_decode": True, "transfer_id": "b"}
     assert hooks.release_messages(release) == [AbortRequest(i) for i in "012"]
-    assert hooks.release_messages(release) == [], "once is enough"
+    assert hooks.release_messages(release) == [], "a second release finds nothing"
     assert hooks.release_messages({**release, "transfer_id": "a"}) == [
         AbortRequest(i) for i in "001"
     ]
@@ -109,7 +111,7 @@ def test_oldest_transfers_are_forgotten_first(monkeypatch):
     for name in ("a", "b", "a", "a", "c"):
         hooks.admit(_adds(3), _READY, **_prepare_leg(name))
     reported = [len(hooks.release_messages({"transfer_id": name})) for name in "bac"]
-    assert reported == [0, 2, 1], "and of one name the latest"
+    assert reported == [0, 2, 1], "of a repeated name, the last two are remembered"
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)
@@ -131,7 +133,8 @@ def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
 def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():
     hooks = PrefillLeg()
     first = hooks.admit(_adds(16, 17), _READY)  # 3 blocks
-    second = hooks.admit(_adds(90, 1), _READY)  # 7, which make 10 of 20
+    # These are 7 blocks, together 10: half of the pool.
+    second = hooks.admit(_adds(90, 1), _READY)
     with pytest.raises(Overloaded, match="2 prompts need 8 KV blocks"):
         hooks.admit(_adds(100, 1), _READY)
     first()
@@ -139,5 +142,6 @@ def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():
     hooks.admit(_adds(80, 80), _READY)
     with pytest.raises(Overloaded):
         hooks.admit(_adds(1, 1), _READY)
-    for adds in (_adds(320), _adds(300, 300, retain_kv=False)):  # take what there is
+    # There is no limit for a single prompt, nor for prompts without retained KV.
+    for adds in (_adds(320), _adds(300, 300, retain_kv=False)):
         hooks.admit(adds, _READY)()

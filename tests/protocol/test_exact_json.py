@@ -1,4 +1,4 @@
-"""Numbers in JSON keep the text that the client wrote."""
+"""Numbers in JSON are passed on with the text that the client wrote."""
 
 import json
 from typing import Any

@@ -108,7 +108,8 @@ LONGROPES = [
 SCALED, DIFFERENTLY_SCALED = (
     fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2))
 )
-# Local and remote record, and the words of the error: first the field.
+# Rows: local record, remote record, and words that the error must contain. The first
+# word is the field.
 DIFFERENCES = [
     *((COMPAT, compat(**{field: value}), (field, json.dumps(getattr(COMPAT, field)),
        json.dumps(value))) for field, value in DIFFERENT_VALUES.items()),

@@ -1,6 +1,6 @@
-"""Server-sent events, countdowns, and memory of refused bodies.
+"""Error events, countdowns, and the memory of refused bodies.
 
-tests/proxy/test_connections.py tests the connections.
+Connections are tested in tests/proxy/test_connections.py.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def halves(*spans: tuple[float, float]) -> list[float]:
-    """Returns all times in these spans that are multiples of 0.5 s."""
+    """Returns all multiples of 0.5 s in these spans of time."""
     return [
         half / 2
         for start, stop in spans
@@ -50,7 +50,8 @@ def halves(*spans: tuple[float, float]) -> list[float]:
     [
         (halves((0, 10)), 5.0, 4.0),
         (halves((0, 6)), 3.0, None),
-        # After a suspension, the countdown waits for its remaining parts:
+        # After a suspension of the loop, the remaining parts of the countdown must
+        # still pass:
         (halves((0, 0.5), (100, 110)), None, 103.0),
         (halves((0, 2.5), (100, 110)), None, 101.0),
         (halves((0, 3.5), (100, 110)), None, 101.0),

@@ -1,4 +1,4 @@
-"""The structure of a JSON text is counted correctly without decoding the text."""
+"""The size and depth of a JSON text are counted correctly without decoding it."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ VALUES = st.recursive(
 
 
 def expected_structure(value: Any, depth: int = 1) -> Structure:
-    """Returns the structure of a decoded value.
+    """Returns the structure (counts and depth) of a decoded value.
 
     Args:
         depth: Number of levels down to the value, including its own level.

@@ -29,7 +29,7 @@ def offer(**changes: Any) -> dict[str, Any]:
 
 
 def through_floats(value: Any) -> Any:
-    """Returns a JSON value as a relay sends it that writes all numbers as floats."""
+    """Returns a JSON value as sent by a relay that writes all numbers as floats."""
     if isinstance(value, dict):
         return {key: through_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -78,7 +78,7 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
         [3, 4, 5],
     )
     assert remote.first_tokens == tokens
-    # -9999.0 replaces the -inf.
+    # JSON has no -inf, so -9999.0 replaces it.
     assert remote.prompt_logprobs == [*ROWS[:2], TokenLogprobs(-9999.0)]
     assert remote.lease_s == pytest.approx(lease_s, abs=1e-3)
 
@@ -201,7 +201,8 @@ def test_error_about_a_wrong_type_or_range_names_the_field(field, value):
 
 
 def test_large_object_is_not_converted_for_a_value_that_is_not_an_integer(monkeypatch):
-    # The patched function fails for the whole object, a dict.
+    # The patched function raises if it is called with the complete object, which is a
+    # dict.
     monkeypatch.setattr("protocol.kv_params._with_integers", lambda value: value * 1)
     with pytest.raises(KVParamsRejected, match="remote_port"):
         parse({**offer(), "remote_port": 1.5})

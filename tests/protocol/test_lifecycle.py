@@ -1,4 +1,4 @@
-"""Child processes report, are watched, and end no later than their parent."""
+"""Child processes: their reports, their supervision, and their end with the parent."""
 
 import os
 import queue
@@ -52,7 +52,7 @@ def events() -> Events:
 
 
 def closes(fd: int) -> bool:
-    """Waits until all processes with the write end of a pipe have ended.
+    """Waits until all processes that hold the write end of a pipe have ended.
 
     Args:
         fd: The read end of the pipe.
@@ -75,7 +75,7 @@ def test_reports_arrive_in_order_and_exit_is_last(events):
 
 def test_child_is_watched_and_reaped_even_if_the_callback_raises(capfd):
     def failing_callback(event: lifecycle.Event) -> None:
-        assert event.kind == "exited", f"cannot take {event.kind}"
+        assert event.kind == "exited", f"unexpected event {event.kind}"
 
     child = lifecycle.spawn(
         python("report_progress('loading')"), name="child", on_event=failing_callback
@@ -108,7 +108,7 @@ def test_reason_why_a_child_ended_is_reported(body, code, reason, events, capfd)
 
 
 HEADER = "2026-01-31T12:00:00.123Z INFO    {} baton.x: "
-# A child process with a rank that writes a line after the child has died.
+# A child process with a rank process, which writes a line after the child has died.
 CHILD_WITH_RANK = """
 def log(sender, text):
     print({header!r}.format(sender) + text, flush=True)
@@ -154,7 +154,8 @@ def test_missing_program_leaks_no_descriptor():
 
 
 def test_stdin_and_environment_reach_the_child(events, monkeypatch):
-    monkeypatch.setenv("BATON_PORT", "8000")  # the launcher's own setting
+    # This is a setting of the launcher, which the child must not get.
+    monkeypatch.setenv("BATON_PORT", "8000")
     message = (
         "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
     )
@@ -173,9 +174,10 @@ def test_stdin_and_environment_reach_the_child(events, monkeypatch):
 def test_child_imports_its_parents_baton_and_not_its_working_directory(
     has_variable, tmp_path, monkeypatch
 ):
-    """The parent imports this checkout by its working directory, or by PYTHONPATH.
+    """The parent imports Baton from its working directory, or through PYTHONPATH.
 
-    The working directory of the child has modules named `protocol` and `json`.
+    The child has a different working directory, which has modules `protocol` and
+    `json`.
     """
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if has_variable:
@@ -211,8 +213,8 @@ def test_child_has_a_session_and_is_terminated_then_killed_and_reaped(events, ig
         os.waitpid(child.pid, os.WNOHANG)
 
 
-# Starts a process that starts a process and so on, `depth` times. All of them inherit
-# the descriptor `fd`.
+# Starts a chain of `depth` processes, each started by the one before it. All of them
+# inherit the descriptor `fd`.
 TREE = """
 import signal, sys
 sys.path.insert(0, {root!r})

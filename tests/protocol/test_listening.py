@@ -1,4 +1,6 @@
-"""If a socket cannot listen, the message has the address, the reason and the option."""
+"""If a socket cannot listen, the error has the address, the reason and the option to
+change.
+"""
 
 import socket
 
@@ -22,7 +24,8 @@ def test_bind_chooses_a_free_port_and_refuses_a_port_in_use():
     [
         ("256.1.1.1", "Name or service not known"),
         ("203.0.113.1", "Cannot assign"),
-        ("fe80::1", "Invalid argument|Address family"),  # link-local without a link
+        # This address is link-local and lacks the name of a network interface.
+        ("fe80::1", "Invalid argument|Address family"),
         ("ü..b", "encoding"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Cache folder, cluster secret and cores of this machine, and errors with the fix."""
+"""Cache folder, cluster secret and number of cores of this machine, and errors about
+them.
+"""
 
 import os
 from pathlib import Path
@@ -54,7 +56,7 @@ def test_first_use_creates_the_secret_that_all_later_uses_return(tmp_path):
     assert len(first) == 64 and cluster_secret(None, file) == first
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
-    machine._create_secret(file)  # as a second process would
+    machine._create_secret(file)  # does what a second process would do
     assert cluster_secret(None, file) == first
     assert cluster_secret(SecretStr("mine"), file) == b"mine"
 

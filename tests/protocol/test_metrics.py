@@ -81,7 +81,7 @@ def test_label_order_does_not_matter_and_wrong_labels_are_refused():
     with pytest.raises(ValueError, match="label"):
         metrics.inc("baton_proxy_requests", path="pd")
     with pytest.raises(KeyError):
-        metrics.inc("baton_prompt_tokens")  # a metric of servers only
+        metrics.inc("baton_prompt_tokens")  # a proxy has no such metric
 
 
 def test_version_equals_the_package_and_fingerprint_depends_on_the_model():

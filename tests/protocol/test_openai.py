@@ -1,4 +1,4 @@
-"""Validated requests: the meaning of each member, and its default."""
+"""Validated requests: what each member of a body means, and its default."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
             completion(stream=True, stream_options={"include_obfuscation": False}),
             {"stream": True},
         ),
-        # A router may change `stream` for the prefill server, and leave
+        # A router may set `stream` to false for the prefill server, but keep
         # `stream_options`.
         (
             completion(stream_options={}, kv_transfer_params=LEG),
@@ -157,7 +157,7 @@ def test_every_form_of_a_conversation_is_accepted():
         "function": {"name": "f", "arguments": '{"x": 1}'},
     }
     calling_message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    # litellm adds this member to earlier answers.
+    # In a later request, litellm adds this member to the model's answers.
     calling_message["provider_specific_fields"] = {"refusal": None}
     tool_message = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
     parsed = chat(messages=[USER, calling_message, tool_message])

@@ -1,6 +1,6 @@
-"""Events of chats, and the response of /v1/responses.
+"""The events of streamed chats, and the events and the response of /v1/responses.
 
-tests/engine/test_http_answers.py tests the responses of all endpoints over HTTP.
+Responses of all endpoints over HTTP are tested in tests/engine/test_http_answers.py.
 """
 
 import json
@@ -60,10 +60,10 @@ def test_complete_response_repeats_the_request_and_has_the_reason_why_it_ended()
 
 
 def test_chat_event_contains_one_kind_of_content():
-    """Events are the same as those of OpenAI's API.
+    """OpenAI's API also sends one kind per event.
 
-    litellm, which Claude Code uses, drops all other content of an event that begins a
-    call or has a finish reason.
+    litellm, which Claude Code uses, depends on this: if an event begins a call or has a
+    finish reason, litellm drops the rest of the event.
     """
     calls = [
         ToolCallPiece(0, "", "a", "f"),

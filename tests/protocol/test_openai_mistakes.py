@@ -1,4 +1,6 @@
-"""Errors about requests have the path of the wrong member, its value and the fix."""
+"""Errors about invalid requests have the path of the wrong member, its value and the
+fix.
+"""
 
 import gc
 import itertools
@@ -88,7 +90,7 @@ def test_garbage_collector_is_paused_only_while_a_large_body_is_decoded(body):
     finally:
         gc.callbacks.remove(on_collection)
     assert gc.isenabled()
-    assert len(phases) <= 4  # the error or the result may cause two collections
+    assert len(phases) <= 4  # two for the error or for the result
 
 
 # -- members --------------------------------------------------------------------------
@@ -308,7 +310,7 @@ FULL: list[tuple[Parse, dict[str, Any]]] = [
 
 
 def paths_in(value: Any, *path: Any) -> list[tuple[Any, ...]]:
-    """Returns the paths of everything inside of `value`, which is at `path`.
+    """Returns the paths of all values inside of `value`, which itself is at `path`.
 
     A path consists of keys of objects and indices of lists.
     """
@@ -337,8 +339,8 @@ WRONG = [
 ]
 
 
-# Members that the error may name instead of the changed member: errors show these
-# members as a whole, or they can contradict the changed member.
+# The error may name one of these members instead of the changed member, because the
+# changed member is inside it, or because the two contradict each other.
 WHOLE = {
     "stop",
     "stop_token_ids",

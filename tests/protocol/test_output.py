@@ -1,4 +1,4 @@
-"""Standard streams never block, whether or not their output is read."""
+"""Writing to standard streams never blocks, even if nothing reads the output."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def read_lines(reader: int, until: bytes) -> list[bytes]:
 def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     reader, writer = pipe
     queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
-    for _ in range(5000):  # half a megabyte: more than the queue and the pipe hold
+    for _ in range(5000):  # 500 kB, which is more than the queue and the pipe can hold
         queue.put(LINE)
     queue.put(b"last line\n")
     assert queue.num_dropped > 2000

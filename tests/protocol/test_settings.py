@@ -1,4 +1,6 @@
-"""Settings come from options, variables and a file; wrong settings are refused."""
+"""Settings come from options, environment variables and a file. Wrong ones are
+refused.
+"""
 
 import json
 import os
@@ -209,7 +211,8 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
     ("wrong", "near"),
     [
         ("BATON_BLOK_SIZE", "BATON_BLOCK_SIZE"),
-        ("BATON_CASHE", "BATON_CACHE"),  # not an option, but a variable of the machine
+        # BATON_CACHE is a variable, but no option.
+        ("BATON_CASHE", "BATON_CACHE"),
     ],
 )
 def test_unknown_variable_is_an_error_unless_another_program_reads_it(

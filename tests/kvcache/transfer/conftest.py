@@ -11,7 +11,7 @@ from tests.rigs.memory_agent import MemoryAgent
 
 @pytest.fixture
 def rig() -> Iterator[Callable[..., Any]]:
-    """Makes prefill and decode sides that are closed after the test.
+    """A function that makes prefill and decode sides, which are closed after the test.
 
     The sides use MemoryAgent unless the test passes a different agent.
     """
@@ -28,6 +28,8 @@ def rig() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port for a prefill side, and for its successor after a restart."""
+    """A port that stays reserved, so that a prefill side and its successor can both use
+    it.
+    """
     with reserved_ports(1) as (port,):
         yield port

@@ -1,7 +1,7 @@
-"""The contract of every TransferAgent.
+"""The contract that every TransferAgent must fulfil.
 
-The contract is tested over NIXL between processes, over NIXL in one process, and in
-memory.
+It is tested with NIXL between processes, with NIXL in one process, and with
+MemoryAgent.
 """
 
 import threading
@@ -48,7 +48,7 @@ class Reader:
         self.name = agent.add_peer(peer.metadata)
 
     def post(self, runs: list[tuple[int, int, int]]) -> ReadHandle:
-        """Posts a READ of (local offset, remote offset, length) triples."""
+        """Posts a READ. A run is (local offset, remote offset, length)."""
         rows = np.array(runs, dtype=np.int64)
         local = rows[:, 0] + self.into.ctypes.data
         remote = rows[:, 1] + self.peer.address
@@ -62,7 +62,7 @@ class Reader:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "the state did not come"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.0005)
 
 
@@ -74,9 +74,9 @@ def nixl_agent(**options: Any) -> TransferAgent:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[MemoryPeer]]:
-    """The process that serves the tests of this module.
+    """A list with the process of the peer that all tests of this module share.
 
-    After a test has killed it, the next test gets a new one.
+    After a test has killed the process, the next test starts a new one.
     """
     started: list[MemoryPeer] = []
     yield started
@@ -169,7 +169,7 @@ def test_read_from_a_dead_peer_fails_and_other_peers_stay_readable(reader):
         except TransferFailed:
             return True
 
-    wait_until(fails)  # a transport may need a moment to notice
+    wait_until(fails)  # some transports notice the death only after a moment
     second = LocalPeer(reader.agent.new_sibling())
     assert second.agent.name != reader.agent.name
     try:
@@ -255,7 +255,9 @@ reader.peer.close()
 
 
 def test_read_from_a_stopped_peer_stays_active_until_it_ends():
-    """The READ uses TCP, because over TCP the peer takes part in a READ."""
+    """The READ uses TCP, because over TCP a READ does not progress while the peer is
+    stopped.
+    """
     assert "ReadState.ERROR\n" in run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 
@@ -264,8 +266,9 @@ def test_idle_nixl_agents_use_no_cpu_time():
     agent = nixl_agent()
     agent.add_peer(peer.metadata)
     before = time.process_time()
-    threading.Event().wait(0.5)  # the measured time, not a wait for a state
+    threading.Event().wait(0.5)  # the duration of the measurement
     used_s = time.process_time() - before
     agent.close()
     peer.close()
-    assert used_s < 0.25  # two spinning threads would use all of a core
+    # A single spinning thread would use 0.5 s.
+    assert used_s < 0.25

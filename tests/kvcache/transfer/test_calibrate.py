@@ -1,4 +1,6 @@
-"""Probes read only the null block, and the fit recovers the constants of a link."""
+"""Measuring a link: probes read only the null block, and the fit finds the link's
+constants.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The coordinator without a worker, round by round. The test acts as the rank."""
+"""The coordinator without a worker, one round at a time. The test acts as the rank."""
 
 import os
 import sys
@@ -26,9 +26,11 @@ from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):
-    """A coordinator with one rank, for which the test sends reports.
+    """A coordinator that the test drives, with one rank, for which the test sends
+    reports.
 
-    The rank reads nothing."""
+    No KV is read.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -46,7 +48,9 @@ class Driven(PullCoordinator):
         self.commands += self.receive(DEADLINE_S)
 
     def read(self, prefill: Prefill, *pull_ids: str) -> None:
-        """Orders pulls, and returns once the rank is ordered to read."""
+        """Starts pulls. Returns when the coordinator has sent the rank the commands to
+        read.
+        """
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
         while not all(
@@ -68,7 +72,9 @@ def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
 
 
 def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monkeypatch):
-    """Otherwise blocks would stay quarantined: no rank reports its end twice."""
+    """A report must not be lost by an error in a different one: no rank reports its end
+    twice, so the blocks would stay quarantined.
+    """
     reported = PullState.on_report
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
@@ -85,7 +91,7 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
         isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
     )
     assert isinstance(failed.error, InternalError)
-    # A rank answers this in any case.
+    # The coordinator stops the pull on the rank, which answers in any case.
     assert StopPull("broken") in coordinator.receive(0.0)
     coordinator.report(ended("broken", complete=False))
     (failed,) = coordinator.drain()
@@ -120,7 +126,9 @@ def test_successful_pull_does_not_close_the_circuit_while_a_second_pull_hangs(
 
 
 def test_start_of_a_pull_does_not_inspect_the_other_open_pulls(rig, coordinator):
-    """Otherwise many pulls that wait for one handshake start in quadratic time."""
+    """If it did, the start of many pulls that wait for one handshake would take
+    quadratic time.
+    """
     prefill = rig(Prefill)
     coordinator.read(prefill, *(f"open-{number}" for number in range(8)))
     is_reading: Any = PullState.is_reading
@@ -156,5 +164,5 @@ def test_closed_coordinator_leaves_no_file_descriptor_open():
     before = len(os.listdir("/proc/self/fd"))
     coordinator = PullCoordinator([], compat(), SECRET)
     coordinator.close()
-    coordinator.cancel("a")  # nothing carries this call out any more
+    coordinator.cancel("a")  # has no effect after `close`
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,6 @@
-"""Mapped copies by torch, the kernel's arithmetic and copy engines, all on the CPU."""
+"""Copies from mapped memory, by three methods: torch, the kernel's arithmetic, and copy
+engines. All of them run on the CPU here.
+"""
 
 import dataclasses
 from typing import Any
@@ -34,7 +36,9 @@ def place_runs(
     pool: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
-    """Copies runs as copy engines do, and all other copies as the kernel does."""
+    """Does what a GPU would do: contiguous runs as copy engines copy them, all other
+    copies as the kernel does.
+    """
     if not run_bytes_of(copy, scale_factors):
         place_units(copy, source, pool, scale_factors)
         return
@@ -45,8 +49,10 @@ def place_runs(
         ]
 
 
-def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
-    """The content of D's pool after all launches."""
+def placed(case: Case, d_rank: int, chunk_bytes: int, place_copy: Any) -> np.ndarray:
+    """Returns the content of D's pool after all launches, each copied by
+    `place_copy`.
+    """
     target = garbage(case, case.d, d_rank)
     transfer = case.transfer(d_rank)
     pool = torch.from_numpy(target).view(case.layout(case.d, d_rank).shape)
@@ -54,12 +60,16 @@ def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
         memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)
     ]
     for copy in split_into_launches(transfer.copies(), chunk_bytes):
-        by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.scale_factors)
+        place_copy(
+            copy, torch.from_numpy(memories[copy.owner]), pool, transfer.scale_factors
+        )
     return target
 
 
 def scaled(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
-    """A case with scales on one or both sides, and its scale factors [L, C]."""
+    """Returns the case with scales on P or on both sides, and the scale factors [L,
+    C].
+    """
     numbers = np.arange(case.layers * case.components)
     p_scales = 2.0**numbers  # exact in float32
     d_scales = 4.0**-numbers if d_has_scales else np.ones(len(numbers))
@@ -73,13 +83,21 @@ def scaled(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
 
 RANKS = st.integers(0, 7)
 CHUNKS = st.integers(1, 10_000)
-BY = st.sampled_from([place, place_units, place_runs])
+PLACE_FUNCTIONS = st.sampled_from([place, place_units, place_runs])
 
 
 @PROPERTY
-@given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
+@given(
+    cases(),
+    RANKS,
+    DTYPES,
+    CHUNKS,
+    st.sampled_from([1, 2, 3, 8]),
+    PLACE_FUNCTIONS,
+    st.booleans(),
+)
 def test_placing_writes_exactly_the_requested_elements(
-    case, d_rank, dtypes, chunk_bytes, widen, by, alike
+    case, d_rank, dtypes, chunk_bytes, widen, place_copy, alike
 ):
     case = with_dtypes(
         dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes
@@ -90,13 +108,15 @@ def test_placing_writes_exactly_the_requested_elements(
         )
     d_rank %= case.d.tp
     expected = memory_of(case, case.d, d_rank, case.start)
-    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), expected)
+    np.testing.assert_array_equal(
+        placed(case, d_rank, chunk_bytes, place_copy), expected
+    )
 
 
 @PROPERTY
-@given(cases(), RANKS, CHUNKS, BY, st.booleans())
+@given(cases(), RANKS, CHUNKS, PLACE_FUNCTIONS, st.booleans())
 def test_elements_are_multiplied_by_layer_factors(
-    case, d_rank, chunk_bytes, by, d_has_scales
+    case, d_rank, chunk_bytes, place_copy, d_has_scales
 ):
     d_rank %= case.d.tp
     plain = memory_of(case, case.d, d_rank, case.start)
@@ -108,13 +128,15 @@ def test_elements_are_multiplied_by_layer_factors(
     lying = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
     expected = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
     expected = np.where(plain == GARBAGE, GARBAGE, expected).astype(np.float32)
-    np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), expected)
+    np.testing.assert_array_equal(
+        placed(case, d_rank, chunk_bytes, place_copy), expected
+    )
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
 def test_divisor_replaces_a_division_by_a_multiplication(size, number):
-    by, magic, shift = divisor(size)
-    assert by == size and 0 < magic <= 2**32
+    divided_by, magic, shift = divisor(size)
+    assert divided_by == size and 0 < magic <= 2**32
     at_borders = number // size * size, number // size * size - 1
     for each in (number, *at_borders):
         assert each * magic < 2**63
@@ -149,10 +171,12 @@ def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
 
 
 @pytest.mark.parametrize(
-    ("p", "d", "start", "runs"),  # of the pieces, in floats
+    ("p", "d", "start", "runs"),  # `runs`: sizes of the contiguous runs, in floats
     [
-        (side(), side(), 0, [24 * 8 * 8]),  # rows x tokens x elements
-        (side(), side(), 3, [0, 24 * 8 * 8]),  # a part of the first block is many runs
+        # 24 (heads, layers and components) x tokens x elements.
+        (side(), side(), 0, [24 * 8 * 8]),
+        # The part of the first block is not contiguous, which is 0 here.
+        (side(), side(), 3, [0, 24 * 8 * 8]),
         (side(), side(tp=2), 0, [12 * 8 * 8]),
         (side(tp=4), side(tp=2), 0, [6 * 8 * 8] * 2),
         (side("BLCNHD"), side("BLCNHD"), 0, [6 * 8 * 4 * 8]),

@@ -1,4 +1,4 @@
-"""The heads of ranks, and endpoints between which no plan can move KV."""
+"""The heads of each rank, and pairs of endpoints that are refused as incompatible."""
 
 import pytest
 from hypothesis import given
@@ -37,7 +37,7 @@ def test_ranks_hold_every_head_in_order(tp, total):
     assert {head for heads in held for head in heads} == set(range(total))
     assert all(len(heads) >= 1 for heads in held)
     assert held == sorted(held, key=lambda heads: heads.start)
-    if tp <= total:  # nothing is copied
+    if tp <= total:  # no head is on several ranks
         assert sum(len(heads) for heads in held) == total
 
 

@@ -1,4 +1,6 @@
-"""The fence: after the last byte, P's answer decides whether a pull is complete."""
+"""The fence: after the last byte, P's answer decides whether the pull was
+successful.
+"""
 
 import signal
 import threading
@@ -17,7 +19,7 @@ from tests.rigs.process_pair import Child
 
 
 class GatedMapper(Placer):
-    """A placer with launches that do not appear to end before the gate opens."""
+    """A placer that reports no launch as finished before the gate opens."""
 
     gate: threading.Event
     launched: threading.Event
@@ -32,7 +34,7 @@ class GatedMapper(Placer):
 
 
 class Gate:
-    """Makes placers with launches that appear to end when the test opens the gate."""
+    """Makes placers that report launches as finished when the test opens the gate."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -45,31 +47,33 @@ class Gate:
         return mapper
 
     def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
-        """Pulls until all bytes of a lease are copied. The launch appears active."""
+        """Starts a pull and waits until all its bytes are copied. The gate keeps it
+        unfinished.
+        """
         remote: RemotePrefill = prefill.lease([5], 8)
         decode.coordinator.pull("a", remote, 0, 8, [3])
         assert self.launched.wait(DEADLINE_S)
         return remote
 
 
-@pytest.mark.parametrize("how", ["expired", "aborted"])
-def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, how):
+@pytest.mark.parametrize("ending", ["expired", "aborted"])
+def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, ending):
     gate = Gate()
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
     remote = gate.read(prefill, decode)
-    if how == "aborted":
+    if ending == "aborted":
         assert prefill.server.abort(remote.lease_id)
     else:
         prefill.clock.skip(remote.lease_s)
-    assert prefill.outcomes() == [how]
+    assert prefill.outcomes() == [ending]
     gate.opened.set()
     assert isinstance(decode.failed(), LeaseGone)
 
 
 def test_bytes_of_a_killed_peer_are_not_used(rig):
-    """The peer's pool is mapped, so all of its bytes arrive even after its death."""
+    """The peer's pool is mapped, so its bytes can be copied even after it has died."""
     gate = Gate()
     prefill = rig(Child, "prefill")
     settings = {"side_channel_timeout_s": 0.3, **PATIENT}

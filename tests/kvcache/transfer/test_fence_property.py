@@ -1,11 +1,12 @@
-"""Property: a pull that is done has read the bytes of its lease, despite any faults.
+"""Property: a pull that ends as done has read the bytes of its lease, despite any
+faults.
 
 The test uses P's real lease table and offers, and D's real pulls. Several pulls may
 read one lease, which may grow while they read. Messages between P and D are delayed,
 lost, repeated and reordered. When a lease ends, its blocks get new content at once.
 
-P may end or be killed. Its successor at the same address has other content everywhere,
-and a READ from the dead engine may by chance read the memory of the successor.
+P may end or be killed. A successor at the same address has different content in all
+blocks. A READ from the dead engine may happen to read the successor's memory.
 """
 
 from dataclasses import dataclass, field
@@ -45,15 +46,14 @@ class Engine:
         self.incarnation = str(number)
         self.table = LeaseTable()
         self.offers: Offers[Pulling] = Offers(self.table)
-        self.growing: dict[
-            str, list[int]
-        ] = {}  # blocks by transfer id, of half computed prompts
+        # By transfer id: the computed blocks of a prompt that is still being computed.
+        self.growing: dict[str, list[int]] = {}
         self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
         self.free = list(range(BLOCKS))
         self.is_alive = True
 
     def collect(self) -> None:
-        """Takes the blocks of ended leases back, and overwrites them at once."""
+        """Frees the blocks of ended leases and overwrites them at once."""
         for ended in self.table.drain_ended():
             self.offers.on_lease_ended(ended.lease_id)
             for block in ended.block_ids:
@@ -63,11 +63,11 @@ class Engine:
 
 @dataclass(eq=False)
 class Pulling:
-    """A pull, and what its ranks have read."""
+    """A pull, and the content that its ranks have read so far."""
 
     state: PullState
     source: Engine
-    # The blocks of each rank that has not ended.
+    # By rank: the blocks that it still has to read. Ranks that have ended are absent.
     unread: dict[int, list[int]] = field(default_factory=dict)
     read_content: list[str] = field(default_factory=list)
     is_done: bool = False
@@ -75,7 +75,7 @@ class Pulling:
 
 @dataclass(eq=False)
 class Message:
-    """A request that was sent, or the reply to it."""
+    """A request on its way to P, or the reply on its way to D."""
 
     pulling: Pulling
     request: LeaseRequest | Subscribe
@@ -92,7 +92,7 @@ class FenceMachine(RuleBasedStateMachine):
         self.requests: list[Message] = []
         self.answers: list[Message] = []
         self.lease(2)
-        for _ in range(2):  # two readers of one lease
+        for _ in range(2):  # two pulls of one lease
             self.begin_pull(*self.leases[0])
 
     # -- P
@@ -117,7 +117,9 @@ class FenceMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))
     def name(self, digest: str) -> None:
-        """A proxy offers a prompt of P to D. D subscribes, perhaps twice."""
+        """A proxy offers D a prompt that P will compute. D begins up to two pulls of
+        it, which subscribe.
+        """
         name = f"prompt {len(self.leases)}"
         members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
         remote = replace(
@@ -131,7 +133,7 @@ class FenceMachine(RuleBasedStateMachine):
                 self.begin_pull(*self.leases[-1])
                 state = self.pullings[-1].state
                 self.perform(self.pullings[-1], state.tick(self.d_now))
-                self.arrive(self.requests.pop())
+                self.process_request(self.requests.pop())
 
     @precondition(lambda self: self.engine.growing and self.engine.free)
     @rule(
@@ -210,7 +212,7 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
     @rule(data=st.data(), count=st.integers(1, 4), goes_astray=st.booleans())
     def read(self, data: st.DataObject, count: int, goes_astray: bool) -> None:
-        """A rank reads some blocks, and ends after the last one."""
+        """A rank reads some blocks. It ends after the last one."""
         pulling = data.draw(st.sampled_from([p for p in self.pullings if p.unread]))
         rank = data.draw(st.sampled_from(sorted(pulling.unread)))
         is_wrong = goes_astray and not pulling.source.is_alive
@@ -265,15 +267,17 @@ class FenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), is_lost=RARELY, is_repeated=RARELY)
-    def question(self, data: st.DataObject, is_lost: bool, is_repeated: bool) -> None:
+    def deliver_request(
+        self, data: st.DataObject, is_lost: bool, is_repeated: bool
+    ) -> None:
         message = data.draw(st.sampled_from(self.requests))
         if not is_repeated:
             self.requests.remove(message)
         if is_lost:
             return
-        self.arrive(message)
+        self.process_request(message)
 
-    def arrive(self, message: Message) -> None:
+    def process_request(self, message: Message) -> None:
         request = message.request
         engine = self.engine
         ok = request.incarnation == engine.incarnation
@@ -296,13 +300,13 @@ class FenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pullings)
     @rule(data=st.data())
-    def go_well(self, data: st.DataObject) -> None:
-        """A pull proceeds for a while without any fault."""
+    def proceed_without_faults(self, data: st.DataObject) -> None:
+        """Without faults, a pull's messages arrive and its ranks read."""
         pulling = data.draw(st.sampled_from(self.pullings))
         for _ in range(3):
             for message in [m for m in self.requests if m.pulling is pulling]:
                 self.requests.remove(message)
-                self.arrive(message)
+                self.process_request(message)
             for message in [m for m in self.answers if m.pulling is pulling]:
                 self.answers.remove(message)
                 assert message.reply is not None
@@ -311,8 +315,8 @@ class FenceMachine(RuleBasedStateMachine):
                 self.read_some(pulling, rank, 4, is_wrong=not pulling.source.is_alive)
 
     @rule(is_lost=RARELY)
-    def tell(self, is_lost: bool) -> None:
-        """P sends progress to the readers of its prompts."""
+    def send_progress(self, is_lost: bool) -> None:
+        """P sends the progress of prompts to their readers."""
         for pulling, reply in self.engine.offers.take_messages(
             self.p_now, lambda reader: False
         ):
@@ -323,7 +327,7 @@ class FenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data(), is_repeated=RARELY)
-    def answer(self, data: st.DataObject, is_repeated: bool) -> None:
+    def deliver_reply(self, data: st.DataObject, is_repeated: bool) -> None:
         message = data.draw(st.sampled_from(self.answers))
         if not is_repeated:
             self.answers.remove(message)

@@ -1,6 +1,6 @@
-"""Pulls of prompts that are still being computed.
+"""Pulls of prompts that P is still computing.
 
-Sockets and workers are real. Bytes are garbage until their chunk is computed.
+Sockets and workers are real. A block holds garbage until its chunk is computed.
 """
 
 import random
@@ -29,7 +29,9 @@ NUM_TOKENS = 61
 
 
 class Prompt:
-    """A prompt that P computes. Its block n is block 3n + 1 of the pool, modulo 31."""
+    """A prompt that P computes in chunks. Its n-th block is block (3n mod 31) + 1 of
+    the pool.
+    """
 
     def __init__(
         self, prefill: Prefill, name: str = "t", *, is_expected: bool = True
@@ -81,10 +83,10 @@ class Prompt:
         return self.num_done * self.prefill.layouts[0].block_size
 
     def compute(self, num_tokens: int) -> bool:
-        """Computes a chunk; the last chunk completes the prompt.
+        """Computes a chunk of the prompt. The last chunk completes it.
 
         Returns:
-            True if a reader was informed.
+            Whether the chunk was leased to a reader.
         """
         count = max(1, num_tokens // self.prefill.layouts[0].block_size)
         stop = min(self.num_done + count, len(self.blocks))
@@ -121,7 +123,7 @@ def until_read(decode: Decode, prompt: Prompt, start: int, stop: int) -> None:
 
 
 def drop_connections(prefill: Prefill) -> None:
-    """Closes all connections, like a network that resets them."""
+    """Closes all connections of P's lease server, as if the network had reset them."""
     for wire in list(prefill.server._wires):
         wire._socket.shutdown(socket.SHUT_RDWR)
 
@@ -143,19 +145,19 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)]
 )
-@pytest.mark.parametrize("at", range(len(GEOMETRIES)))
+@pytest.mark.parametrize("geometry_index", range(len(GEOMETRIES)))
 def test_computed_blocks_are_read_while_the_rest_is_computed(
-    rig, at, subscribes_at, pulls_at
+    rig, geometry_index, subscribes_at, pulls_at
 ):
-    prefill_options, decode_options = GEOMETRIES[at]
+    prefill_options, decode_options = GEOMETRIES[geometry_index]
     heads = {"heads": decode_options["heads"]} if "heads" in decode_options else {}
-    verify = ("off", "sample", "all")[(at + pulls_at) % 3]
+    verify = ("off", "sample", "all")[(geometry_index + pulls_at) % 3]
     prefill = rig(Prefill, digests=True, **prefill_options, **heads)
     decode = rig(Decode, verify=verify, **decode_options)
     prompt = Prompt(prefill, is_expected=subscribes_at > 0)
     blocks = local_blocks(decode)
     per_block = decode.layouts[0].block_size * decode.dcp
-    start = per_block * (at % 2)
+    start = per_block * (geometry_index % 2)
     for chunk in range(10):
         if chunk == subscribes_at:
             decode.coordinator.hold("a", prompt.remote)
@@ -180,7 +182,9 @@ def test_computed_blocks_are_read_while_the_rest_is_computed(
 def subscribed(
     rig: Any, verify: str = "off", **settings: float
 ) -> tuple[Prefill, Decode, Prompt]:
-    """A pull that has read one chunk of 16 tokens."""
+    """Returns both sides and a prompt. D's pull of it, "a", has read one chunk of 16
+    tokens.
+    """
     prefill = rig(Prefill, digests=verify != "off")
     decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})
     prompt = Prompt(prefill)
@@ -200,14 +204,18 @@ def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
 
 
 def test_pull_fails_if_the_lender_stops_computing_the_prompt(rig):
-    """The side channel of the lender still answers. The leased blocks are returned."""
+    """P's lease server still answers, so only the timeout ends the pull. P's blocks are
+    freed.
+    """
     prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
     assert isinstance(decode.failed("a"), PullTimeout)
     decode.until(lambda: prefill.server.counters()["held"] == 0)
 
 
 def test_only_one_of_two_borrowers_gets_a_growing_lease(rig):
-    """For the second borrower, the lease has ended once the first borrower fences."""
+    """Both borrowers read, but the lease ends with the first fence. So the second pull
+    fails.
+    """
     prefill, decode, prompt = subscribed(rig)
     other = rig(Decode)
     other.coordinator.pull("b", prompt.remote, 0, NUM_TOKENS, local_blocks(other))

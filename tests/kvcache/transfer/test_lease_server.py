@@ -42,7 +42,7 @@ MAC = 32  # bytes
 
 
 class Client(LeaseClient):
-    """A client that the test drives round by round."""
+    """A lease client that the test drives, one round at a time."""
 
     def __init__(
         self, secret: bytes = SECRET, clock: Callable[[], float] = time.monotonic
@@ -168,12 +168,12 @@ def test_leases_end_without_a_fence(server, clock, ending):
 def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
     server, offer_first
 ):
-    """The reader cancels its subscription before it has received the lease.
+    """The reader cancels its subscription before it has received the name of the lease.
 
-    P has sent the end of the prompt before that, or computes the prompt after it.
+    P completes the prompt before or after it gets the cancellation.
     """
-    about = {"transfer_id": "x-0", "prompt_digest": "d"}
-    remote = replace(REMOTE, lease_id="", block_ids=[], **about)
+    prompt_fields = {"transfer_id": "x-0", "prompt_digest": "d"}
+    remote = replace(REMOTE, lease_id="", block_ids=[], **prompt_fields)
     reader = PullState("p", remote, 1, PullSettings(), "a", 0.0)
     lease = server.grant("r", [3], 30.0)
 
@@ -205,7 +205,7 @@ def test_wrong_secret_is_refused_and_counted_and_changes_nothing(server):
 
 
 def raw_exchange(server: Server, *messages: bytes) -> Any:
-    """Sends messages, and returns the answer to the last one."""
+    """Sends raw messages. Returns the answer to the last one."""
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         wire = Wire(raw, 1 << 20)
         for message in messages:
@@ -216,7 +216,7 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
 
 
 def signed(payload: bytes) -> bytes:
-    """Any payload with a valid MAC, which a newer or faulty trusted peer may send."""
+    """Returns a payload with a valid MAC, as from a newer or a faulty peer."""
     from protocol import handshake
 
     return handshake._mac(b"baton side channel request", payload, SECRET) + payload
@@ -245,15 +245,13 @@ def test_garbage_is_answered_and_counted(server, message):
     assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
 
 
-def test_bug_in_the_server_closes_a_connection_and_ends_no_lease(server, monkeypatch):
+def test_bug_closes_one_connection_but_ends_no_lease(server, monkeypatch):
     lease_id = server.grant("r", [1], 30.0)
     usual = Wire.receive
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         name = raw.getsockname()
 
-        def broken(
-            wire: Wire,
-        ) -> list[bytes]:  # leaves the received bytes in the socket
+        def broken(wire: Wire) -> list[bytes]:  # does not read from the socket
             if wire._socket.getpeername() == name:
                 raise RuntimeError("it is broken")
             return usual(wire)
@@ -282,7 +280,7 @@ def test_invalid_bytes_and_too_long_messages_close_the_connection(server):
         with socket.create_connection(server.address, DEADLINE_S) as raw:
             with suppress(
                 ConnectionResetError, BrokenPipeError
-            ):  # the server does not read all of it
+            ):  # the server closes before it has read everything
                 raw.sendall(garbage)
                 assert raw.recv(1) == b""
     assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
@@ -324,7 +322,7 @@ def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):
 
 
 def _flood(address: tuple[str, int], data: bytes, is_over: threading.Event) -> None:
-    """Sends the data over one connection after another, until `is_over`."""
+    """Sends `data` over one new connection after the other, until `is_over`."""
     while not is_over.is_set():
         with suppress(OSError), socket.create_connection(address, DEADLINE_S) as raw:
             raw.sendall(data)
@@ -360,7 +358,7 @@ def test_fences_are_answered_while_strangers_flood_the_server(server, data):
 
 
 def test_first_invalid_message_closes_the_connection(server):
-    """One refusal closes the connection, even after authentic messages."""
+    """One invalid message is enough, even after authentic ones."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)
@@ -376,7 +374,9 @@ def test_first_invalid_message_closes_the_connection(server):
 
 
 def test_messages_sent_before_the_connection_broke_are_processed(server):
-    """A socket that is closed with unread data is reset at once: P cannot answer."""
+    """The reader has closed its socket, so P cannot answer, but must process the
+    messages.
+    """
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
     for lease_id in leases:
@@ -386,7 +386,8 @@ def test_messages_sent_before_the_connection_broke_are_processed(server):
     with socket.create_connection(server.address) as connection:
         connection.sendall(renewal)
         select.select([connection], [], [], DEADLINE_S)
-        with server._lock:  # the server cannot answer before all messages are sent
+        # The lock keeps the server from answering before all messages are sent.
+        with server._lock:
             connection.sendall(renewal + b"".join(aborts))
             connection.close()
     ended: list[LeaseOutcome] = []
@@ -395,7 +396,7 @@ def test_messages_sent_before_the_connection_broke_are_processed(server):
     assert ended == [LeaseOutcome.ABORTED] * 2
 
 
-def test_client_reports_lost_connections_and_since_when(clock):
+def test_client_reports_lost_connections_and_when_they_were_lost(clock):
     server = Server(clock)
     client = Client(clock=clock)
     client.post(server.address, GetMetadata(nonce="n"))
@@ -428,7 +429,7 @@ def test_client_that_lacks_resources_connects_later(server, monkeypatch, lack):
         if lack == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
-            # These three are in use.
+            # Only stdin, stdout and stderr, so no more descriptor can be opened.
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             client.post(server.address, GetMetadata(nonce="n"))
@@ -441,7 +442,9 @@ def test_client_that_lacks_resources_connects_later(server, monkeypatch, lack):
 
 
 def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int]:
-    """A server that sends any answer to one request, like an attacker would."""
+    """Starts a server that sends any answer, as an attacker might: (its thread, its
+    port).
+    """
     listener = listen("127.0.0.1", 0)
 
     def serve() -> None:
@@ -452,7 +455,7 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
                 select.select([wire], [], [], DEADLINE_S)
             wire.send(answer(frames[0]))
             with suppress(WireClosed):
-                while True:  # until the client has gone
+                while True:  # until the client closes the connection
                     select.select([wire], [], [], DEADLINE_S)
                     wire.receive()
 

@@ -1,6 +1,6 @@
-"""Pulls over the mapped path without a GPU.
+"""Pulls from mapped memory, without a GPU.
 
-P's pools are in this process, and numpy copies.
+P's pools are in this process, and MemoryPlacer copies.
 """
 
 import itertools
@@ -37,7 +37,7 @@ PULLS = itertools.count()
 
 
 class Mappers:
-    """Makes a placer for each rank, and remembers the placers."""
+    """Makes a placer for each rank, and keeps a list of them."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -49,10 +49,10 @@ class Mappers:
 
 
 def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
-    """Pulls, checks all bytes, and returns the pull's last event.
+    """Runs a pull and checks all bytes. Returns the event that ended the pull.
 
     Args:
-        path: the expected path; None: the pull has to fail.
+        path: the expected path, or None if the pull must fail.
     """
     remote = prefill.lease([5, 2, 9], 24)
     name = f"pull-{next(PULLS)}"
@@ -65,7 +65,7 @@ def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
 
 
 def sides(rig: Any, **options: Any) -> tuple[Prefill, Decode, MemoryPlacer]:
-    """Both sides, and the placer of D."""
+    """Returns both sides, and the placer of D."""
     mappers = Mappers()
     prefill = rig(Prefill)
     decode = rig(Decode, make_placer=mappers, **options)
@@ -83,7 +83,8 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
 def test_any_geometry_is_mapped(rig, p, d):
-    mappers = Mappers(launch_bytes=1)  # a launch for every block
+    # So small that every block is a launch of its own.
+    mappers = Mappers(launch_bytes=1)
     prefill = rig(Prefill, **p)
     decode = rig(Decode, make_placer=mappers, **d)
     remote = prefill.lease(
@@ -101,11 +102,12 @@ def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.claim_results = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    assert mapper.claim_results == [0]  # one block at first, all others later
+    # A claim of 1 launched one block, and the next claim all others. 0 was left.
+    assert mapper.claim_results == [0]
 
 
 def test_blocks_larger_than_the_launch_limit_are_launched_one_by_one(rig, monkeypatch):
-    """No launch is empty, because a GPU would refuse it."""
+    """No launch may be empty, because a GPU would refuse it."""
     prefill, decode, mapper = sides(rig)
     launch = mapper.launch
     counts = []
@@ -149,7 +151,9 @@ def test_error_says_why_a_peer_cannot_be_mapped(rig, changes, reason):
 
 
 def test_equal_pid_in_another_container_is_not_the_same_process(rig, monkeypatch):
-    """The addresses of the peer's KV may be valid addresses in this process, too."""
+    """The peer's addresses may be valid in this process too, but with different
+    content.
+    """
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     rank = rig(Prefill).metadata.ranks[0]
     extra = {EXTRA_KEY: {**rank.extra[EXTRA_KEY], "handle": bytes(64)}}
@@ -207,7 +211,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
 
 
 def test_a_peer_that_dies_idle_is_unmapped(rig):
-    """Otherwise the memory would not be freed, and its successor would lack memory."""
+    """A mapping keeps memory allocated, which the peer's successor would lack."""
     prefill, decode, mapper = sides(rig, settings={"side_channel_timeout_s": 0.2})
     pull(decode, prefill)
     prefill.server.close()

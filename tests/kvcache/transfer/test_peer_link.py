@@ -1,4 +1,6 @@
-"""A link to a peer ends its failed and hanging READs, and delays no other peer."""
+"""The link to a peer that fails or hangs is closed with its READs, without a delay for
+other peers.
+"""
 
 import threading
 
@@ -19,9 +21,10 @@ def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
 
 
 def test_failed_read_writes_nothing_after_its_pull_has_drained(rig):
-    """UCX reports the first failed run while earlier runs are still active.
+    """UCX reports a READ as failed while some of its runs are still active.
 
-    The blocks may be reused as soon as the pull has drained.
+    These runs must end before the pull counts as drained, because the blocks may then
+    be reused.
     """
     prefill = rig(Prefill)
     decode = rig(Decode)
@@ -58,7 +61,7 @@ def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkey
 
 
 class _Dropped(MemoryAgent):
-    """An agent that cannot connect to one peer until `passes` is set."""
+    """An agent for which connecting to one peer blocks until `passes` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,14 +86,14 @@ def test_unreachable_peer_delays_no_other_peer_and_holds_no_blocks(rig):
     decode.until(lambda: any(job.waits_for_link for job in worker._jobs.values()))
     pulled(decode, other, "b", [2, 4, 6])
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits_for_link)
-    peer.link.deadline = 0.0  # the timeout has expired
+    peer.link.deadline = 0.0  # as if the timeout had expired
     worker._link.wake()
     error = decode.failed("a")
     assert isinstance(error, PeerUnreachable)
     for name in ("--connect-timeout-s", "UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES"):
         assert name in error.message
     pulled(decode, other, "c", [2, 4, 6])
-    agent.passes.set()  # the system's call returns
+    agent.passes.set()  # now the blocked call returns
     decode.until(lambda: peer.link is None)
     assert agent.active == 0
 
@@ -226,5 +229,7 @@ os._exit(0)
 
 
 def test_closed_agent_writes_nothing_when_its_stopped_peer_continues():
-    """If READs were only released and memory deregistered, late bytes would arrive."""
+    """Releasing READs and deregistering memory would not be enough: bytes would still
+    arrive.
+    """
     assert "late: 0\n" in run_program(STOPPED, UCX_TLS="tcp,self")

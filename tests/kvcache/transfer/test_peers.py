@@ -60,7 +60,7 @@ def test_handshake_backoff_doubles_up_to_a_bound():
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     peers.on_metadata(peers.connect(REMOTE, now), metadata(), now)
     peers.fail(peers.connect(REMOTE, now), PeerUnreachable("x"), now)
-    # A success resets the backoff.
+    # A successful handshake resets the backoff.
     assert peers.connect(REMOTE, now).deadline == now + 1.0
     assert +peers.outcomes == {"ok": 1, "peer_unreachable": 10}
 

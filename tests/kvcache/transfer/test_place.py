@@ -1,4 +1,4 @@
-"""Placing KV with torch: conversions, and the number of views."""
+"""`place`, which copies KV with torch: conversions, and the number of views."""
 
 from itertools import product
 
@@ -27,7 +27,9 @@ def endpoint(
 def transfer_of(
     p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], convert: bool = False
 ) -> Transfer:
-    """A transfer of tokens from all blocks of P."""
+    """Returns the transfer of the first `tokens` tokens, from all blocks of P in
+    order.
+    """
     planner = Planner(d, [p], 2, convert=convert)
     return planner.make_transfer((0, tokens), d_blocks, range(p.layout.num_blocks))
 
@@ -42,7 +44,7 @@ def filled(end: Endpoint) -> torch.Tensor:
 
 
 def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
-    """[block, N, H, L, C, D]"""
+    """Returns a view [block, N, H, L, C, D] of the pool."""
     return pool.permute([end.layout.order.index(axis) for axis in "BNHLCD"])
 
 
@@ -52,7 +54,7 @@ def assert_placed(
     """Places four blocks of P (4 tokens each) into blocks 2 and 0 of D (8 tokens each).
 
     Args:
-        lead: bytes from the start of P's storage to its blocks.
+        lead: number of bytes in P's storage before its blocks.
     """
     source = torch.zeros(p.layout.nbytes + lead, dtype=torch.uint8)[lead:]
     source.copy_(filled(p).view(-1).view(torch.uint8))
@@ -79,7 +81,7 @@ def test_conversion_equals_that_of_torch(p_dtype, d_dtype):
 
 
 FP8 = "float8_e4m3fn"
-# The third factor saturates FP8.
+# The third factor (P's scale / D's scale) exceeds the range of FP8.
 P_SCALES = (0.5, 1.0, 300.0, 0.25)
 D_SCALES = (2.0, 1.0, 0.001, 0.1)
 
@@ -127,7 +129,7 @@ def test_source_may_start_at_any_multiple_of_its_elements(lead):
 @pytest.mark.parametrize(
     ("p", "d", "tokens", "blocks", "views"),
     [
-        # There is one view for each block of D.
+        # Each block of D takes a view of its own.
         (endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 4), 64, [1, 3], 2),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),

@@ -1,4 +1,4 @@
-"""Plans, executed in memory where every element has a unique value."""
+"""Plans of transfers, executed in memory where every element has a unique value."""
 
 import dataclasses
 import math
@@ -55,9 +55,10 @@ def check_direct(case: Case, d_rank: int) -> None:
 def test_local_layers_move_only_their_window_of_long_prompts(
     windows, max_len, heads, head_dim, window
 ):
-    """The bytes moved of 131,072 tokens do not depend on the block sizes.
+    """The number of bytes that are moved for 131,072 tokens must not depend on block
+    sizes.
 
-    P has freed the blocks that the windows have passed.
+    P has freed all blocks that are before the windows.
     """
     groups, dealt = make_groups(windows, max_len + 1)
     size = max(map(len, dealt))
@@ -102,14 +103,14 @@ def test_local_layers_move_only_their_window_of_long_prompts(
 
 @st.composite
 def pulls(draw: st.DrawFn) -> list[Case]:
-    """Pulls of any tokens in any blocks, between one pair of engines."""
+    """Draw pulls of any tokens in any blocks, all between the same two engines."""
     first = draw(cases())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     cases_of_pair = [first]
     for _ in range(draw(st.integers(0, 4))):
         stop = draw(st.integers(1, first.stop))
         start = draw(st.integers(0, stop))
-        if draw(st.booleans()):  # whole blocks
+        if draw(st.booleans()):  # `start` and `stop` at block boundaries
             period = math.lcm(first.p.block_size, first.d.tokens_per_block)
             stop = max(stop // period * period, 1)
             start = min(start // period * period, stop)
@@ -135,7 +136,8 @@ def _elsewhere(
     return dataclasses.replace(side, blocks=tuple(ids.tolist()))
 
 
-# Between CPUs; with expensive descriptors; with expensive copies; between GPUs; slow.
+# Costs between CPUs, with expensive descriptors, with expensive copies, between GPUs,
+# and of a slow link.
 _COSTS = [
     COSTS,
     STAGE_ALL,
@@ -151,9 +153,11 @@ def check_remembered_plans(
     staging_blocks: int,
     dtypes: Any,
     costs: list,
-    by: Any,
+    place_copy: Any,
 ) -> None:
-    """One planner plans many pulls. A remembered decision changes no other plan."""
+    """Let one planner plan many pulls. It remembers decisions, but every plan must be
+    correct for its own pull.
+    """
     d_rank %= pulls[0].d.tp
     pulls = [with_dtypes(case, *dtypes) for case in pulls]
     staging = staging_for(pulls[0], staging_blocks)
@@ -162,10 +166,10 @@ def check_remembered_plans(
         planner.plan(case.pull(planner), each)
         for case, each in zip(pulls, costs, strict=False)
     ]
-    # Checked afterwards, because later pulls must not change earlier plans.
+    # Plans are checked only now, because later pulls must not change earlier plans.
     for case, plan in zip(pulls, plans, strict=True):
         assert plan.slot_bytes <= staging // 2
-        check_plan(case, d_rank, plan, by)
+        check_plan(case, d_rank, plan, place_copy)
         assert plan.path == "staged" or dtypes[0] == dtypes[1] or not plan.useful_bytes
 
 
@@ -173,9 +177,10 @@ RANKS = st.integers(0, 7)
 STAGING_BLOCKS = st.integers(1, 6)
 COST_LISTS = st.lists(st.sampled_from(_COSTS), min_size=5, max_size=5)
 DIRECT = partial(given(cases(), RANKS), check_direct)
-BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arithmetic
+# With torch, or with the kernel's arithmetic.
+PLACE_FUNCTIONS = st.sampled_from([place, place_units])
 REMEMBERED = partial(
-    given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY),
+    given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, PLACE_FUNCTIONS),
     check_remembered_plans,
 )
 
@@ -204,13 +209,15 @@ def simple(p: Side, d: Side, **changes) -> Case:
 def side(
     tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128
 ) -> Side:
-    """A side with its blocks in descending order."""
+    """Return a side with the blocks for `tokens` tokens, in descending order."""
     count = -(-tokens // block_size)
     return Side(tp, order, block_size, tuple(range(count, 0, -1)), count + 1)
 
 
 def scattered(of: Side) -> Side:
-    """A side with every second block, so no two blocks are neighbours in memory."""
+    """Return the side with every second block of its pool, so that no two are
+    adjacent.
+    """
     count = len(of.blocks)
     return dataclasses.replace(
         of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
@@ -221,7 +228,9 @@ def scattered(of: Side) -> Side:
     ("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"]
 )
 def test_ranks_that_share_tokens_start_at_different_copies(dcp, tokens):
-    """Every rank of P has the latent. No two ranks of D read from the same rank."""
+    """Every rank of P has a copy of the MLA latent. No two ranks of D may read from the
+    same rank of P.
+    """
     p = side(4, tokens=tokens)
     d = Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
     case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)

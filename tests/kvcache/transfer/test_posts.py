@@ -15,7 +15,7 @@ def read_of(lengths: list[int], rank: int = 0) -> ReadDescriptors:
 
 
 def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
-    """(rank, remote byte, local byte) of every byte that is moved."""
+    """Returns (rank, remote byte, local byte) for every byte that is moved."""
     return [
         (post.remote_rank, remote + i, local + i)
         for post in posts
@@ -71,7 +71,7 @@ def test_reads_are_paced_only_while_a_batch_is_computed():
         if throttle.admits(now):
             throttle.posted(10**8, now)
             moved += 10**8
-        now += 0.0003  # a thread that checks periodically
+        now += 0.0003  # like a thread that checks periodically
     assert 0.7 * 110e9 < moved <= 1.001 * 110e9
     throttle.posted(33 * 10**6, 20.0, staged=True)  # staged bytes have a lower rate
     assert not throttle.admits(20.0009) and throttle.admits(20.0011)

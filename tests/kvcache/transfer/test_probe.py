@@ -1,4 +1,6 @@
-"""The link to a peer is connected and measured before its first pull is planned."""
+"""The link to a peer is connected and measured before the first pull from it is
+planned.
+"""
 
 import logging
 from typing import Any
@@ -25,14 +27,14 @@ BLOCKS = [3, 1, 7]
 
 
 def measured(decode: Decode) -> Any:
-    """The measured costs of the only peer; None if it was not measured."""
+    """Returns the measured costs of the only peer, or None if it was not measured."""
     (peer,) = decode.workers[0]._peers.values()
     return peer.link.costs if peer.link else None
 
 
 @pytest.fixture
 def planned_with(monkeypatch: Any) -> list[CostModel]:
-    """The costs of each plan, in order."""
+    """A list of the costs that each plan was made with, in order."""
     used_costs: list[CostModel] = []
     plan = Planner.plan
 
@@ -47,7 +49,9 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 def stalled_probe(
     rig: Any, pull_ids: list[str], **options: Any
 ) -> tuple[Prefill, Decode]:
-    """Pulls that wait for a probe that does not end before the agent's `resume`."""
+    """Returns both sides. D has pulls that wait for a probe, which hangs until the
+    agent's `resume`.
+    """
     prefill = rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, **options)
     decode.agents[0].stall()
@@ -71,12 +75,13 @@ def test_pull_that_waits_for_the_probe_can_be_cancelled(rig):
 def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
     prefill, decode = stalled_probe(rig, ["a"], connect_timeout_s=0.05)
     failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed) and failed.drained  # it had posted nothing
+    # The pull is drained, because it had posted no READ.
+    assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, PeerUnreachable)
     (peer,) = decode.workers[0]._peers.values()
     decode.until(lambda: peer.link is None or peer.link.is_closing)
     decode.agents[0].resume()
-    while peer.link is not None:  # until it is closed
+    while peer.link is not None:  # until the link is closed
         decode.has_event.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
     pulled(decode, prefill, "b", BLOCKS)

@@ -1,4 +1,6 @@
-"""Pulls with coordinator, workers, side channel and agent. All bytes are compared."""
+"""Pulls with a real coordinator, workers, side channel and agent. All bytes are
+compared.
+"""
 
 import re
 from typing import Any
@@ -38,7 +40,7 @@ from tests.rigs.memory_pair import (
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
+def test_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     prefill = rig(Prefill, make_agent)
     decode = rig(Decode, make_agent)
     remote = prefill.lease([5, 2, 9], 20)
@@ -81,12 +83,15 @@ def test_many_pulls_at_once_from_two_peers(rig):
         assert_pulled(decode, remote, blocks, 0, 16)
     decode.pull("later", sides[0].lease([1], 8), 0, 8, [60])
     for side in sides:
-        assert side.server.counters()["metadata_sent"] == 1  # one handshake, shared
+        # All pulls share one handshake.
+        assert side.server.counters()["metadata_sent"] == 1
         assert set(side.outcomes(12)) == {"completed"}
 
 
 def test_invalid_block_table_reads_nothing_and_the_next_pull_succeeds(rig):
-    """The invalid pulls come between equal pulls, for which the plan is remembered."""
+    """The valid pulls before and after the invalid ones are equal, so their plan is
+    remembered.
+    """
     prefill = rig(Prefill)
     decode = rig(Decode)
     decode.pull("fits", prefill.lease([5, 2], 16), 0, 16, [3, 1])
@@ -109,7 +114,7 @@ def test_renewals_keep_a_lease_past_its_length(rig):
     decode = rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
-    for renewals in range(1, 7):  # a third of the lease each
+    for renewals in range(1, 7):  # one in each third of the lease
         while prefill.server.counters()["renewed"] < renewals:
             assert prefill.server.drain_ended() == []
             prefill.ended.wait(0.01)
@@ -132,9 +137,9 @@ def test_ended_lease_fails_a_held_pull_before_it_reads(rig):
 
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
 def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_id):
-    late = ("side_channel_timeout_s", "pull_timeout_s", "renew_interval_s")
-    # Only the new metadata shows the restart.
-    settings = dict.fromkeys(late, 1000.0)
+    unlimited = ("side_channel_timeout_s", "pull_timeout_s", "renew_interval_s")
+    # No timeout may end the pulls: only the new metadata shows that P has restarted.
+    settings = dict.fromkeys(unlimited, 1000.0)
     first = rig(Prefill, port=port)
     decode = rig(Decode, settings=settings)
     old = first.lease([5], 8)
@@ -164,7 +169,7 @@ def test_restarted_server_fails_old_pulls_and_serves_new_ones(rig, port, engine_
 
 
 def edited(rank: Any = None, compat: Any = None, **changes: Any) -> dict[str, Any]:
-    """Options of a prefill side that sends metadata with wrong values.
+    """Returns the options of a prefill side that sends metadata with changed values.
 
     Args:
         rank: changed values of the first rank's RankMetadata.
@@ -220,9 +225,11 @@ def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
     assert isinstance(error, PeerIncompatible)
     assert re.search(message, f"{error.param}: {error.message}")
     assert not any(pool.tensor.any() for pool in decode.pools)
-    if message.startswith("^"):  # the handshake has refused the peer
+    # Messages with "^" are from the handshake, so nothing was read.
+    if message.startswith("^"):
         assert all(worker.counters["posts"] == 0 for worker in decode.workers)
-    assert prefill.outcomes() == ["aborted"]  # P has its blocks back at once
+    # The lease is aborted at once, so that P can free its blocks.
+    assert prefill.outcomes() == ["aborted"]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ def test_silent_address_times_out_and_is_remembered_for_its_backoff(rig, port):
     failed = decode.wait(PeerDecided)
     assert isinstance(failed.error, PeerUnreachable)
     assert "--side-channel-host" in failed.error.message
-    # The peer is back, but gets no request.
+    # The peer is back, but during the backoff it gets no request.
     rig(Prefill, port=port, incarnation=remote.incarnation)
     decode.coordinator.connect(remote)
     assert decode.wait(PeerDecided) == failed
@@ -307,7 +314,7 @@ def test_open_circuit_allows_a_single_pull_after_the_backoff(rig, caplog):
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
-        failed = decode.wait(*ENDINGS)  # the READ, or a probe of the next link
+        failed = decode.wait(*ENDINGS)  # the READ fails, or the probe of the next link
         assert isinstance(failed.error, TransferFailed | PeerUnreachable)
     message = [line for line in caplog.records if line.name.endswith("coordinator")]
     assert [("UCX_TCP_PORT_RANGE" in line.message) for line in message].count(True) == 1
@@ -375,7 +382,7 @@ def test_fence_is_repeated_after_a_lost_answer(rig):
     answer = prefill.server._answer
     attempt_ids = []
 
-    def lose_the_first(message: bytes, wire: Any) -> Any:
+    def lose_first_reply(message: bytes, wire: Any) -> Any:
         reply = answer(message, wire)
         request = open_request(message, SECRET)
         if not isinstance(request, Complete):
@@ -383,7 +390,7 @@ def test_fence_is_repeated_after_a_lost_answer(rig):
         attempt_ids.append(request.attempt_id)
         return reply if len(attempt_ids) > 1 else Ok(nonce="of another request")
 
-    prefill.server._answer = lose_the_first
+    prefill.server._answer = lose_first_reply
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
     assert attempt_ids[0] == attempt_ids[1]
@@ -397,20 +404,22 @@ def test_connection_lost_while_unused_does_not_fail_the_next_pull(rig, port):
     first = rig(Prefill, port=port)
     decode = rig(Decode, settings=settings)
     decode.pull("a", first.lease([5], 8), 0, 8, [3])
-    # The lease is completed over the connection.
+    # Wait until the lease is completed, which needs the connection.
     decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
     first.close()
     leases = decode.coordinator._leases
     decode.until(lambda: leases.unconnected())
 
-    def wait_for_a_user() -> None:  # so that the client does not reconnect by itself
+    # It must be the next pull that connects, so the client must not reconnect before.
+    def delay_reconnect() -> None:
         for link in leases._links.values():
             link.retry_at = decode.clock() + 13.0
 
-    decode.coordinator._call(wait_for_a_user)
+    decode.coordinator._call(delay_reconnect)
     run_round(decode.coordinator)
     second = rig(Prefill, port=port)
-    decode.clock.skip(12.0)  # no request waited during this time
+    # This must not count as waiting, because there is no request.
+    decode.clock.skip(12.0)
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
     decode.clock.skip(12.0)
     decode.done()

@@ -1,4 +1,4 @@
-"""Pulls that are cancelled at any moment, and engines that close with open pulls."""
+"""Pulls that are cancelled in any phase, and engines that close with open pulls."""
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ def test_cancel_of_an_ended_or_unknown_pull_is_answered_once(rig):
 def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
     limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
-    # Otherwise PullStuck may come first on busy machines.
+    # PATIENT, because otherwise PullStuck may come first on busy machines.
     decode = rig(
         Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT
     )
@@ -55,7 +55,7 @@ def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
         while not isinstance(
             event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained
         ):
-            assert isinstance(event, PullDone)  # it was queued before the cancel
+            assert isinstance(event, PullDone)  # the pull had ended before the cancel
         assert [
             e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)
         ] == []

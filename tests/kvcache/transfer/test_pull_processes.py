@@ -1,4 +1,4 @@
-"""Pulls between processes over NIXL. Peers are killed, stopped and continued."""
+"""Pulls between processes over NIXL. Peers are killed, or stopped and continued."""
 
 import socket
 import threading
@@ -67,7 +67,7 @@ def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
 
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_ranks_in_separate_processes_read_their_shares(prefill, dcp):
-    """With a dcp, rank 0 stores two of the three blocks, and rank 1 stores one."""
+    """With a DCP of 2, rank 0 stores two of the three blocks, and rank 1 stores one."""
     woken = threading.Event()
     coordinator_end, worker_end = socket.socketpair()
     coordinator = PullCoordinator([coordinator_end], compat(), SECRET)
@@ -152,5 +152,7 @@ os._exit(0)
 
 
 def test_pull_from_a_stopped_peer_is_undrained_until_its_reads_end():
-    """The READs use TCP, because over TCP, READs from a stopped peer stay active."""
+    """The READs use TCP, because over TCP, READs do not end while the peer is
+    stopped.
+    """
     assert f"{PullDrained('d')}\n" in run_program(STOPPED, UCX_TLS="tcp,self")

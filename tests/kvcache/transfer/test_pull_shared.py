@@ -1,4 +1,6 @@
-"""Pulls with decode context parallelism: ranks that share a sequence's tokens."""
+"""Pulls with decode context parallelism (DCP): the ranks of D share a sequence's
+tokens.
+"""
 
 from typing import Any
 
@@ -21,12 +23,14 @@ from tests.rigs.memory_pair import (
 
 SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
 MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA
-STAGE = CostModel(1e-3, 1e12, 1e15)  # descriptors are expensive
+STAGE = CostModel(1e-3, 1e12, 1e15)  # expensive descriptors, so that pulls are staged
 
 
-def table(tokens: int, size: int, of: int = 31) -> list[int]:
-    """A block table of scattered blocks from 1 to `of`."""
-    ids = np.random.default_rng(tokens).permutation(np.arange(1, of + 1))
+def table(tokens: int, size: int, max_id: int = 31) -> list[int]:
+    """Returns a table of scattered blocks for this many tokens, with ids from 1 to
+    `max_id`.
+    """
+    ids = np.random.default_rng(tokens).permutation(np.arange(1, max_id + 1))
     return ids[: -(-tokens // size)].tolist()
 
 
@@ -37,7 +41,9 @@ class SmallLaunches(Placer):
 def check_pulls(
     prefill: Prefill, decode: Decode, token_ranges: list[tuple[int, int]], path: str
 ) -> None:
-    """Pulls token ranges of prompts one after another, and checks every byte."""
+    """Pulls token ranges, one after the other, and checks every byte. `path` lists the
+    allowed paths.
+    """
     sizes = [side.layouts[0].block_size for side in (prefill, decode)]
     for start, stop in token_ranges:
         remote = prefill.lease(table(stop, sizes[0]), stop)
@@ -48,16 +54,18 @@ def check_pulls(
         assert decode.is_only_written_at(blocks, start, stop)
         layout = decode.layouts[0]
         copies = max(decode.tp // decode.dcp // decode.heads, 1)
-        each = (
+        bytes_per_token = (
             LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
         )
-        # No two ranks of a group get the same token.
-        assert done.nbytes == (stop - start) * each
+        # In a DCP group, every token is sent to one rank only.
+        assert done.nbytes == (stop - start) * bytes_per_token
     assert prefill.outcomes(len(token_ranges)) == ["completed"] * len(token_ranges)
 
 
 def token_ranges_of(tokens_per_block: int) -> list[tuple[int, int]]:
-    """(start, stop): less than a block or a stripe, odd, complete, or after a hit."""
+    """Returns ranges (start, stop): less than a block or a stripe, odd, complete
+    blocks, or after a prefix hit.
+    """
     whole = 2 * tokens_per_block
     return [
         (0, 3),
@@ -136,7 +144,9 @@ def test_dtype_and_scales_are_converted(rig, make_placer):
 
 
 def test_a_rank_without_a_token_ends_at_once(rig):
-    """The first rank of each group has all three tokens. Other ranks end at once."""
+    """The first rank of each DCP group has all three tokens, so the other ranks have
+    nothing to read.
+    """
     prefill = rig(Prefill)
     decode = rig(Decode, MemoryAgent, tp=4, dcp=2)
     for agent in decode.agents[::2]:

@@ -1,4 +1,4 @@
-"""Pulls through staging memory, also concurrently with direct reads."""
+"""Pulls through staging memory, also while other pulls read directly."""
 
 from typing import Any
 
@@ -56,10 +56,10 @@ def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
-    """A decode side with staging memory that a pull with hanging READs owns.
+    """Makes a decode side on which a pull with hanging READs owns the staging memory.
 
     Returns:
-        A prefill side that does not hang, and the decode side.
+        A prefill side from which READs do not hang, and the decode side.
     """
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung = rig(Prefill, engine_id="hung", order="LBCNHD", block_size=16)

@@ -88,7 +88,7 @@ def reading(ranks: int = 2) -> PullState:
 
 
 def fencing() -> PullState:
-    """A pull that has requested the fence."""
+    """Returns a pull that has requested the fence."""
     pull = reading(1)
     assert pull.on_report(ended(0), now=2.0) == [COMPLETE]
     return pull
@@ -131,7 +131,7 @@ def test_the_fence_waits_for_every_rank():
     ("first", "second", "expected_path"),
     [
         ("staged", "staged", "staged"),
-        ("none", "mapped", "mapped"),  # a rank that needed nothing
+        ("none", "mapped", "mapped"),  # "none": the rank needed no bytes
         ("none", "none", "none"),
         ("direct", "staged", "mixed"),
         ("mixed", "mapped", "mixed"),
@@ -223,14 +223,16 @@ def test_untouched_lent_lease_is_not_aborted():
 
 
 class PullMachine(RuleBasedStateMachine):
-    """Property: the rules of messages.py hold for events in any order."""
+    """Property: the rules in kvcache/transfer/pulls/messages.py hold for events in any
+    order.
+    """
 
     @initialize(
         ranks=st.integers(1, 3),
-        begun=st.sampled_from([True, True, False]),
+        is_begun=st.sampled_from([True, True, False]),
         verified=st.sampled_from(["off", "all", "sample", "peer"]),
     )
-    def begin(self, ranks: int, begun: bool, verified: str) -> None:
+    def begin(self, ranks: int, is_begun: bool, verified: str) -> None:
         self.verified = verified
         self.rank_digests = set[bytes]()  # digests of this engine's ranks
         self.digest_request: GetDigest | None = None
@@ -238,12 +240,12 @@ class PullMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.pull = state(ranks)
         self.reading: set[int] = set()
-        self.incomplete = False
+        self.is_incomplete = False
         self.is_fence_requested = False
-        self.cancelled = False
+        self.is_cancelled = False
         self.events: list[Any] = []
-        self.stopped = False
-        if begun:
+        self.is_stopped = False
+        if is_begun:
             self.order_pull()
             self.ready()
 
@@ -254,24 +256,26 @@ class PullMachine(RuleBasedStateMachine):
                     assert not self.is_fence_requested
                     self.digest_request = action
                 case Pull():
-                    assert not self.stopped
+                    assert not self.is_stopped
                     assert (action.scope is not None) == (
                         self.verified in ("all", "sample")
                     )
                     self.reading = set(range(self.pull._num_ranks))
                 case StopPull():
-                    self.stopped = True
+                    self.is_stopped = True
                 case Complete():
                     assert action == COMPLETE
                     assert (
-                        not self.reading and not self.incomplete and not self.cancelled
+                        not self.reading
+                        and not self.is_incomplete
+                        and not self.is_cancelled
                     )
                     assert self.digest_request is None or self.rank_digests == {
                         self.lender_digest
                     }
                     self.is_fence_requested = True
                 case AbortLease():
-                    # The lease is aborted only after the last READ.
+                    # The lease may only be aborted after the last READ has ended.
                     assert not self.reading
                 case PullDone() | PullFailed() | PullDrained() | PullStuck():
                     self.check(action, fence_ok)
@@ -280,19 +284,19 @@ class PullMachine(RuleBasedStateMachine):
     def check(self, event: Any, fence_ok: bool) -> None:
         verdicts = [e for e in self.events if isinstance(e, PullDone | PullFailed)]
         if isinstance(event, PullDone):
-            assert not verdicts and not self.cancelled and not self.reading
-            assert not self.incomplete and fence_ok
+            assert not verdicts and not self.is_cancelled and not self.reading
+            assert not self.is_incomplete and fence_ok
         elif isinstance(event, PullFailed):
-            assert not verdicts and not self.cancelled
+            assert not verdicts and not self.is_cancelled
             assert event.drained == (not self.reading)
         elif isinstance(event, PullStuck):
-            assert event not in self.events and self.cancelled and self.reading
+            assert event not in self.events and self.is_cancelled and self.reading
         else:
             assert event not in self.events and not self.reading
             undrained = any(
                 isinstance(e, PullFailed) and not e.drained for e in self.events
             )
-            assert self.cancelled or undrained
+            assert self.is_cancelled or undrained
 
     @rule()
     def order_pull(self) -> None:
@@ -320,14 +324,14 @@ class PullMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         complete=st.sampled_from([True, True, True, False]),
-        broken=st.booleans(),
+        has_error=st.booleans(),
         sums=st.sampled_from([RIGHT, RIGHT, RIGHT, RIGHT[::-1]]),
     )
     def rank_ends(
-        self, data: st.DataObject, complete: bool, broken: bool, sums: bytes
+        self, data: st.DataObject, complete: bool, has_error: bool, sums: bytes
     ) -> None:
         self.end(
-            data.draw(st.sampled_from(sorted(self.reading))), complete, broken, sums
+            data.draw(st.sampled_from(sorted(self.reading))), complete, has_error, sums
         )
 
     @precondition(lambda self: self.reading)
@@ -342,12 +346,12 @@ class PullMachine(RuleBasedStateMachine):
         self,
         rank: int,
         complete: bool = True,
-        broken: bool = False,
+        has_error: bool = False,
         sums: bytes = RIGHT,
     ) -> None:
         self.reading.discard(rank)
-        self.incomplete |= not complete
-        error = ERROR if broken and not complete else None
+        self.is_incomplete |= not complete
+        error = ERROR if has_error and not complete else None
         report = ended(rank, complete, error)
         if self.digest_request:
             report = msgspec.structs.replace(report, part=DigestPart(rank, 0, sums))
@@ -358,15 +362,15 @@ class PullMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rank_fails(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.reading)))
-        self.incomplete = True
+        self.is_incomplete = True
         self.perform(self.pull.on_report(RankFailing("a", rank, ERROR), self.now))
 
     @precondition(lambda self: self.is_fence_requested)
-    @rule(ok=st.booleans())
-    def fenced(self, ok: bool) -> None:
+    @rule(is_ok=st.booleans())
+    def fenced(self, is_ok: bool) -> None:
         self.perform(
-            self.pull.on_reply(FENCED if ok else FENCE_LEASE_ENDED, self.now),
-            fence_ok=ok,
+            self.pull.on_reply(FENCED if is_ok else FENCE_LEASE_ENDED, self.now),
+            fence_ok=is_ok,
         )
 
     @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
@@ -382,7 +386,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        self.cancelled |= self.pull.phase is not Phase.ENDED
+        self.is_cancelled |= self.pull.phase is not Phase.ENDED
         self.perform(self.pull.cancel(self.now))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 40.0]))
@@ -392,31 +396,33 @@ class PullMachine(RuleBasedStateMachine):
 
     @invariant()
     def draining_reads_are_stopped_and_reported_if_they_hang(self) -> None:
-        """The pull's blocks are then quarantined, after a failure or a cancel."""
-        assert self.stopped or self.pull.phase is not Phase.DRAINING
+        """The report makes the engine quarantine the pull's blocks."""
+        assert self.is_stopped or self.pull.phase is not Phase.DRAINING
         if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
-            hung = PullStuck if self.cancelled else PullFailed
+            hung = PullStuck if self.is_cancelled else PullFailed
             assert any(isinstance(event, hung) for event in self.events)
 
     @invariant()
     def ended_pull_has_reported_its_end(self) -> None:
         if self.pull.phase is Phase.ENDED:
             assert self.events and not self.reading
-            if self.cancelled:
+            if self.is_cancelled:
                 assert PullDrained("a") in self.events
             last = self.events[-1]
             assert not (isinstance(last, PullFailed) and not last.drained)
 
     def teardown(self) -> None:
-        """After every READ has ended, any pull that has begun ends by its timeouts."""
+        """Check that after the last READ, every pull that has begun ends by its
+        timeouts.
+        """
         for rank in sorted(self.reading):
             self.reading.discard(rank)
-            self.incomplete = True
+            self.is_incomplete = True
             self.perform(self.pull.on_report(ended(rank, False), self.now))
         if self.pull.phase in (
             Phase.HELD,
             Phase.WAITING,
-        ):  # the engine and peers.py end these
+        ):  # timeouts of the engine and of peers.py end pulls in these phases
             self.cancel()
         for _ in range(4):
             self.wait(40.0)

@@ -1,4 +1,6 @@
-"""A rank's worker alone: every command is carried out or answered."""
+"""A rank's worker without a coordinator: every command is executed, or answered with an
+error.
+"""
 
 import threading
 import time
@@ -21,7 +23,9 @@ from tests.rigs.process_pair import run_program
 
 
 class Rank:
-    """A worker with a thread that receives all commands sent before `start` at once."""
+    """A worker and its link. Commands that are sent before `start` arrive at the same
+    time.
+    """
 
     def __init__(self, agent: TransferAgent | None = None) -> None:
         self.link = Orders()
@@ -67,7 +71,7 @@ class _Broken(MemoryAgent):
 
 
 def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
-    """Otherwise its engine would accept pulls that all end in a timeout."""
+    """If it stayed, its engine would accept pulls that all end in a timeout."""
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_MAX_FAILURES", 3)
@@ -87,7 +91,7 @@ def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
 class _Stuck(MemoryAgent):
     """An agent with READs that do not end before `resume`.
 
-    Posting blocks until `stuck` is set.
+    Posting a READ blocks until `stuck` is set.
     """
 
     def __init__(self) -> None:
@@ -113,12 +117,12 @@ def test_stuck_thread_ends_the_rank_but_hanging_reads_do_not(rig, monkeypatch):
     rank.link.send(AddPeer(prefill.metadata))
     rank.start()
     time.sleep(0.5)
-    assert not ended  # while the worker is idle
+    assert not ended  # an idle worker must not end
     agent.stuck.set()
     rank.link.send(order(prefill, "a"))
     assert agent.posting.wait(DEADLINE_S)
     time.sleep(0.5)
-    assert not ended and agent.active  # while a READ does not end
+    assert not ended and agent.active  # a hanging READ must not end the worker
     agent.stuck.clear()
     rank.link.send(order(prefill, "b"))
     rank.worker._watchdog.join(DEADLINE_S)
@@ -143,7 +147,7 @@ def test_thread_that_fails_to_start_is_reported(monkeypatch):
 
 
 def test_stop_of_an_unknown_pull_is_answered(rig, rank):
-    """Otherwise the pull's blocks would stay quarantined."""
+    """Without an answer, the pull's blocks would stay quarantined."""
     rank.link.send(StopPull("lost"))
     rank.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)

@@ -11,7 +11,7 @@ from tests.rigs.memory_pair import DEADLINE_S
 
 
 class Links:
-    """The coordinator's end, and the ends of two ranks."""
+    """The coordinator's end of its links to two ranks, and the ends of the ranks."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
@@ -36,7 +36,8 @@ class Links:
     def commands(self, rank: int, count: int) -> list[str]:
         received: list[Command] = []
         while len(received) < count:
-            self.run_round(0.0)  # sends commands that the socket did not accept before
+            # This sends commands for which the socket had no space before.
+            self.run_round(0.0)
             received += self.ranks[rank].receive(DEADLINE_S)
         return [
             command.pull_id for command in received if isinstance(command, StopPull)
@@ -59,7 +60,7 @@ def ended(rank: int, pull_id: str = "p") -> RankEnded:
 
 
 def test_busy_rank_loses_no_command(links):
-    # This is more than the socket's buffer holds.
+    # These commands are more than the socket's buffer can hold.
     names = [str(index) * 1000 for index in range(5000)]
     for name in names:
         links.links.broadcast(StopPull(name))
@@ -73,7 +74,8 @@ def test_end_of_a_rank_is_not_an_error(links):
     links.links.broadcast(StopPull("a"))
     assert links.commands(1, 1) == ["a"] and not links.received
     links.links.close()
-    assert stays.receive(DEADLINE_S) == []  # the end of rank 0 is not an error either
+    # For a rank, the end of rank 0 is not an error either.
+    assert stays.receive(DEADLINE_S) == []
     stays.report(ended(1))
     links.links = stays
 
@@ -86,7 +88,7 @@ def test_delayed_reports_reach_rank_0_without_a_second_command(links):
         num_reports += 1
     stopping = threading.Event()
 
-    def idle() -> None:  # like a worker without a pull
+    def idle() -> None:  # does what a worker without a pull does
         while not stopping.is_set():
             link.receive(DEADLINE_S)
 

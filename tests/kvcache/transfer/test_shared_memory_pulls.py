@@ -1,4 +1,6 @@
-"""Pulls from shared host memory. test_fence.py has pulls from other processes."""
+"""Pulls from shared host memory in one process. test_fence.py has pulls between
+processes.
+"""
 
 import ctypes
 from pathlib import Path

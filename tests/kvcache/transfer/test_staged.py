@@ -1,4 +1,6 @@
-"""Staged transfers: the sizes of chunks, and placing out of slots."""
+"""Staged transfers: the sizes of chunks, and placing KV out of slots of the staging
+memory.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,7 @@ ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 
 
 def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
-    """The number of P's blocks in each chunk of a pull of 256 blocks."""
+    """Returns the number of P's blocks in each chunk of a pull of 256 blocks."""
     case = simple(
         scattered(side(1, 16, tokens=TOKENS)),
         scattered(side(1, 64, tokens=TOKENS)),
@@ -81,7 +83,9 @@ CASE = simple(side(1, 16), side(1, 64))
 
 
 def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
-    """Reads the only step of a pull into a slot; returns the step and the slot size."""
+    """Reads the only step of a pull into a slot. Returns the step and the size of the
+    slot.
+    """
     plan = CASE.plan(0, costs=STAGE_ALL, staging_bytes=1 << 20)
     (step,) = plan.steps
     size = plan.slot_bytes

@@ -7,8 +7,8 @@ from kvcache import transports as ucx_log
 from kvcache.transports import UcxLog, UcxRead, parse_reads, warning_lines
 from tests.rigs.process_pair import run_program
 
-# The log as UCX 1.23 prints it: first with all tables, then with those of the requested
-# kind alone.
+# Log lines that UCX 1.23 printed: first tables of all kinds, then only those of the
+# requested kind.
 PRINTED = """\
 [1795251059.655555] [vm:17632:0]   +--------+-------------+------------------------------------+
 [1795251059.655555] [vm:17632:0]   | d-df28639e26204d279b937d self cfg#0                       |
@@ -50,7 +50,7 @@ def test_parse_ignores_text_without_a_table(text):
 
 
 @pytest.mark.parametrize(
-    ("way", "changes", "rdma", "fix"),
+    ("transport", "changes", "rdma", "fix"),
     [
         (OVER_NVLINK, {}, False, None),
         (
@@ -85,10 +85,10 @@ def test_parse_ignores_text_without_a_table(text):
     ],
 )
 def test_warning_about_a_slow_transport_names_the_fix(
-    way, changes, rdma, fix, monkeypatch
+    transport, changes, rdma, fix, monkeypatch
 ):
     monkeypatch.setattr(ucx_log, "has_rdma", lambda: rdma)
-    warning = replace(way, **changes).warning()
+    warning = replace(transport, **changes).warning()
     assert warning is None if fix is None else warning is not None and fix in warning
 
 
@@ -97,14 +97,14 @@ def test_transport_is_the_one_that_ucx_reports():
         "from deploy.doctor import measure; "
         "print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
     )
-    # test_doctor.py tests the default transport.
+    # The default transport is tested in test_doctor.py.
     output = run_program(program, UCX_TLS="tcp")
     assert output.strip().startswith("tcp/"), output
-    assert "ucp_get" not in output  # UCX's tables are not printed
+    assert "ucp_get" not in output  # UCX's tables must not be printed
 
 
 def test_parsed_log_is_freed(monkeypatch):
-    # The variable is inherited from a parent process.
+    # As if a parent process had set the variable.
     monkeypatch.setenv("UCX_LOG_FILE", "/proc/1/fd/1")
     log = UcxLog()
     log.start()

@@ -1,4 +1,4 @@
-"""Pulls that compare their KV with the lender's: wrong KV never ends in PullDone."""
+"""Pulls that compare digests of their KV with the lender's: wrong KV is never used."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def lease(prefill: Prefill) -> Any:
-    """A lease of 24 tokens."""
+    """Returns a lease of 24 tokens."""
     return prefill.lease(
         [5, 2, 9, 4, 7, 6][: -(-24 // prefill.layouts[0].block_size)], 24
     )
@@ -90,14 +90,16 @@ def test_pull_fails_if_the_lease_ends_while_the_digest_is_computed(rig):
 
 
 def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
-    """If D was suspended, its KV is not corrupt, but P's blocks have changed."""
+    """This may happen while D is suspended: the KV is not corrupt, but P has reused its
+    blocks.
+    """
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")
     decode.agents[0].stall()
     decode.coordinator.pull("a", remote := lease(prefill), 0, 20, [3, 1, 7])
     decode.until(lambda: any(state._sums for state in decode.pulls()))
     prefill.server.abort(remote.lease_id)
-    prefill.pools[0].tensor.fill_(-1.0)  # the blocks have new content
+    prefill.pools[0].tensor.fill_(-1.0)  # P has reused the blocks
     decode.agents[0].resume()
     assert isinstance(decode.failed("a"), LeaseGone)
 

@@ -1,6 +1,7 @@
 """A rank's worker with an agent, copies and plans that fail at random.
 
-Every pull ends, complete pulls have no wrong byte, and later pulls work as usual.
+Every pull must end, complete pulls must have no wrong byte, and pulls after the faults
+must succeed.
 """
 
 import random
@@ -60,9 +61,9 @@ class Faults:
 
 
 class FaultyAgent(MemoryAgent):
-    """An agent with calls that may raise TransferFailed or any other exception.
+    """An agent on which any call may raise TransferFailed or some other exception.
 
-    A posted READ has to end even if `poll` raises an exception.
+    A posted READ must end even if `poll` raises an exception.
     """
 
     def __init__(self, faults: Faults, network: Any = None) -> None:
@@ -86,7 +87,9 @@ class FaultyAgent(MemoryAgent):
 
 
 class Rank:
-    """A worker, and ten block tables of its pool, each for one pull at a time."""
+    """A worker, and ten block tables in its pool. Each table is used by one pull at a
+    time.
+    """
 
     def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:
         self._rng = rng
@@ -167,17 +170,21 @@ def test_every_pull_ends_and_complete_pulls_have_correct_bytes(rig, seed, monkey
             if rng.random() < 0.2:
                 rank.agent.resume()
             if rng.random() < 0.4:
-                # Otherwise most pulls would be stopped before they begin.
+                # Wait a little, because otherwise most pulls would be stopped before
+                # they begin.
                 time.sleep(0.001)
         faults.odds = 0.0
         rank.agent.resume()
         rank.wait()
-        for prefill in prefills * 2:  # the first pulls may use a link that has failed
+        # There are two rounds, because the first pulls may still use a link that has
+        # failed.
+        for prefill in prefills * 2:
             rank.num_complete = 0
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        # A READ that appeared to hang ends with its link, in the link's thread.
+        # READs that appeared to hang are ended by the link's thread, when it closes the
+        # link.
         wait_until(lambda: rank.agent.active == 0)
     finally:
         faults.odds = 0.0

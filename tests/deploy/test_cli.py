@@ -51,14 +51,16 @@ def test_wrong_option_exits_with_2_and_is_named(command):
 
 @pytest.mark.parametrize("command", ["up", "warm", "plan"])
 @pytest.mark.parametrize(
-    ("wrong", "near"),
+    ("misspelt_option", "proposals"),
     [("--prefil.tp", "--prefill.tp"), ("--decode.tpp", "--decode.tp")],
 )
-def test_near_names_of_options_of_a_group_are_proposed(command, wrong, near):
-    argv = [sys.executable, "-m", "deploy.cli", command, f"{wrong}=1"]
+def test_near_names_of_options_of_a_group_are_proposed(
+    command, misspelt_option, proposals
+):
+    argv = [sys.executable, "-m", "deploy.cli", command, f"{misspelt_option}=1"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"(did you mean {near}?)" in ended.stderr
+    assert f"(did you mean {proposals}?)" in ended.stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])

@@ -176,10 +176,13 @@ def test_servers_and_proxy_have_one_secret_which_has_no_default(file):
 def test_image_runs_as_an_ordinary_user_and_has_every_package(name):
     text = (COMPOSE.parent / name).read_text()
     assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
-    made = re.search(r"for package in ([\w \\\n]+); do", text)
-    assert made is not None
+    packages_match = re.search(r"for package in ([\w \\\n]+); do", text)
+    assert packages_match is not None
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert set(made[1].replace("\\", " ").split()) == packages - {"benchmarks", "tests"}
+    assert set(packages_match[1].replace("\\", " ").split()) == packages - {
+        "benchmarks",
+        "tests",
+    }
 
 
 # -- GPU hosts
@@ -205,10 +208,10 @@ def settings(name: str, **variables: str) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
     option_variables = {variable_name(path) for path in field_paths(KINDS[name])}
-    given = {
+    defined_variables = {
         key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")
     }
-    assert given - option_variables == set()
+    assert defined_variables - option_variables == set()
 
 
 def test_on_one_host_the_proxy_reaches_both_servers_on_separate_gpus():
@@ -257,5 +260,7 @@ def test_commands_in_the_head_of_the_gpu_file_set_all_required_variables():
     needed = set(re.findall(r"\$\{(\w+):\?", text))
     assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
     # Every variable that these commands set must be read somewhere in the file.
-    given = set(re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])) - {"F"}
-    assert given <= set(re.findall(r"\$\{(\w+)", text))
+    defined_variables = set(
+        re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])
+    ) - {"F"}
+    assert defined_variables <= set(re.findall(r"\$\{(\w+)", text))

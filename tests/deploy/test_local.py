@@ -159,10 +159,10 @@ def test_cluster_is_ready_after_the_proxy_and_prints_what_the_proxy_waits_for():
 def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     monkeypatch.setenv("ONLY_WARM", "1")
     # The port is in use, as by a cluster that is serving.
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = f"--port={taken.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = f"--port={listener.getsockname()[1]}"
         with launched("serve,serve,never", port) as launcher:
             assert launcher.end() == 0
     output = "\n".join(launcher.lines)
@@ -304,8 +304,8 @@ def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
 
 
 def test_a_taken_port_is_refused_before_anything_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with launched("serve,serve,serve", f"--port={port}") as launcher:
             assert launcher.end() == 1
             assert f"cannot listen on 127.0.0.1:{port}" in launcher.lines[-1]

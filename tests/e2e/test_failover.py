@@ -110,7 +110,7 @@ def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]
         return "/v1/chat/completions", body
     if position == "in a character" and is_free:  # a character with two bytes
         ids = _vocabulary(model)
-        body["logit_bias"] = {str(ids[each]): 60 for each in "Ã©"}
+        body["logit_bias"] = {str(ids[char]): 60 for char in "Ã©"}
     elif position == "in a character":
         body |= _WIDE
     elif position == "in a grammar":
@@ -253,7 +253,7 @@ def _differences(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, s
     finally:
         fleet.resume()
     assert fault == "SIGTERM" or fleet.num_failovers() == before + len(cases)
-    wrong = {}
+    differences = {}
     for case, text in zip(cases, texts, strict=True):
         if case.after < 0:
             # The request starts again on a server that may compute cached tokens anew,
@@ -262,8 +262,8 @@ def _differences(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, s
         try:
             _assert_same(by_choice(text), by_choice(case.expected))
         except AssertionError as error:
-            wrong[case.name] = str(error)[:500]
-    return wrong
+            differences[case.name] = str(error)[:500]
+    return differences
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_langchain_streams_with_usage(chat, answer):
     assert "".join(chunk.content for chunk in chunks) == answer
     num_pieces = sum(bool(chunk.content) for chunk in chunks)
     assert num_pieces > len(answer.split()) // 2, "tokens arrive one by one"
-    used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
-    assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
+    usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert len(usages) == 1 and usages[0]["output_tokens"] <= _LIMIT
 
 
 def test_langchain_completes_texts(tiny_cluster, continuation):
@@ -149,9 +149,9 @@ def test_litellm_streams_to_the_same_answer(lite, answer):
     assert len({chunk.id for chunk in chunks}) == 1
     rebuilt = litellm.stream_chunk_builder(chunks, messages=_MESSAGES)
     assert rebuilt.choices[0].message.content == answer
-    whole = litellm.completion(messages=_MESSAGES, **lite)
-    assert rebuilt.usage.prompt_tokens == whole.usage.prompt_tokens
-    assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
+    complete_answer = litellm.completion(messages=_MESSAGES, **lite)
+    assert rebuilt.usage.prompt_tokens == complete_answer.usage.prompt_tokens
+    assert rebuilt.usage.completion_tokens == complete_answer.usage.completion_tokens
 
 
 def test_litellm_completes_texts(lite, continuation):

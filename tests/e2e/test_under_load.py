@@ -186,10 +186,10 @@ def _failures(cluster: Cluster) -> float:
 
 
 def _wait_for_more(
-    cluster: Cluster, count: Callable[[Cluster], float], more: int = 4
+    cluster: Cluster, count: Callable[[Cluster], float], min_increase: int = 4
 ) -> None:
     before = count(cluster)
-    wait_until(lambda: count(cluster) >= before + more, 60)
+    wait_until(lambda: count(cluster) >= before + min_increase, 60)
 
 
 _CLIENTS = 6

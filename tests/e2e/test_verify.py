@@ -39,8 +39,8 @@ def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
     with running(d), ThreadPoolExecutor(1) as thread:
         first = fresh_prompt()
         prompt = fresh_prompt()
-        right = generate(d.url, first, 4, prefill(p.url, first, logprobs=1))
-        assert right.kv["transferred"] == 150
+        first_reply = generate(d.url, first, 4, prefill(p.url, first, logprobs=1))
+        assert first_reply.kv["transferred"] == 150
         wait_until(lambda: d.metrics()["baton_kv_verified_tokens_total"] == 150)
         p_pool = pool_of(p)
         d_pool = pool_of(d)

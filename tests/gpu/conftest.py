@@ -40,7 +40,7 @@ def _skip_reason() -> str | None:
 
 
 @pytest.fixture
-def made() -> Iterator[list[Any]]:
+def to_close() -> Iterator[list[Any]]:
     """A list to which a test adds objects. At its end, they are closed in reverse
     order.
     """

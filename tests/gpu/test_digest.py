@@ -64,9 +64,9 @@ class CorruptingPlacer(CudaPlacer):
     ],
 )
 @pytest.mark.parametrize("make", [CudaPlacer, CorruptingPlacer])
-def test_pulls_between_pools_of_a_gpu_are_verified(made, p, d, make):
+def test_pulls_between_pools_of_a_gpu_are_verified(to_close, p, d, make):
     prefill = Prefill(MemoryAgent, device="cuda:0", digests=True, **p)
-    made.append(prefill)
+    to_close.append(prefill)
     decode = Decode(
         MemoryAgent,
         verify="all",
@@ -75,7 +75,7 @@ def test_pulls_between_pools_of_a_gpu_are_verified(made, p, d, make):
         maps_only=True,
         **d,
     )
-    made.append(decode)
+    to_close.append(decode)
     for name in "ab":
         decode.coordinator.pull(name, prefill.lease([5, 2, 9], 24), 3, 22, [3, 1, 7])
         if make is CudaPlacer:

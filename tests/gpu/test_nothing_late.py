@@ -83,11 +83,11 @@ _SCHEMA = {
 }
 
 
-def _options(*more: str, context: int = _CONTEXT) -> tuple[str, ...]:
+def _options(*options: str, context: int = _CONTEXT) -> tuple[str, ...]:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
     # A long queue is allowed, because other tests may slow this GPU down.
     capacity = ("--kv-cache-tokens", "65536", "--max-queue-s", "600")
-    return (*gpu, "--max-model-len", str(context), *capacity, *more)
+    return (*gpu, "--max-model-len", str(context), *capacity, *options)
 
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")

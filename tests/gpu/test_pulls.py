@@ -171,7 +171,7 @@ def test_kernel_places_latents_of_every_dtype(source, target):
 
 def decode_on(
     device: str,
-    made: list[Any],
+    to_close: list[Any],
     num_programs: int = 64,
     long_run_bytes: int = LONG_RUN_BYTES,
     busy: bool = False,
@@ -190,13 +190,13 @@ def decode_on(
         maps_only=True,
         **options,
     )
-    made.append(decode)
+    to_close.append(decode)
     return decode
 
 
-def prefill_on(device: str, made: list[Any], **options: Any) -> Child:
+def prefill_on(device: str, to_close: list[Any], **options: Any) -> Child:
     child = Child("prefill", device=device, **options)
-    made.append(child)
+    to_close.append(child)
     return child
 
 
@@ -244,19 +244,19 @@ def assert_pulls(
         ({"order": "LBCNHD"}, {"tp": 2, "busy": True}),
     ],
 )
-def test_pull_from_another_process(made, source, target, p, d):
-    prefill = prefill_on(source, made, **p)
-    decode = decode_on(target, made, **d)
+def test_pull_from_another_process(to_close, source, target, p, d):
+    prefill = prefill_on(source, to_close, **p)
+    decode = decode_on(target, to_close, **d)
     num_blocks = -(-22 // decode.layouts[0].block_size)
     assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[:num_blocks])
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_pull_from_a_pool_of_the_same_process(made, source, target):
+def test_pull_from_a_pool_of_the_same_process(to_close, source, target):
     """Memory of the same process must be read without an IPC handle."""
     prefill = Prefill(lambda: nixl("P", source), device=source)
-    made.append(prefill)
-    assert_pulls(decode_on(target, made), prefill)
+    to_close.append(prefill)
+    assert_pulls(decode_on(target, to_close), prefill)
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def test_pull_from_a_pool_of_the_same_process(made, source, target):
         ({"order": "LBCNHD", "block_size": 16}, "staged"),
     ],
 )
-def test_pull_over_nixl(made, source, target, p, path):
-    prefill = prefill_on(source, made, **p)
+def test_pull_over_nixl(to_close, source, target, p, path):
+    prefill = prefill_on(source, to_close, **p)
     decode = Decode(lambda: nixl("D", target), device=target, staging_bytes=1 << 20)
-    made.append(decode)
+    to_close.append(decode)
     for number in range(3):
         remote = prefill.lease([5, 2, 9], 23)
         decode.coordinator.pull(f"pull-{number}", remote, 0, 23, [3, 1, 7])
@@ -291,13 +291,13 @@ BIG = {"num_blocks": 4096, "block_size": 8}
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
-    made, source, target, long_run_bytes
+    to_close, source, target, long_run_bytes
 ):
     settings = {"side_channel_timeout_s": 0.5}
-    decode = decode_on(target, made, 1, long_run_bytes, settings=settings, **BIG)
+    decode = decode_on(target, to_close, 1, long_run_bytes, settings=settings, **BIG)
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info(source)[0]
-    prefill = prefill_on(source, made, **BIG)
+    prefill = prefill_on(source, to_close, **BIG)
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(20)]
 
@@ -319,16 +319,16 @@ def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
     tolerance = 16 << 20
     min_free = free_before - tolerance
     wait_until(lambda: torch.cuda.mem_get_info(source)[0] >= min_free)
-    assert_pulls(decode, prefill_on(source, made))
+    assert_pulls(decode, prefill_on(source, to_close))
 
 
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
-    made, source, target, long_run_bytes
+    to_close, source, target, long_run_bytes
 ):
-    prefill = prefill_on(source, made, **BIG)
-    decode = decode_on(target, made, 1, long_run_bytes, **BIG)
+    prefill = prefill_on(source, to_close, **BIG)
+    decode = decode_on(target, to_close, 1, long_run_bytes, **BIG)
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(6)]
     for index, remote in enumerate(leases):
@@ -338,4 +338,4 @@ def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
     for _ in leases[1:]:
         # Any ending is allowed, because P has broken its lease.
         decode.wait(*ENDINGS)
-    assert_pulls(decode, prefill_on(source, made))
+    assert_pulls(decode, prefill_on(source, to_close))

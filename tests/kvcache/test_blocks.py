@@ -96,12 +96,17 @@ class ModelBlock:
         return CACHED if self.cached else FREE
 
 
-def holds_bytes(m: ModelBlock) -> bool:
-    return m.state in (USED, LEASED, CACHED)
+def holds_bytes(model_block: ModelBlock) -> bool:
+    return model_block.state in (USED, LEASED, CACHED)
 
 
-def is_exclusive(m: ModelBlock) -> bool:
-    return m.state is USED and m.uses == 1 and not m.cached and not m.leases
+def is_exclusive(model_block: ModelBlock) -> bool:
+    return (
+        model_block.state is USED
+        and model_block.uses == 1
+        and not model_block.cached
+        and not model_block.leases
+    )
 
 
 # A rule says in which states a transition is legal, and its effect: values to set, or
@@ -109,20 +114,31 @@ def is_exclusive(m: ModelBlock) -> bool:
 Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
 TRANSITIONS: dict[str, Rule] = {
     "share": (holds_bytes, {"uses": 1}),
-    "release": (lambda m: m.uses > 0, {"uses": -1}),
+    "release": (lambda model_block: model_block.uses > 0, {"uses": -1}),
     "lease": (holds_bytes, {"leases": 1}),
-    "end_lease": (lambda m: m.leases > 0, {"leases": -1}),
+    "end_lease": (lambda model_block: model_block.leases > 0, {"leases": -1}),
     "receive": (is_exclusive, {"uses": -1, "exclusive": RECEIVING}),
-    "received": (lambda m: m.state is RECEIVING, {"uses": 1, "exclusive": None}),
-    "quarantine": (lambda m: m.exclusive is not None, {"exclusive": QUARANTINED}),
-    "drained": (lambda m: m.exclusive is not None, {"exclusive": None}),
+    "received": (
+        lambda model_block: model_block.state is RECEIVING,
+        {"uses": 1, "exclusive": None},
+    ),
+    "quarantine": (
+        lambda model_block: model_block.exclusive is not None,
+        {"exclusive": QUARANTINED},
+    ),
+    "drained": (
+        lambda model_block: model_block.exclusive is not None,
+        {"exclusive": None},
+    ),
 }
 MARKS: dict[str, Rule] = {
     "mark_cached": (
-        lambda m: m.state in (USED, LEASED) and not m.cached,
+        lambda model_block: (
+            model_block.state in (USED, LEASED) and not model_block.cached
+        ),
         {"cached": True},
     ),
-    "unmark_cached": (lambda m: m.cached, {"cached": False}),
+    "unmark_cached": (lambda model_block: model_block.cached, {"cached": False}),
 }
 
 
@@ -163,18 +179,24 @@ class AllocatorMachine(RuleBasedStateMachine):
         transition(ids)
         for block in reversed(ids):
             self.clock += 1
-            m = self.model[block]
-            previous = m.state
+            model_block = self.model[block]
+            previous = model_block.state
             for name, value in effect.items():
                 is_count = name in ("uses", "leases")
-                setattr(m, name, getattr(m, name) + value if is_count else value)
-            if previous is not CACHED and m.state is CACHED:
-                m.released_at = self.clock
+                setattr(
+                    model_block,
+                    name,
+                    getattr(model_block, name) + value if is_count else value,
+                )
+            if previous is not CACHED and model_block.state is CACHED:
+                model_block.released_at = self.clock
 
     @rule(n=st.integers(0, 12))
     def allocate(self, n: int) -> None:
-        free = {b for b, m in self.model.items() if m.state is FREE}
-        cached = [b for b, m in self.model.items() if m.state is CACHED]
+        free = {b for b, model_block in self.model.items() if model_block.state is FREE}
+        cached = [
+            b for b, model_block in self.model.items() if model_block.state is CACHED
+        ]
         cached.sort(key=lambda b: self.model[b].released_at)
         self.evicted.clear()
         assert self.allocator.can_allocate(n) == (n <= len(free) + len(cached))
@@ -219,7 +241,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 message = f"uses {expected.uses}, leases {expected.leases}, "
                 with pytest.raises(BlockStateError, match=message):
                     self.allocator.drained([block])
-        counts = Counter(m.state for m in self.model.values())
+        counts = Counter(model_block.state for model_block in self.model.values())
         assert self.allocator.counts() == {s: counts[s] for s in BlockState}
         assert sum(self.allocator.counts().values()) == self.allocator.capacity
         assert self.allocator.num_available == counts[FREE] + counts[CACHED]

@@ -32,14 +32,14 @@ DEEPSEEK = "DeepseekV2"
 DENSE = {"first_k_dense_replace": 3}
 
 
-def yarn(**more):
+def yarn(**options):
     return {
         "rope_parameters": {
             **YARN,
             "rope_theta": 1e4,
             "beta_fast": 32,
             "beta_slow": 1,
-            **more,
+            **options,
         }
     }
 

@@ -95,8 +95,8 @@ def test_option_overrides_checkpoint_and_the_default_is_1(
     config = add(checkpoint, tensors)
     file = checkpoint / "scales.json"
     file.write_text(json.dumps(option), encoding="utf-8")
-    given = str(file) if isinstance(option, dict) else option and str(option)
-    assert resolve_scales(given, config, checkpoint) == expected
+    option_text = str(file) if isinstance(option, dict) else option and str(option)
+    assert resolve_scales(option_text, config, checkpoint) == expected
     assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
 
 

@@ -37,9 +37,9 @@ def test_number_that_float64_preserves_is_a_plain_float(text):
 
 
 def test_text_that_is_not_json_is_refused():
-    for wrong in (b"{", b"[NaN]", b"\xff"):
+    for text in (b"{", b"[NaN]", b"\xff"):
         with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
-            exact_json.decode(wrong)
+            exact_json.decode(text)
     assert exact_json.loads("[NaN]") != []
     with pytest.raises(ValueError, match="NaN"):
         exact_json.loads("[NaN]", allow_nan=False)

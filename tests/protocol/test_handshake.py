@@ -198,7 +198,10 @@ INCONSISTENT = [
     ),
     (ranks(device_kind="tpu"), "ranks[0].device_kind"),
     (ranks(device_id=-1), "ranks[0].device_id"),
-    *((ranks(base_address=at), "ranks[0].base_address") for at in (0, 2**64 - 8)),
+    *(
+        (ranks(base_address=address), "ranks[0].base_address")
+        for address in (0, 2**64 - 8)
+    ),
     (ranks(nbytes=0), "ranks[0].nbytes"),
     (ranks(nbytes=rank().nbytes - 1), "ranks[0].layout"),
     (ranks(layout=layout(num_blocks=11)), "ranks[0].layout"),

@@ -208,7 +208,7 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"),
+    ("misspelt", "similar"),
     [
         ("BATON_BLOK_SIZE", "BATON_BLOCK_SIZE"),
         # BATON_CACHE is a variable, but no option.
@@ -216,7 +216,7 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
     ],
 )
 def test_unknown_variable_is_an_error_unless_another_program_reads_it(
-    monkeypatch, wrong, near
+    monkeypatch, misspelt, similar
 ):
     for name in (
         "BATON_LEASE_S",
@@ -226,8 +226,8 @@ def test_unknown_variable_is_an_error_unless_another_program_reads_it(
     ):
         monkeypatch.setenv(name, "2")
     assert load(D, []).tp == 1
-    monkeypatch.setenv(wrong, "16")
-    with pytest.raises(ConfigError, match=rf"{wrong} \(did you mean {near}"):
+    monkeypatch.setenv(misspelt, "16")
+    with pytest.raises(ConfigError, match=rf"{misspelt} \(did you mean {similar}"):
         load(P, [])
 
 
@@ -340,7 +340,7 @@ def test_server_urls_repeat_or_join_with_commas(
         f"http://{'c' * 64}:3",
     )
     wrong_ports = ("http://c:0", "http://c:65536", "http://c:x", "http://[::1")
-    for wrong in (
+    for wrong_url in (
         "c:3",
         "ftp://c:3",
         "http://c:3/v1",
@@ -349,7 +349,7 @@ def test_server_urls_repeat_or_join_with_commas(
         *wrong_ports,
     ):
         with pytest.raises(ConfigError, match="write http://host:port"):
-            load(PROXY, ["--decode", wrong])
+            load(PROXY, ["--decode", wrong_url])
 
 
 @pytest.mark.parametrize("cls", PROGRAMS.values())

@@ -102,7 +102,7 @@ async def test_foreign_prefill_servers_are_full_by_estimate():
 CONTEXT = 1000
 
 
-def refuses_then(then: Behave) -> Behave:
+def refuses_then(otherwise: Behave) -> Behave:
     """Return a behaviour that refuses bodies of more than 10,000 bytes as too long."""
 
     async def behave(call: Call) -> None:
@@ -110,7 +110,7 @@ def refuses_then(then: Behave) -> Behave:
             error = {"code": "context_length_exceeded", "message": "too long"}
             await call.answer(400, {"error": error})
         else:
-            await then(call)
+            await otherwise(call)
 
     return behave
 
@@ -163,12 +163,12 @@ async def test_retry_after_is_limited_to_a_minute(retry_after):
 
 @pytest.mark.parametrize("kind", list(Kind))
 async def test_full_trial_queue_refuses_only_requests_with_new_schemas(kind):
-    def refuses_schemas(then: Behave) -> Behave:
+    def refuses_schemas(otherwise: Behave) -> Behave:
         async def behave(call: Call) -> None:
             if "structured_outputs" in call.body:
                 await full(5, "grammar")(call)
             else:
-                await then(call)
+                await otherwise(call)
 
         return behave
 

@@ -62,7 +62,9 @@ def test_body_that_is_not_a_json_object_is_refused(data):
     "body",
     [
         b'{"a":[' + b"{}," * MAX_NODES + b"0]}",
-        b"{" + b",".join(b'"%d":0' % at for at in range(MAX_TOP_MEMBERS + 1)) + b"}",
+        b"{"
+        + b",".join(b'"%d":0' % index for index in range(MAX_TOP_MEMBERS + 1))
+        + b"}",
     ],
 )
 def test_too_many_members_are_refused_before_they_are_decoded(body):

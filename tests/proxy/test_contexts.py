@@ -163,9 +163,12 @@ async def test_requests_go_to_servers_that_can_take_them(
     """
 
     def fake(
-        behave: Any, length: int | None = None, n: int | None = None, up: bool = True
+        behave: Any,
+        max_model_len: int | None = None,
+        n: int | None = None,
+        is_ready: bool = True,
     ) -> Fake:
-        return Fake(behave, max_model_len=length, max_num_seqs=n, ready=up)
+        return Fake(behave, max_model_len=max_model_len, max_num_seqs=n, ready=is_ready)
 
     prefill_fakes = [fake(*server) for server in prefill]
     decode_fakes = [fake(*server) for server in decode]

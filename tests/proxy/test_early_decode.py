@@ -202,10 +202,11 @@ async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
 
 def fails_in_turn(*outcomes: Behave) -> list[Fake]:
     """Return decode servers. The n-th request to any of them gets the n-th outcome."""
-    turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
+    remaining_outcomes = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
     num_servers = len(outcomes) + 1
     return [
-        fake(lambda call: next(turns)(call), str(index)) for index in range(num_servers)
+        fake(lambda call: next(remaining_outcomes)(call), str(index))
+        for index in range(num_servers)
     ]
 
 

@@ -364,8 +364,8 @@ async def test_expired_deadline_is_reported_when_the_client_reads_again():
         address = rig.listener.getsockname()[:2]
         reader, writer = await asyncio.open_connection(*address, limit=1 << 25)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
-        late = b"x-request-timeout-s: 0.3\r\n\r\n"
-        writer.write(head + b"\r\n" + body + head + late + body)
+        late_request_head = b"x-request-timeout-s: 0.3\r\n\r\n"
+        writer.write(head + b"\r\n" + body + head + late_request_head + body)
         await until(lambda: len(rig.decode[0].calls) == 2)
         await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
         reader._transport.resume_reading()  # type: ignore[attr-defined]

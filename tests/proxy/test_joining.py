@@ -60,7 +60,9 @@ def names(rig: Rig) -> list[str]:
 
 
 def ready(rig: Rig, *urls: str) -> Callable[[], bool]:
-    return lambda: {each.url for each in rig.app.fleet.ready(Kind.DECODE)} == set(urls)
+    return lambda: (
+        {server.url for server in rig.app.fleet.ready(Kind.DECODE)} == set(urls)
+    )
 
 
 # -- registration
@@ -297,7 +299,7 @@ async def test_operator_drains_and_undrains_a_server():
         slow.behave.go.set()  # type: ignore[attr-defined]
         assert (await stream).text.endswith(END.decode())
         listed = (await rig.client.get("/admin/members")).json()["members"]
-        assert [(each["url"], each["state"]) for each in listed] == [
+        assert [(server["url"], server["state"]) for server in listed] == [
             (slow.url, "drained"),
             (other.url, "ready"),
         ]

@@ -16,7 +16,7 @@ def two_models() -> Rig:
         Fake(prefills, details=A, max_model_len=90),
         Fake(prefills, details=B, max_model_len=70),
     ]
-    decode = [Fake(decodes, details=each, max_model_len=90) for each in (A, B, A)]
+    decode = [Fake(decodes, details=details, max_model_len=90) for details in (A, B, A)]
     return Rig(prefill, decode)
 
 
@@ -32,7 +32,7 @@ async def test_model_in_the_body_determines_the_servers_of_both_legs():
         response = await rig.client.post("/tokenize", json=body)
         assert (response.status_code, len(rig.decode[1].calls)) == (200, 4)
         listed = (await rig.client.get("/v1/models")).json()["data"]
-        assert [(each["id"], each["max_model_len"]) for each in listed] == [
+        assert [(model["id"], model["max_model_len"]) for model in listed] == [
             ("a", 90),
             ("b", 90),
         ]
@@ -102,7 +102,8 @@ async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs
     def fakes(digests: list[str], kind: str) -> list[Fake]:
         behave = {"p": prefills, "d": decodes}[kind]
         return [
-            Fake(behave, details={"model": "m", "kv_digest": each}) for each in digests
+            Fake(behave, details={"model": "m", "kv_digest": digest})
+            for digest in digests
         ]
 
     async with Rig(fakes(prefill, "p"), fakes(decode, "d")) as rig:

@@ -201,8 +201,8 @@ def test_prompts_of_text_and_of_token_ids_are_cut_into_chained_blocks():
     assert profile_prompt(b"other", five_blocks, 5).hashes[0] != text.hashes[0]
 
 
-def add_totals(totals: StepTotals, more: Sequence[float]) -> StepTotals:
-    return StepTotals(*(a + b for a, b in zip(totals, more, strict=True)))
+def add_totals(totals: StepTotals, increase: Sequence[float]) -> StepTotals:
+    return StepTotals(*(a + b for a, b in zip(totals, increase, strict=True)))
 
 
 def test_speed_of_a_server_follows_from_its_step_counters():
@@ -400,10 +400,10 @@ def test_no_server_is_left_out_for_good_after_a_wrong_report(
         tracker.cancel(reservation)
     counts = Counter[str]()
     true_totals = dict.fromkeys(SERVERS, StepTotals())
-    for turn in range(600):
+    for round_index in range(600):
         assignments = []
         for number in range(3):  # three requests arrive together
-            profile = profile_text(1_000, b"%d %d " % (turn, number))
+            profile = profile_text(1_000, b"%d %d " % (round_index, number))
             chosen = tracker.choose_server(
                 SERVERS, profile, computes=True, generates=False
             )

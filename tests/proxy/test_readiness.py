@@ -34,19 +34,19 @@ async def all_polled(rig: Rig) -> None:
 async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggregated(
     disaggregate,
 ):
-    late = Fake(prefills, ready=False)
-    async with Rig([late], disaggregate=disaggregate) as rig:
+    late_prefill = Fake(prefills, ready=False)
+    async with Rig([late_prefill], disaggregate=disaggregate) as rig:
         await all_polled(rig)
         assert await probe(rig) == (503, [NO_PREFILL])
         # A decode server can answer alone.
         assert (await rig.complete()).status_code == 200
-        assert late.calls == []
-        late.ready = True
+        assert late_prefill.calls == []
+        late_prefill.ready = True
         await until(lambda: rig.is_ready(0))
         assert await probe(rig) == (200, [])
         if disaggregate == "always":
             await rig.complete()
-            assert len(late.calls) == 1
+            assert len(late_prefill.calls) == 1
 
 
 async def test_proxy_stays_ready_when_every_prefill_server_is_lost_later():
@@ -127,17 +127,17 @@ async def serving(*fakes: Fake) -> AsyncIterator[None]:
 
 
 async def test_ready_waits_for_the_servers_of_a_file(tmp_path):
-    late = Fake(prefills, ready=False)
+    late_prefill = Fake(prefills, ready=False)
     decode = Fake(decodes)
     file = tmp_path / "servers.yml"
-    file.write_text(f"prefill: [{late.url}]\ndecode: [{decode.url}]\n")
+    file.write_text(f"prefill: [{late_prefill.url}]\ndecode: [{decode.url}]\n")
     async with (
-        serving(late, decode),
+        serving(late_prefill, decode),
         Rig([], [], servers_file=str(file), fixed_series=False) as rig,
     ):
         await until(lambda: len(rig.app.fleet.servers) == 2 and rig.is_ready(1))
         assert await probe(rig) == (503, [NO_PREFILL])
-        late.ready = True
+        late_prefill.ready = True
         await until(lambda: rig.is_ready(0))
         assert (await probe(rig))[0] == 200
 
@@ -148,19 +148,22 @@ async def join(rig: Rig, prefill: Fake) -> None:
 
 
 async def test_explicit_wait_includes_servers_that_join_later():
-    late = Fake(prefills)
-    async with serving(late), Rig([], fixed_series=False, prefill_wait_s=600.0) as rig:
+    late_prefill = Fake(prefills)
+    async with (
+        serving(late_prefill),
+        Rig([], fixed_series=False, prefill_wait_s=600.0) as rig,
+    ):
         assert await probe(rig) == (503, [NO_PREFILL])
-        await join(rig, late)
+        await join(rig, late_prefill)
         await until(lambda: rig.is_ready(0) and rig.is_ready(1))
         assert await probe(rig) == (200, [])
 
 
 async def test_prefill_server_that_joins_a_ready_proxy_changes_nothing():
-    late = Fake(prefills, ready=False)
-    async with serving(late), Rig([], fixed_series=False) as rig:
+    late_prefill = Fake(prefills, ready=False)
+    async with serving(late_prefill), Rig([], fixed_series=False) as rig:
         assert (await probe(rig))[0] == 200, "no prefill server is named anywhere"
-        await join(rig, late)
+        await join(rig, late_prefill)
         assert (await probe(rig))[0] == 200
 
 

@@ -423,7 +423,7 @@ _REFUSES = fails(503, "resume_refused")
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "outcome", "error"),
+    ("first", "second_behave", "outcome", "error"),
     [
         (_DROPS, _CONTINUES, None, b"decode_server_lost"),
         (_DROPS, _REFUSES, "failed", b"decode_server_lost"),
@@ -439,7 +439,7 @@ _REFUSES = fails(503, "resume_refused")
     ],
 )
 async def test_stream_that_cannot_continue_ends_with_one_error(
-    first, then, outcome, error, monkeypatch
+    first, second_behave, outcome, error, monkeypatch
 ):
     if outcome == "not_resumable":
         monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
@@ -452,7 +452,7 @@ async def test_stream_that_cannot_continue_ends_with_one_error(
             raise Drop
 
         first = drops
-    both = _in_turn(first, then)
+    both = _in_turn(first, second_behave)
     max_resumes = 0 if outcome is None else 3
     async with Rig(
         decode=_servers_of(both, both), cluster_secret=_SECRET, max_resumes=max_resumes

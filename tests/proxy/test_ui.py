@@ -159,8 +159,8 @@ async def test_page_gets_only_changes_except_from_a_restarted_proxy():
         (new,) = (await poll(rig, first["number"], first["epoch"]))["requests"]
         assert new["number"] == 2
         assert len((await poll(rig, 10**12, "another"))["requests"]) == 2
-        wrong = await rig.client.get(site.STATE_PATH, params={"since": "-1"})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
+        refused = await rig.client.get(site.STATE_PATH, params={"since": "-1"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
 
 
 async def test_running_and_broken_requests_are_shown_with_their_status():

@@ -113,45 +113,51 @@ class Cutter:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                near, _ = self._listener.accept()
+                client_socket, _ = self._listener.accept()
             except OSError:
                 continue
             try:
                 if self._is_cut:
                     raise OSError
-                far = socket.create_connection(("127.0.0.1", self.target))
+                server_socket = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
-                near.close()
+                client_socket.close()
                 continue
-            threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
+            threading.Thread(
+                target=self._relay, args=(client_socket, server_socket), daemon=True
+            ).start()
 
-    def _relay(self, near: socket.socket, far: socket.socket) -> None:
-        with near, far:
+    def _relay(
+        self, client_socket: socket.socket, server_socket: socket.socket
+    ) -> None:
+        with client_socket, server_socket:
             with self._lock:
-                self._open |= {near, far}
+                self._open |= {client_socket, server_socket}
             holds: _Holds = []
             requests = threading.Thread(
-                target=self._pass_requests, args=(near, far, holds), daemon=True
+                target=self._pass_requests,
+                args=(client_socket, server_socket, holds),
+                daemon=True,
             )
             requests.start()
-            self._pass_answers(far, near, holds)
+            self._pass_answers(server_socket, client_socket, holds)
             requests.join()
             with self._lock:
-                self._open -= {near, far}
+                self._open -= {client_socket, server_socket}
 
     def _pass_requests(
-        self, near: socket.socket, far: socket.socket, holds: _Holds
+        self, client_socket: socket.socket, server_socket: socket.socket, holds: _Holds
     ) -> None:
         """Pass on requests. Update `holds` at the start of each request."""
-        with _ending(near, far):
-            while data := near.recv(1 << 16):
+        with _ending(client_socket, server_socket):
+            while data := client_socket.recv(1 << 16):
                 if data.startswith((b"GET ", b"POST ")):
                     holds[:] = self._holds_of(data)
                     for hold in holds:
                         hold.requested.set()
                         hold.stop_here(AT_ANSWER)
                 self._passes.wait()
-                far.sendall(data)
+                server_socket.sendall(data)
 
     def _holds_of(self, head: bytes) -> _Holds:
         """Return the hold of a request that begins with `head`, if it has one."""
@@ -161,7 +167,7 @@ class Cutter:
         return [self._holds[match[1]]]
 
     def _pass_answers(
-        self, far: socket.socket, near: socket.socket, holds: _Holds
+        self, server_socket: socket.socket, client_socket: socket.socket, holds: _Holds
     ) -> None:
         """Pass on answers, and stop each at the frame that its hold names."""
         num_tokens = 0
@@ -177,10 +183,10 @@ class Cutter:
         def send(data: bytes) -> None:
             self._passes.wait()
             if not is_lost:
-                near.sendall(data)
+                client_socket.sendall(data)
 
-        with _ending(far, near):
-            while data := far.recv(1 << 16):
+        with _ending(server_socket, client_socket):
+            while data := server_socket.recv(1 << 16):
                 if data.startswith(b"HTTP/"):  # the next answer of this connection
                     num_tokens = 0
                     unparsed = b""

@@ -196,8 +196,8 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
     # Block indices on a rank of D count only the tokens that the rank stores.
     stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
     blocks = np.searchsorted(stored, tokens) // case.p.block_size
-    turns = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
-    return np.array(owners)[turns * dcp + tokens // case.p.block_size % dcp]
+    copy_indices = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
+    return np.array(owners)[copy_indices * dcp + tokens // case.p.block_size % dcp]
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:

@@ -106,13 +106,13 @@ async def serving(
     config: GenerationConfig | None = None,
     client_timeout_s: float = WAIT_S,
     role: str = "prefill",
-    **more: Any,
+    **more_settings: Any,
 ) -> AsyncIterator[Server]:
     """Run the application until the block ends.
 
     Args:
         script: the script of the engine (see ScriptedEngine).
-        more: further settings of the application.
+        more_settings: further settings of the application.
     """
     fields = {
         "model": "folder/model",
@@ -121,7 +121,7 @@ async def serving(
         "max_body_bytes": max_body,
         "cors_origin": origins,
         "grammar_timeout_s": 30.0,
-        **more,
+        **more_settings,
     }
     settings_class = PrefillSettings if role == "prefill" else DecodeSettings
     settings = settings_class(

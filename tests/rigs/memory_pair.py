@@ -190,7 +190,7 @@ class Prefill:
         self.heads = heads
         self.clock = Clock()
         self.layouts = [layout(tp, rank, heads=heads, **changes) for rank in range(tp)]
-        self.pools = [KVPool(each, device) for each in self.layouts]
+        self.pools = [KVPool(rank_layout, device) for rank_layout in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         self.metadata = metadata(
             *map(self._rank, range(tp)),
@@ -312,7 +312,9 @@ class Decode:
         self.layouts = [
             layout(tp, rank, heads=heads, dcp=dcp, **options) for rank in range(tp)
         ]
-        self.pools = [KVPool(each, device, scales) for each in self.layouts]
+        self.pools = [
+            KVPool(rank_layout, device, scales) for rank_layout in self.layouts
+        ]
         self.agents = [make_agent() for _ in range(tp)]
         self._work = Workers(
             self.pools,

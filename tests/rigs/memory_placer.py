@@ -52,11 +52,11 @@ def locate(
     return source, target, scales[factor]
 
 
-def _divide(number: IntArray, by: list[int]) -> tuple[IntArray, IntArray]:
-    """Return quotient and remainder. `by` is the result of `divisor`, so that the
-    division is the kernel's: a multiplication and a shift.
+def _divide(number: IntArray, divisor_numbers: list[int]) -> tuple[IntArray, IntArray]:
+    """Return quotient and remainder. Like the kernel, divide by a multiplication and a
+    shift, with the result of `divisor`.
     """
-    size, magic, shift = by
+    size, magic, shift = divisor_numbers
     quotient = (number * magic) >> shift
     return quotient, number - quotient * size
 

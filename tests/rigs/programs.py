@@ -86,9 +86,12 @@ def children(pid: int) -> dict[int, str]:
     pids = [
         int(word) for task in tasks for word in (task / "children").read_text().split()
     ]
-    commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in pids}
+    commands = {
+        child_pid: Path(f"/proc/{child_pid}/cmdline").read_bytes() for child_pid in pids
+    }
     return {
-        each: command.decode().replace("\0", " ") for each, command in commands.items()
+        child_pid: command.decode().replace("\0", " ")
+        for child_pid, command in commands.items()
     }
 
 

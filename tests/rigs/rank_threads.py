@@ -29,11 +29,14 @@ class _Step:
     """A step that was launched on all ranks."""
 
     def __init__(
-        self, ranks: "Ranks", first: PendingStep, others: list[Future[StepOutput]]
+        self,
+        ranks: "Ranks",
+        first: PendingStep,
+        other_outputs: list[Future[StepOutput]],
     ) -> None:
         self._ranks = ranks
         self._first = first
-        self._others = others
+        self._others = other_outputs
         self.draw = first.draw
         self.has_ended = first.has_ended
 
@@ -62,8 +65,8 @@ class Ranks:
     def outputs(self) -> list[list[StepOutput]]:
         """Return the outputs of all ranks, for each step."""
         return [
-            [first, *(future.result(WAIT_S) for future in others)]
-            for first, others in self.steps
+            [first, *(future.result(WAIT_S) for future in other_outputs)]
+            for first, other_outputs in self.steps
         ]
 
     def launch(self, step: StepInput) -> PendingStep:
@@ -72,11 +75,11 @@ class Ranks:
         def execute(runner: ModelRunner) -> StepOutput:
             return runner.execute(step_from_bytes(data))
 
-        others = [
+        other_outputs = [
             thread.submit(execute, runner)
             for thread, runner in zip(self._threads[1:], self.runners[1:], strict=True)
         ]
-        return _Step(self, self.runners[0].launch(step), others)
+        return _Step(self, self.runners[0].launch(step), other_outputs)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocate new pools, with blocks of `block_size` tokens on each rank."""

@@ -81,7 +81,8 @@ def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLo
 def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     """Return the scores of all prompt tokens. The score of the first token is None."""
     rows = [
-        expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))
+        expected_score(prompt[:index], prompt[index], num_top)
+        for index in range(1, len(prompt))
     ]
     return [None, *rows]
 
@@ -205,22 +206,22 @@ class ShadowExecutor:
         for setup in step.shapes.setups if step.shapes else []:
             self._setups[setup.row] = setup
             self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
-        tokens = [self._draw(step, at) for at in range(len(step.sampling))]
+        tokens = [self._draw(step, index) for index in range(len(step.sampling))]
         scores = [self._score(step, rows) for rows in step.scores]
         return StepOutput(tokens, [None] * len(tokens), scores)
 
-    def _draw(self, step: StepInput, at: int) -> int:
-        """Return the next token of the sampled row with index `at`.
+    def _draw(self, step: StepInput, index: int) -> int:
+        """Return the next token of a sampled row.
 
         Penalties in its state row, if any, must have counted exactly its context.
         """
-        context = self.context(step, int(step.sampled_sequences[at]))
-        token = next_token(context, step.sampling[at].choice_index)
-        row = step.shapes.rows[at] if step.shapes else NO_ROW
+        context = self.context(step, int(step.sampled_sequences[index]))
+        token = next_token(context, step.sampling[index].choice_index)
+        row = step.shapes.rows[index] if step.shapes else NO_ROW
         if step.shapes is None or row == NO_ROW:
             return token
         setup = self._setups[row]
-        token = allowed(token, setup.stop_token_ids if step.shapes.bans[at] else ())
+        token = allowed(token, setup.stop_token_ids if step.shapes.bans[index] else ())
         if setup.penalties is not None:
             assert self._counted[row] == context, "penalties of another context"
             self._counted[row].append(token)
@@ -236,8 +237,8 @@ class ShadowExecutor:
         first = int(step.positions[rows.first_row]) + 1
         context = self.context(step, row)
         return [
-            expected_score(context[: first + at], target, rows.num_top)
-            for at, target in enumerate(rows.targets)
+            expected_score(context[: first + index], target, rows.num_top)
+            for index, target in enumerate(rows.targets)
         ]
 
     def context(self, step: StepInput, row: int) -> list[int]:

@@ -15,14 +15,14 @@ def rig() -> Iterator[Callable[..., Any]]:
 
     The sides use MemoryAgent unless the test passes a different agent.
     """
-    made: list[Any] = []
+    objects: list[Any] = []
 
     def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        made.append(kind(*(args or (MemoryAgent,)), **options))
-        return made[-1]
+        objects.append(kind(*(args or (MemoryAgent,)), **options))
+        return objects[-1]
 
     yield make
-    for side in reversed(made):
+    for side in reversed(objects):
         side.close()
 
 

@@ -125,8 +125,8 @@ def test_elements_are_multiplied_by_layer_factors(
     factors = (
         factors.T if layout.order.index("C") < layout.order.index("L") else factors
     )
-    lying = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
-    expected = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
+    factor_shape = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
+    expected = (plain.reshape(layout.shape) * factors.reshape(factor_shape)).reshape(-1)
     expected = np.where(plain == GARBAGE, GARBAGE, expected).astype(np.float32)
     np.testing.assert_array_equal(
         placed(case, d_rank, chunk_bytes, place_copy), expected

@@ -138,14 +138,14 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.growing and self.engine.free)
     @rule(
         data=st.data(),
-        fate=st.sampled_from(["continues"] * 6 + ["is aborted"]),
+        event=st.sampled_from(["continues"] * 6 + ["is aborted"]),
         is_delivered=st.booleans(),
     )
-    def compute(self, data: st.DataObject, fate: str, is_delivered: bool) -> None:
+    def compute(self, data: st.DataObject, event: str, is_delivered: bool) -> None:
         """P computes a chunk of one block. The second chunk completes the prompt."""
         engine = self.engine
         name = data.draw(st.sampled_from(sorted(engine.growing)))
-        if fate == "is aborted":
+        if event == "is aborted":
             engine.offers.withdraw(name, self.p_now)
             del engine.growing[name]
             return
@@ -176,12 +176,12 @@ class FenceMachine(RuleBasedStateMachine):
             self.engine.table.expire(self.p_now)
         self.engine.collect()
 
-    @rule(what=st.sampled_from([*(0.5,) * 5, 4.0, 11.0, "ends", "is killed"]))
-    def disturb(self, what: float | str) -> None:
-        if not isinstance(what, str):
-            self.p_now += what
+    @rule(change=st.sampled_from([*(0.5,) * 5, 4.0, 11.0, "ends", "is killed"]))
+    def disturb(self, change: float | str) -> None:
+        if not isinstance(change, str):
+            self.p_now += change
             return
-        if what == "ends":
+        if change == "ends":
             self.engine.table.abort_all(self.p_now)
         self.engine.is_alive = False
         self.engine = Engine(int(self.engine.incarnation) + 1)
@@ -235,13 +235,13 @@ class FenceMachine(RuleBasedStateMachine):
             self.perform(pulling, pulling.state.on_report(ended, self.d_now))
 
     @precondition(lambda self: self.pullings)
-    @rule(data=st.data(), what=st.sampled_from([*(0.0, 0.3) * 3, 1.1, 6.0, "cancel"]))
-    def wait_or_cancel(self, data: st.DataObject, what: float | str) -> None:
+    @rule(data=st.data(), change=st.sampled_from([*(0.0, 0.3) * 3, 1.1, 6.0, "cancel"]))
+    def wait_or_cancel(self, data: st.DataObject, change: float | str) -> None:
         pulling = data.draw(st.sampled_from(self.pullings))
-        if isinstance(what, str):
+        if isinstance(change, str):
             self.perform(pulling, pulling.state.cancel(self.d_now))
             return
-        self.d_now += what
+        self.d_now += change
         self.perform(pulling, pulling.state.tick(self.d_now))
 
     def perform(self, pulling: Pulling, actions: list[Action]) -> None:

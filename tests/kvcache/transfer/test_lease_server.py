@@ -418,15 +418,15 @@ def test_client_reports_lost_connections_and_when_they_were_lost(clock):
     client.close()
 
 
-@pytest.mark.parametrize("lack", ["descriptors", "threads"])
-def test_client_that_lacks_resources_connects_later(server, monkeypatch, lack):
+@pytest.mark.parametrize("lacking", ["descriptors", "threads"])
+def test_client_that_lacks_resources_connects_later(server, monkeypatch, lacking):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     client = Client()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with monkeypatch.context() as patch:
-        if lack == "threads":
+        if lacking == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
             # Only stdin, stdout and stderr, so no more descriptor can be opened.

@@ -214,13 +214,13 @@ def side(
     return Side(tp, order, block_size, tuple(range(count, 0, -1)), count + 1)
 
 
-def scattered(of: Side) -> Side:
+def scattered(dense_side: Side) -> Side:
     """Return the side with every second block of its pool, so that no two are
     adjacent.
     """
-    count = len(of.blocks)
+    count = len(dense_side.blocks)
     return dataclasses.replace(
-        of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
+        dense_side, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
     )
 
 

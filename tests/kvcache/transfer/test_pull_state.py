@@ -373,14 +373,14 @@ class PullMachine(RuleBasedStateMachine):
             fence_ok=is_ok,
         )
 
-    @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
-    def disturb(self, what: str) -> None:
-        if what == "peer fails":
+    @rule(event=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
+    def disturb(self, event: str) -> None:
+        if event == "peer fails":
             self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
         else:
             self.perform(
                 self.pull.on_reply(
-                    RENEWED if what == "renewed" else RENEW_LEASE_ENDED, self.now
+                    RENEWED if event == "renewed" else RENEW_LEASE_ENDED, self.now
                 )
             )
 

@@ -111,8 +111,8 @@ def test_lost_digest_is_requested_again_and_computed_only_once(rig):
     orders = []
     requests = []
     answer = prefill.server._answer
-    prefill.digest = lambda *of: orders.append(of)
-    prefill.server._answer = lambda *of: requests.append(of) or answer(*of)
+    prefill.digest = lambda *args: orders.append(args)
+    prefill.server._answer = lambda *args: requests.append(args) or answer(*args)
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     decode.until(lambda: orders)
     num_before = len(requests)

@@ -282,7 +282,9 @@ def test_check_of_booleans_finds_multiplied_ones(
 
 
 def test_pytest_names_an_expression_that_selects_nothing() -> None:
-    """With pytest-xdist, too, the report must not be an internal error."""
+    """Without the hook in tests/conftest.py, pytest-xdist would report an internal
+    error.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]
     command += ["-m", "slowly", __file__]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout

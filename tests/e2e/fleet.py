@@ -169,9 +169,12 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def start_fleet(model: Path, num: int) -> Iterator[Fleet]:
+def start_fleet(model: Path, num_decodes: int) -> Iterator[Fleet]:
     decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
-    with started(partial(start_prefill, model), *[decode] * num) as (prefill, *decodes):
+    with started(partial(start_prefill, model), *[decode] * num_decodes) as (
+        prefill,
+        *decodes,
+    ):
         holds: dict[bytes, Hold] = {}
         cutters = [Cutter(server.port, holds) for server in decodes]
         argv = [arg for cutter in cutters for arg in ("--decode", cutter.url)]
@@ -188,12 +191,12 @@ def start_fleet(model: Path, num: int) -> Iterator[Fleet]:
 # -- faults
 
 
-def _cut(fleet: Fleet, cutter: Cutter) -> None:
+def _break_connections(fleet: Fleet, cutter: Cutter) -> None:
     cutter.cut()
     cutter.mend()
 
 
-def _stop(fleet: Fleet, cutter: Cutter) -> None:
+def _suspend(fleet: Fleet, cutter: Cutter) -> None:
     server = fleet.server_of(cutter)
     pids = (*server.engine_pids(), server.child.pid)
     fleet.stopped.extend(pids)
@@ -206,21 +209,21 @@ def kill(fleet: Fleet, cutter: Cutter) -> None:
     fleet.replace(cutter)
 
 
-def _end(fleet: Fleet, cutter: Cutter) -> None:
+def _terminate(fleet: Fleet, cutter: Cutter) -> None:
     fleet.server_of(cutter).child.signal(signal.SIGTERM)
     fleet.replace(cutter)
 
 
-def _swallow(fleet: Fleet, cutter: Cutter) -> None:
+def _silence(fleet: Fleet, cutter: Cutter) -> None:
     cutter.swallow()
 
 
 FAULTS = {
     "kill": kill,
-    "cut": _cut,
-    "SIGTERM": _end,
-    "SIGSTOP": _stop,
-    "silence": _swallow,
+    "cut": _break_connections,
+    "SIGTERM": _terminate,
+    "SIGSTOP": _suspend,
+    "silence": _silence,
 }
 
 

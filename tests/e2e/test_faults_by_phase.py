@@ -73,7 +73,7 @@ def _request_until_exit(
         yield connection
 
 
-def _stop(server: Server, signum: int) -> None:
+def _signal_server(server: Server, signum: int) -> None:
     """Send a signal to the engine processes of a server and to its HTTP process."""
     for pid in (*server.engine_pids(), server.child.pid):
         stopping.send(pid, signum)
@@ -129,7 +129,7 @@ def test_kv_is_freed_when_the_client_leaves_a_stopped_decode_server(
 ):
     (prefiller,) = slow_cluster.prefill
     (decode,) = slow_cluster.decode
-    _stop(decode, signal.SIGSTOP)
+    _signal_server(decode, signal.SIGSTOP)
     try:
         with _request_until_exit(
             slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}
@@ -139,7 +139,7 @@ def test_kv_is_freed_when_the_client_leaves_a_stopped_decode_server(
             )
         assert_idle(prefiller)
     finally:
-        _stop(decode, signal.SIGCONT)
+        _signal_server(decode, signal.SIGCONT)
     slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
     assert_idle(prefiller, decode)
@@ -224,8 +224,8 @@ def test_queued_requests_move_to_another_server_with_their_leases(
         counts = map(prefiller.leases, events)
         return [count - start for count, start in zip(counts, before, strict=True)]
 
-    def wait_for_queue(server: Server, num: int) -> None:
-        wait_until(lambda: server.metrics()["baton_requests_waiting"] == num)
+    def wait_for_queue(server: Server, num_waiting: int) -> None:
+        wait_until(lambda: server.metrics()["baton_requests_waiting"] == num_waiting)
 
     argv = ["--max-num-seqs", "2", "--shutdown-grace-s", "1"]
     start = partial(start_decode, tiny_model, *argv)
@@ -245,8 +245,8 @@ def test_queued_requests_move_to_another_server_with_their_leases(
                 wait_until(
                     lambda at=server: at.metrics()["baton_requests_running"] == 2
                 )
-            # By round robin, every other request, beginning with the first, goes to the
-            # server that will end.
+            # By round robin, the first and the third request go to the server that will
+            # end.
             with _request_until_exit(
                 proxy, {"prompt": left_prompt, "n": 2, "max_tokens": 5}
             ):

@@ -1,6 +1,6 @@
-"""The last line of `baton up` names the process that died first, and its last line.
+"""`baton up` ends with a line about the process that died first and its last output.
 
-Lines that other processes write later must not replace it.
+Lines that other processes write after that must not replace it.
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from protocol.process.logging import sender_of
-from tests.rigs.programs import BATON, child, launched
+from tests.rigs.programs import BATON, child_pid, launched
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_last_line_is_about_the_process_that_was_killed(
         program.read_until("curl ")
         pid = program.process.pid
         for words in path:
-            pid = child(pid, *words.split())
+            pid = child_pid(pid, *words.split())
         os.kill(pid, signal.SIGKILL)
         assert program.end() == 1
         last = program.lines[-1]

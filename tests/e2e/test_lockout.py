@@ -62,14 +62,14 @@ def test_too_long_prompts_block_no_other_client(short_queue_cluster, num_bytes):
     refused: list[int] = []
     is_over = threading.Event()
 
-    def hostile() -> None:
+    def send_hostile_requests() -> None:
         while not is_over.is_set():
             answer = http.post(
                 f"{short_queue_cluster.url}/v1/chat/completions", json=body, timeout=120
             )
             refused.append(answer.status_code)
 
-    thread = threading.Thread(target=hostile)
+    thread = threading.Thread(target=send_hostile_requests)
     thread.start()
     try:
         assert served(short_queue_cluster) == [200] * 15
@@ -102,13 +102,13 @@ def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
     numbers = itertools.count(1_000_000)
     is_over = threading.Event()
 
-    def hostile() -> None:
+    def send_hostile_requests() -> None:
         while not is_over.is_set():
             schema = {"type": "integer", "multipleOf": 2 * next(numbers) + 1}
             guided = {"structured_outputs": {"json": schema}}
             statuses.append(send(short_queue_cluster.url, fresh_prompt(40), **guided))
 
-    threads = [threading.Thread(target=hostile) for _ in range(48)]
+    threads = [threading.Thread(target=send_hostile_requests) for _ in range(48)]
     for thread in threads:
         thread.start()
     try:

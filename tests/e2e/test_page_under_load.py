@@ -40,15 +40,15 @@ def _rss_mb(server: Server) -> float:
 
 
 async def _send_requests(url: str, session: aiohttp.ClientSession, until: float) -> int:
-    num = 0
+    num_requests = 0
     loop = asyncio.get_running_loop()
     while loop.time() < until:
         body = greedy(fresh_prompt(32), 8, stream=True)
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()
             await answer.read()
-        num += 1
-    return num
+        num_requests += 1
+    return num_requests
 
 
 async def _page_memory(page: Any) -> dict[str, float]:

@@ -81,4 +81,4 @@ def test_pulls_between_pools_of_a_gpu_are_verified(to_close, p, d, make):
         if make is CudaPlacer:
             assert decode.done(name).verified == "all"
         else:
-            assert isinstance(decode.failed(name), KVCorrupt)
+            assert isinstance(decode.wait_for_error(name), KVCorrupt)

@@ -175,8 +175,8 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
     assert fresh_prompts(backend) == [700, 600]
     # This later step reads what the prompts have stored: for a decode, and for a chunk.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
-    # Fresh prompts (without context) read the KV of the step if each is long. For a
-    # single or the last fresh prompt, a shorter length is enough.
+    # Several fresh prompts (without context) read the KV of the step if all of them are
+    # long. If not, only the last one may do so, for which 513 tokens are enough.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])

@@ -1,7 +1,7 @@
 """Pairs of prefill and decode server on GPUs answer like the decode server alone.
 
-In 16 bits, results depend on the order of sums, so of two tied tokens either may be
-chosen. Up to such a tie, tokens and log probabilities must agree.
+In 16 bits, results depend on the order of sums. So if two tokens have equal logits,
+either may be chosen. Up to such a tie, tokens and log probabilities must agree.
 """
 
 import zlib

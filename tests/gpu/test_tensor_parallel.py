@@ -49,21 +49,23 @@ def _folder(name: str) -> Path:
     return ensure_model(name) if name == "moe" else MODELS[name]
 
 
-def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> None:
+def _run_rank(
+    rank: int, num_ranks: int, meetings: dict[str, str], results: Any
+) -> None:
     groups = {}
     runners = []
     sizes: dict[str, dict[str, int]] = {
         "tp": {},
-        "dcp": {"dcp": num},
-        "ep": {"ep": num},
+        "dcp": {"dcp": num_ranks},
+        "ep": {"ep": num_ranks},
     }
     for kind, file in meetings.items():
         groups[kind] = Parallel.connect(
-            rank, num, rendezvous_file=file, device=f"cuda:{rank}", **sizes[kind]
+            rank, num_ranks, rendezvous_file=file, device=f"cuda:{rank}", **sizes[kind]
         )
     for name, kind in _JOBS:
         config = config_for(
-            _folder(name), tp=num, devices=list(range(num)), **sizes[kind]
+            _folder(name), tp=num_ranks, devices=list(range(num_ranks)), **sizes[kind]
         )
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
@@ -90,24 +92,24 @@ def continued(
     A key is (model, kind of group, rank). The values are the tokens and logits (on rank
     0), and the tokens of masked steps.
     """
-    num = request.param
+    num_ranks = request.param
     context = multiprocessing.get_context("spawn")
-    if torch.cuda.device_count() < num:
-        pytest.skip(f"needs {num} CUDA GPUs")
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA GPUs")
     results = context.Queue()
     meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS}
     for name, _ in _JOBS:
         # This trains the model if needed, so that the ranks need not wait for it.
         _folder(name)
     ranks = [
-        context.Process(target=_run_rank, args=(rank, num, meetings, results))
-        for rank in range(num)
+        context.Process(target=_run_rank, args=(rank, num_ranks, meetings, results))
+        for rank in range(num_ranks)
     ]
     for process in ranks:
         process.start()
     try:
         by_key = {}
-        for _ in range(num * len(_JOBS)):
+        for _ in range(num_ranks * len(_JOBS)):
             name, kind, rank, outputs, masked = results.get(timeout=TIMEOUT_S)
             by_key[name, kind, rank] = (outputs, masked)
         yield by_key

@@ -1,7 +1,7 @@
 """Baton's kernels compile for common GPUs and fit into their shared memory.
 
-Triton can compile for any GPU without having it, so no kernel runs here. Each GPU has a
-separate process.
+Triton can compile for a GPU that this machine lacks. No kernel runs. The kernels for
+each GPU are compiled in a separate process.
 """
 
 import importlib

@@ -67,8 +67,8 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
         FirstToken(2),
     ]
     members = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
-    obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **members)
-    params = parse(through_floats(json.loads(json.dumps(obj))))
+    reference = offer(first_tokens=tokens, prompt_logprobs=ROWS, **members)
+    params = parse(through_floats(json.loads(json.dumps(reference))))
     params.verify(SECRET)
     assert params.seed == str(seed)
     remote = to_remote_prefill(params)
@@ -125,9 +125,9 @@ def test_every_altered_field_breaks_the_signature(field, value):
     "field", ["remote_engine_id", "remote_request_id", "remote_host", "incarnation"]
 )
 def test_text_with_an_unpaired_surrogate_has_no_valid_signature(field):
-    obj = json.loads(json.dumps({**offer(), field: "\ud800"}))
+    reference = json.loads(json.dumps({**offer(), field: "\ud800"}))
     with pytest.raises(KVParamsRejected, match="signature"):
-        parse(obj).verify(SECRET)
+        parse(reference).verify(SECRET)
 
 
 def test_error_reports_a_wrong_secret_or_missing_checksums():
@@ -208,23 +208,23 @@ def test_large_object_is_not_converted_for_a_value_that_is_not_an_integer(monkey
         parse({**offer(), "remote_port": 1.5})
 
 
-@pytest.mark.parametrize("obj", [None, 3, "x", [], {}])
-def test_object_that_is_not_a_reference_is_rejected(obj):
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}])
+def test_object_that_is_not_a_reference_is_rejected(value):
     with pytest.raises(KVParamsRejected):
-        parse(obj)
+        parse(value)
 
 
 def test_number_of_objects_must_equal_the_number_of_prompts():
     assert len(parse_list(offer(), 1)) == 1
     assert len(parse_list([offer(), offer()], 2)) == 2
-    for obj, num_prompts in [
+    for references, num_prompts in [
         (offer(), 2),
         ([offer()], 2),
         ([], 1),
         ([offer(), offer()], 1),
     ]:
         with pytest.raises(KVParamsRejected, match="prompts"):
-            parse_list(obj, num_prompts)
+            parse_list(references, num_prompts)
 
 
 def test_null_and_false_members_count_as_absent():
@@ -240,7 +240,7 @@ def test_null_and_false_members_count_as_absent():
 
 
 @pytest.mark.parametrize(
-    "obj",
+    "params",
     [
         {"do_remote_decode": True, "remote_host": "h"},
         {"do_remote_decode": True, "do_remote_prefill": True},
@@ -249,9 +249,9 @@ def test_null_and_false_members_count_as_absent():
         "x",
     ],
 )
-def test_contradictory_prefill_flags_are_rejected(obj):
+def test_contradictory_prefill_flags_are_rejected(params):
     with pytest.raises(KVParamsRejected):
-        is_prefill_request(obj)
+        is_prefill_request(params)
 
 
 def test_prompt_digest_differs_for_different_prompts():

@@ -66,7 +66,7 @@ async def serving(script: Script, **options: float) -> AsyncIterator[HttpUpstrea
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
 
 
-async def until_closed(script: Script, num: int) -> None:
+async def until_closed(script: Script, num_closed: int) -> None:
     """Wait until this many connections of the server have ended."""
-    while script.num_closed < num:
+    while script.num_closed < num_closed:
         await asyncio.sleep(0.002)

@@ -193,13 +193,13 @@ async def test_kv_is_released_when_clients_leave_a_decode_server_that_hangs(
     prefill = Fake(prefills)
     num_releases_at_disconnect: list[int] = []
 
-    async def is_stopped(call: Call) -> None:
+    async def suspends(call: Call) -> None:
         has_begun.set()
         await call.disconnected()
         num_releases_at_disconnect.append(len(prefill.releases))
 
     refuses = [Fake(fails(503, "overloaded"))] if refused_before else []
-    async with Rig([prefill], [*refuses, Fake(is_stopped)]) as rig:
+    async with Rig([prefill], [*refuses, Fake(suspends)]) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
         await has_begun.wait()
         request.cancel()

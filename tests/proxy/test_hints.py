@@ -218,7 +218,7 @@ def received_hint(fake: Fake) -> KVHint | None:
     return hint_of(params, SECRET.encode(), time.time())
 
 
-async def turns(rig: Rig, count: int) -> None:
+async def complete_turns(rig: Rig, count: int) -> None:
     for _ in range(count):
         forged = {"hint": {"host": "evil"}}
         response = await rig.complete(
@@ -230,7 +230,7 @@ async def turns(rig: Rig, count: int) -> None:
 async def test_leg_that_computes_the_prompt_carries_a_signed_hint():
     options = {"routing": "round_robin", "cluster_secret": SECRET}
     async with Rig(fakes(2, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
-        await turns(rig, 2)
+        await complete_turns(rig, 2)
         assert received_hint(rig.prefill[0]) is None, "no server has the prompt yet"
         hint = received_hint(rig.prefill[1])
         assert hint is not None and hint.engine_id in ("p0", "d0")
@@ -241,7 +241,7 @@ async def test_leg_that_computes_the_prompt_carries_a_signed_hint():
         assert rig.metric("baton_proxy_hints", leg="prefill") == 1
     options["disaggregate"] = "never"
     async with Rig(fakes(1, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
-        await turns(rig, 2)
+        await complete_turns(rig, 2)
         hint = received_hint(rig.decode[1])
         assert hint is not None and hint.engine_id == "d0"
         assert list(rig.decode[1].calls[0].body["kv_transfer_params"]) == ["hint"]
@@ -267,5 +267,5 @@ async def test_rejected_hint_costs_one_more_request(prefix_blocks, refused):
         "prefix_blocks": prefix_blocks,
     }
     async with Rig(fakes(1, prefills, "p"), fakes(2, behave, "d"), **options) as rig:
-        await turns(rig, 4)
+        await complete_turns(rig, 4)
         assert sum(len(fake.calls) for fake in rig.decode) == 4 + refused

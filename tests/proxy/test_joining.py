@@ -395,7 +395,7 @@ async def test_file_is_reloaded_and_an_invalid_one_changes_nothing(tmp_path, cap
 # -- names
 
 
-async def test_every_address_of_a_name_is_a_member_until_lookups_fail_for_long():
+async def test_all_addresses_of_a_dns_name_are_members_until_lookups_fail_for_long():
     now = 0.0
     num_lookups = 0
     answer: list[str] | OSError = ["10.0.0.2", "10.0.0.1", "fd00::1", "10.0.0.1"]

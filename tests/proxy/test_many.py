@@ -29,7 +29,7 @@ class Proxy:
         with open(f"/proc/{self.pid}/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
 
-    async def serves(self) -> None:
+    async def assert_serves(self) -> None:
         """Check that a new client receives a complete stream."""
         assert len(await read_stream(self.port, 20, 0.001)) == 20
 
@@ -39,7 +39,7 @@ async def proxied(*options: str) -> AsyncIterator[Proxy]:
     with proxy_of_fakes(*options) as (process, port, fake_port):
         await until_ready(port)
         proxy = Proxy(process.pid, port, fake_port)
-        await proxy.serves()
+        await proxy.assert_serves()
         yield proxy
 
 
@@ -77,7 +77,7 @@ async def test_idle_connections_take_little_memory(connections):
                 await reader.readuntil(b'{"status":"ok"}')
             bytes_each = (proxy.memory_bytes - memory_before) / connections
             print(f"{connections} idle connections: {bytes_each / 1024:.1f} KiB each")
-            await proxy.serves()
+            await proxy.assert_serves()
             assert bytes_each < 64 << 10
             for _, writer in opened:
                 assert not writer.is_closing()
@@ -119,12 +119,12 @@ async def test_slow_and_non_reading_clients_are_disconnected_and_others_served(
             for _, writer in opened[:num_each]:
                 writer.transport.pause_reading()  # this client does not read
                 writer.write(HEAD + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY))
-            await proxy.serves()
+            await proxy.assert_serves()
             slow = [reader.read() for reader, _ in opened[num_each:]]
             answers = await asyncio.gather(*slow, return_exceptions=True)
             statuses = {answer[9:12] for answer in answers if isinstance(answer, bytes)}
             assert statuses <= {b"", b"408"}, statuses
-            await proxy.serves()
+            await proxy.assert_serves()
             assert proxy.memory_bytes - memory_before < (32 << 20) + num_each * (
                 1 << 20
             )

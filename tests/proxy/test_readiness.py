@@ -22,7 +22,7 @@ async def probe(rig: Rig) -> tuple[int, list[str]]:
     return response.status_code, response.json()["missing"]
 
 
-async def all_polled(rig: Rig) -> None:
+async def wait_for_polls(rig: Rig) -> None:
     """Wait until the proxy has checked the health of every server once more."""
     num_polls = {fake: fake.polls for fake in (*rig.prefill, *rig.decode)}
     await until(
@@ -36,7 +36,7 @@ async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggre
 ):
     late_prefill = Fake(prefills, ready=False)
     async with Rig([late_prefill], disaggregate=disaggregate) as rig:
-        await all_polled(rig)
+        await wait_for_polls(rig)
         assert await probe(rig) == (503, [NO_PREFILL])
         # A decode server can answer alone.
         assert (await rig.complete()).status_code == 200
@@ -77,7 +77,7 @@ async def test_ready_does_not_wait_for_prefill_servers_if_configured_so(settings
 async def test_the_wait_for_a_prefill_server_is_bounded(caplog):
     async with Rig([Fake(prefills, ready=False)], prefill_wait_s=0.2) as rig:
         while (await probe(rig))[0] != 200:
-            await all_polled(rig)
+            await wait_for_polls(rig)
         assert f"{NO_PREFILL} within 0.2 s (--prefill-wait-s)" in caplog.text
 
 
@@ -85,7 +85,7 @@ async def test_each_model_waits_for_a_prefill_server_of_this_model():
     prefill = [Fake(prefills, details=A), Fake(prefills, details=B, ready=False)]
     decode = [Fake(decodes, details=A), Fake(decodes, details=B)]
     async with Rig(prefill, decode) as rig:
-        await all_polled(rig)
+        await wait_for_polls(rig)
         assert await probe(rig) == (503, ['no prefill server of model "b" is ready'])
         prefill[1].ready = True
         await until(lambda: rig.is_ready(1))

@@ -464,7 +464,11 @@ async def test_stream_that_cannot_continue_ends_with_one_error(
         assert events[3:] == [b""]
         for name in ("resumed", "failed", "not_resumable"):
             for reason in ("lost", "died"):
-                num = rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
+                num_resumes = rig.metric(
+                    "baton_proxy_resumes", reason=reason, outcome=name
+                )
                 has_died = error == _ERROR
-                assert num == (name == outcome and (reason == "died") == has_died)
+                assert num_resumes == (
+                    name == outcome and (reason == "died") == has_died
+                )
         assert rig.in_flight() == 0

@@ -136,7 +136,7 @@ class Pair(Group):
         self.d.core.round(messages)
         return name
 
-    def both(
+    def submit_to_both(
         self,
         prompt: Sequence[int],
         max_tokens: int = 6,
@@ -184,15 +184,15 @@ class Pair(Group):
         self.d.clock.skip(seconds)
         run_round(self.coordinator)
 
-    def end(self, name: str) -> TokenDelta:
+    def terminal_delta(self, name: str) -> TokenDelta:
         """Return the terminal delta of a request on D, which must have exactly one."""
         return self.end_of(self.d, name)
 
-    def failed(self, name: str, code: str) -> str:
+    def wait_for_failure(self, name: str, code: str) -> str:
         """Return the message of the error that ended a request on D, which must have
         this code.
         """
-        error = self.end(name).error
+        error = self.terminal_delta(name).error
         assert error is not None and error.code == code
         return error.message
 

@@ -31,8 +31,8 @@ class _Network:
 
     Attributes:
         stalled: names of stalled peers; None stands for all peers.
-        failing: number of READs that will fail.
-        spoiling: number of READs that will deliver a wrong bit.
+        num_failing: number of READs that will fail.
+        num_spoiling: number of READs that will deliver a wrong bit.
         active: number of READs that were posted and have not ended.
         late_runs: runs of failed READs with the agent that posted them. They are
             delivered at the next poll.

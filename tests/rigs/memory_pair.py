@@ -356,7 +356,7 @@ class Decode:
         assert isinstance(ending, PullDone), ending
         return ending
 
-    def failed(self, pull_id: str | None = None) -> BatonError:
+    def wait_for_error(self, pull_id: str | None = None) -> BatonError:
         """Wait for the end of a pull, which must fail with no READ left. Return its
         error.
         """

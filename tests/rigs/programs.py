@@ -95,7 +95,7 @@ def children(pid: int) -> dict[int, str]:
     }
 
 
-def child(pid: int, *words: str) -> int:
+def child_pid(pid: int, *words: str) -> int:
     """Return the pid of the only child with these words in its command line."""
     (child_pid,) = (
         child_pid

@@ -275,10 +275,10 @@ def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
 
 
 def windowed_output(
-    prompt: Sequence[int], num: int, groups: KVGroups, choice: int = 0
+    prompt: Sequence[int], num_tokens: int, groups: KVGroups, choice: int = 0
 ) -> list[int]:
     tokens = list(prompt)
-    for _ in range(num):
+    for _ in range(num_tokens):
         tokens.append(next_token(seen(tokens, groups), choice))
     return tokens[len(prompt) :]
 

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_a_single_server(make_pair, options, order):
         prompt = [length, *PROMPT[1:length]]
         request_options = {"max_tokens": 6, **members}
         max_tokens = request_options["max_tokens"]
-        _, name = pair.both(prompt, order=order, **request_options)
+        _, name = pair.submit_to_both(prompt, order=order, **request_options)
         answers = pair.answers(name, request_options.get("num_choices", 1))
         for choice, answer in enumerate(answers):
             assert answer == expected_output(prompt, max_tokens, choice=choice)
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_a_single_server(make_pair, options, order):
 
 
 def test_stream_begins_before_all_of_its_kv_has_been_pulled(pair):
-    prefill_name, decode_name = pair.both(PROMPT, order="dp")
+    prefill_name, decode_name = pair.submit_to_both(PROMPT, order="dp")
     pair.until(lambda: pair.d.core.scheduler.receiving != {})
     pair.d.movers.stall()
     pair.until(lambda: len(pair.d.out.tokens(decode_name)) == 1)
@@ -70,7 +70,7 @@ def test_kv_is_used_even_if_the_first_token_is_not(pair, monkeypatch, fault):
         monkeypatch.setattr(
             "engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"}
         )
-    _, name = pair.both(PROMPT, **options)
+    _, name = pair.submit_to_both(PROMPT, **options)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name) == (44, 1, 0)
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
@@ -80,7 +80,7 @@ def test_kv_is_used_even_if_the_first_token_is_not(pair, monkeypatch, fault):
 def test_resumed_stream_gets_no_first_token_again(pair, num_resumed):
     output = expected_output(PROMPT, 6)
     resumed = output[:num_resumed]
-    _, name = pair.both(PROMPT, resumed_choices=[ResumedChoice(resumed)])
+    _, name = pair.submit_to_both(PROMPT, resumed_choices=[ResumedChoice(resumed)])
     assert resumed + pair.answer(name) == output
     assert pair.d.kv(name) == (45, 0, 0)
 
@@ -91,7 +91,7 @@ def test_abort_of_either_leg_ends_both_legs(make_pair, aborted_leg, num_rounds):
     """If P's leg is aborted, D computes the prompt. If D's leg is aborted, P retains no
     KV. The abort comes after `num_rounds` rounds."""
     pair = make_pair()
-    prefill_name, decode_name = pair.both(PROMPT, order="dp")
+    prefill_name, decode_name = pair.submit_to_both(PROMPT, order="dp")
     for _ in range(num_rounds):
         pair.p.core.round([])
         pair.until(lambda: True)
@@ -115,7 +115,7 @@ def test_kv_that_d_gives_up_stays_leased_only_if_another_server_may_pull_it(
 ):
     """D gives up the offer before P has leased a block."""
     pair = make_pair(policy=policy, p_compat=OTHER_COMPAT)
-    prefill_name, decode_name = pair.both(PROMPT, order="d")
+    prefill_name, decode_name = pair.submit_to_both(PROMPT, order="d")
     pair.until(lambda: bool(pair.d.out.terminals(decode_name)))
     # P has received the message of D.
     pair.until(lambda: pair.leases.counters()["gone"] == 1)
@@ -135,7 +135,7 @@ def test_partly_leased_prompt_runs_before_a_stream_that_does_not_fit(make_pair):
     """The pool holds one sequence. The stream preempts the prompt, and later itself."""
     pair = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3)
     prompt = PROMPT[:40]
-    prefill_name, decode_name = pair.both(prompt, order="d")
+    prefill_name, decode_name = pair.submit_to_both(prompt, order="d")
     offers = pair.leases._offers
     pair.until(lambda: offers.num_leased_blocks(f"{prefill_name}-0") == 0)
     for messages in ([add("stream", [5] * 9, 55)], [], [], []):
@@ -155,7 +155,9 @@ def test_transfer_id_belongs_to_the_latest_request_that_uses_it(pair, order):
     first = [9, *PROMPT[1:30]]
     second = PROMPT
     pair.p.core.round([add("first", first, 1, retain_kv=True, transfer_id="x-0")])
-    prefill_name, decode_name = pair.both(second, order=order, transfer_id="x")
+    prefill_name, decode_name = pair.submit_to_both(
+        second, order=order, transfer_id="x"
+    )
     assert pair.answer(decode_name) == expected_output(second, 6)
     for prompt, name in ((first, "first"), (second, prefill_name)):
         pair.until(lambda name=name: bool(pair.p.out.terminals(name)))
@@ -171,7 +173,7 @@ def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
     for name in ("a", "b"):
         pair.p.core.round([add(name, [1, 2, len(name)], 58)])
     pair.until(lambda: len(pair.p.out.tokens("b")) > 30)
-    _, decode_name = pair.both(PROMPT, order="dp")
+    _, decode_name = pair.submit_to_both(PROMPT, order="dp")
     pair.until(lambda: bool(pair.p.core.scheduler.num_preemptions))
     assert not pair.d.out.tokens(decode_name)
     assert pair.answer(decode_name) == expected_output(PROMPT, 6)
@@ -181,13 +183,13 @@ def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
 def test_reference_is_valid_after_the_lease_of_the_offer_has_expired(make_pair):
     """D hung until its lease expired. P's reference then serves another server."""
     pair = make_pair(max_num_batched_tokens=8, policy="fail")
-    prefill_name, decode_name = pair.both(PROMPT, order="d")
+    prefill_name, decode_name = pair.submit_to_both(PROMPT, order="d")
     offers = pair.leases._offers
     pair.until(lambda: offers.num_leased_blocks(f"{prefill_name}-0") == 0)
     _add_prefill_leg(pair, prefill_name, PROMPT)
     pair.p.core.round([])
     pair.now_s += 31
-    assert pair.end(decode_name).error.code == "lease_gone"
+    assert pair.terminal_delta(decode_name).error.code == "lease_gone"
     params = pair.end_of(pair.p, prefill_name).kv_transfer_params
     pulled = pair.submit(PROMPT, params)
     assert pair.answer(pulled) == expected_output(PROMPT, 6)

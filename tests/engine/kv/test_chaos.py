@@ -205,7 +205,7 @@ class Chaos:
                 self.pair.now_s += 1e4
             if members["num_prompt_logprobs"] is None and self.random.random() < 0.5:
                 order = pick(["pd", "dp", "pd", "dp", "p", "d"])
-                p_name, name = self.pair.both(
+                p_name, name = self.pair.submit_to_both(
                     prompt, max_tokens, order=order, **members
                 )
                 self.p_names[name] = p_name

@@ -35,7 +35,7 @@ class BlockedPair:
 
     def end(self, name: str) -> tuple[list[int], str | None, str | None]:
         """Returns the tokens of a request, its finish reason and its error code."""
-        end = self.pair.end(name)
+        end = self.pair.terminal_delta(name)
         return (
             self.pair.d.out.tokens(name),
             end.finish_reason,

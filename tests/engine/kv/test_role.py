@@ -54,7 +54,7 @@ def test_corrupt_kv_is_never_used(make_pair, policy):
     pair.d.movers.agents[0].spoil()
     corrupt = pair.submit(PROMPT)
     if policy == "fail":
-        pair.failed(corrupt, "kv_corrupt")
+        pair.wait_for_failure(corrupt, "kv_corrupt")
     else:
         assert pair.answer(corrupt) == expected_output(PROMPT, 6)
     intact = pair.submit(PROMPT[::-1])
@@ -101,8 +101,8 @@ def test_phase_times_of_a_request_are_reported_in_order(pair):
     assert pair.answer(name)
     pair.d.core.round([add("local", [1, 2, 3], 2)])
     assert pair.answer("local")
-    pulled = pair.end(name).times
-    local = pair.end("local").times
+    pulled = pair.terminal_delta(name).times
+    local = pair.terminal_delta("local").times
     assert pulled is not None and local is not None
     order = ["admitted", "read", "pulled", "drawn"]
     phases = pulled.since(0.0)
@@ -121,7 +121,7 @@ def test_prompt_that_another_request_computed_during_a_hung_pull_counts_as_recom
     name = pair.submit(full_blocks, params)
     pair.until(lambda: pair.d.movers.active > 0)
     pair.d.core.round([add("other", full_blocks, 6)])
-    pair.end("other")
+    pair.terminal_delta("other")
     pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(name) == expected_output(full_blocks, 6)
     assert pair.d.kv(name) == (0, 12, 0)
@@ -144,7 +144,7 @@ def test_cached_tokens_are_those_that_neither_server_computed(
     name = pair.submit(PROMPT, params)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     num_uncached = len(PROMPT) - cached_on_d
-    usage = pair.end(name).usage
+    usage = pair.terminal_delta(name).usage
     assert usage is not None
     if pull_fails:
         assert pair.d.kv(name) == (0, num_uncached, cached_on_d)
@@ -188,10 +188,10 @@ def test_pull_without_capacity_during_a_hung_read_is_left_to_another_server(make
     hung = _begin_read(pair, [*PROMPT, 7, 7])
     large = list(range(1, 109))  # 27 of 39 blocks
     pair.skip(HANGS.pull_timeout_s)
-    pair.failed(hung, "pull_timeout")
+    pair.wait_for_failure(hung, "pull_timeout")
     pair.restart_prefill()  # because D does not pull from a server with hung READs
     params = {**pair.prefill(large), "sender_releases": True}
-    assert "exceed the limit on blocks" in pair.failed(
+    assert "exceed the limit on blocks" in pair.wait_for_failure(
         pair.submit(large, params), "pull_withheld"
     )
     pair.d.movers.resume()
@@ -284,7 +284,7 @@ def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
         assert pair.answer(other) == expected_output(remote, 2)
     else:
         for name in ("large", other):
-            message = pair.failed(name, "overloaded")
+            message = pair.wait_for_failure(name, "overloaded")
             assert "4 of 39" in message and "--quarantine-timeout-s" in message
         # Only the hung pull is left.
         pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 1)
@@ -310,7 +310,7 @@ def test_abort_during_the_handshake_ends_only_the_aborted_request(make_pair, com
     name = pair.submit(PROMPT)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name)[0] == (len(PROMPT) if compat is COMPAT else 0)
-    assert pair.end(aborted).finish_reason == "abort"
+    assert pair.terminal_delta(aborted).finish_reason == "abort"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
@@ -334,7 +334,7 @@ def test_pull_of_blocks_that_ranks_cannot_share_follows_the_policy(make_pair, po
         assert pair.answer(name) == expected_output(PROMPT, 6)
         assert pair.d.kv(name) == (0, 14, 0)
     else:
-        message = pair.failed(name, "peer_incompatible")
+        message = pair.wait_for_failure(name, "peer_incompatible")
         assert "block_size is 4 here and 8 on the peer" in message
         assert "--block-size 8, or without --dcp" in message
     assert pair.workers[0].counters["posts"] == 0
@@ -349,7 +349,7 @@ def test_error_of_a_pull_timeout_contains_the_address_only_in_the_log(
     name = pair.submit(PROMPT, params)
     pair.until(lambda: bool(pair.workers[0].counters["posts"]))
     pair.skip(1000.0)
-    message = pair.failed(name, "pull_timeout")
+    message = pair.wait_for_failure(name, "pull_timeout")
     address = f"{params['remote_host']}:{params['remote_port']}"
     assert "from its address took longer than" in message
     assert address not in message

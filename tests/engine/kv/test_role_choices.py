@@ -89,7 +89,7 @@ def test_policy_decides_whether_a_failed_pull_fails_the_request(
         assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
         assert pair.d.kv(name) == (0, 14, 0)
     else:
-        pair.failed(name, "transfer_failed")
+        pair.wait_for_failure(name, "transfer_failed")
 
 
 @pytest.mark.parametrize("num_top", [0, 2])

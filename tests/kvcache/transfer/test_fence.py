@@ -69,7 +69,7 @@ def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, ending):
         prefill.clock.skip(remote.lease_s)
     assert prefill.outcomes() == [ending]
     gate.opened.set()
-    assert isinstance(decode.failed(), LeaseGone)
+    assert isinstance(decode.wait_for_error(), LeaseGone)
 
 
 def test_bytes_of_a_killed_peer_are_not_used(rig):
@@ -81,7 +81,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
     gate.read(prefill, decode)
     prefill.close()
     gate.opened.set()
-    assert isinstance(decode.failed(), PeerUnreachable)
+    assert isinstance(decode.wait_for_error(), PeerUnreachable)
 
 
 def test_fence_waits_until_a_stopped_peer_continues(rig):

@@ -199,7 +199,7 @@ def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
     _, decode, prompt = subscribed(rig, "all")
     decode.agents[0].spoil()
     assert prompt.compute(8)
-    error = decode.failed("a")
+    error = decode.wait_for_error("a")
     assert isinstance(error, KVCorrupt) and "tokens 16 to 23" in error.message
 
 
@@ -208,7 +208,7 @@ def test_pull_fails_if_the_lender_stops_computing_the_prompt(rig):
     freed.
     """
     prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
-    assert isinstance(decode.failed("a"), PullTimeout)
+    assert isinstance(decode.wait_for_error("a"), PullTimeout)
     decode.until(lambda: prefill.server.counters()["held"] == 0)
 
 

@@ -358,7 +358,7 @@ def test_fences_are_answered_while_strangers_flood_the_server(server, data):
 
 
 def test_first_invalid_message_closes_the_connection(server):
-    """One invalid message is enough, even after authentic ones."""
+    """This is so even if authentic messages came before it."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)

@@ -58,7 +58,7 @@ def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
     name = f"pull-{next(PULLS)}"
     if path is None:
         decode.coordinator.pull(name, remote, 0, 24, [3, 1, 7])
-        return decode.failed()
+        return decode.wait_for_error()
     done = decode.pull(name, remote, 0, 24, [3, 1, 7])
     assert done.path == path
     return done

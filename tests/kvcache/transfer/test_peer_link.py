@@ -88,7 +88,7 @@ def test_unreachable_peer_delays_no_other_peer_and_holds_no_blocks(rig):
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits_for_link)
     peer.link.deadline = 0.0  # as if the timeout had expired
     worker._link.wake()
-    error = decode.failed("a")
+    error = decode.wait_for_error("a")
     assert isinstance(error, PeerUnreachable)
     for name in ("--connect-timeout-s", "UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES"):
         assert name in error.message
@@ -171,7 +171,7 @@ peers = decode.workers[0]._peers.values()
 assert not peer.link.is_ready, "the peer is reachable"
 peer.link.deadline = 0.0
 decode.workers[0]._link.wake()
-error = decode.failed("a")
+error = decode.wait_for_error("a")
 print(repr(error), flush=True)
 os._exit(0)  # the system tries to connect for two minutes
 """

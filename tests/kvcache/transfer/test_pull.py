@@ -100,7 +100,7 @@ def test_invalid_block_table_reads_nothing_and_the_next_pull_succeeds(rig):
         (([4, 32], "block 32; the pool"), ([4], "has 1 blocks"))
     ):
         decode.coordinator.pull(f"{number}", prefill.lease([5, 2], 16), 0, 16, table)
-        error = decode.failed()
+        error = decode.wait_for_error()
         assert isinstance(error, PeerIncompatible) and message in error.message
     assert decode.is_only_written_at([], 0, 0)
     decode.pull("fits too", prefill.lease([5, 2], 16), 0, 16, [6, 4])
@@ -128,7 +128,7 @@ def test_ended_lease_fails_a_held_pull_before_it_reads(rig):
     decode = rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([5], 8), lease_id="0" * 32)
     decode.coordinator.hold("a", remote)
-    assert isinstance(decode.failed(), LeaseGone)
+    assert isinstance(decode.wait_for_error(), LeaseGone)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert decode.settle() == []
     decode.coordinator.cancel("a")
@@ -221,7 +221,7 @@ def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
     decode = rig(Decode, **d)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
-    error = decode.failed()
+    error = decode.wait_for_error()
     assert isinstance(error, PeerIncompatible)
     assert re.search(message, f"{error.param}: {error.message}")
     assert not any(pool.tensor.any() for pool in decode.pools)
@@ -295,7 +295,7 @@ def test_hanging_read_keeps_its_pull_undrained_and_opens_the_circuit(rig):
     decode.coordinator.connect(other)
     assert isinstance(decode.wait(PeerDecided).error, PullCircuitOpen)
     decode.coordinator.pull("other", other, 0, 8, [4])
-    error = decode.failed("other")
+    error = decode.wait_for_error("other")
     assert isinstance(error, PullCircuitOpen) and "hang" in error.message
     assert prefill.outcomes() == ["aborted"]
     decode.agents[1].resume()
@@ -372,7 +372,7 @@ def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, message
     decode.until(lambda: decode.agents[0].active)
     prefill.server.close()
     decode.agents[0].resume()
-    error = decode.failed()
+    error = decode.wait_for_error()
     assert isinstance(error, PeerUnreachable) and message in error.message
 
 

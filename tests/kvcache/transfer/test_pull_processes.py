@@ -56,7 +56,7 @@ def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
     decode.coordinator.pull("a", remote, 0, TOKENS, blocks)
     decode.until(lambda: decode.workers[0].counters["posts"] >= 3)
     prefill.close()
-    assert decode.failed().retryable
+    assert decode.wait_for_error().retryable
 
     successor = Child("prefill", num_blocks=BLOCKS, port=port)
     fresh = successor.lease([3, 4], 16)

@@ -63,8 +63,8 @@ def check_pulls(
 
 
 def token_ranges_of(tokens_per_block: int) -> list[tuple[int, int]]:
-    """Returns ranges (start, stop): less than a block or a stripe, odd, complete
-    blocks, or after a prefix hit.
+    """Returns token ranges (start, stop): a part of a block, a part of a stripe,
+    complete blocks, ranges with odd ends, and ranges after a prefix hit.
     """
     whole = 2 * tokens_per_block
     return [

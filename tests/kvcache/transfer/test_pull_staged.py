@@ -125,7 +125,7 @@ def test_pull_that_needs_staging_fails_soon_if_the_owner_hangs(rig, monkeypatch)
     decode.coordinator.cancel("hung")
     remote = other.lease([1, 3], 32)
     decode.coordinator.pull("a", remote, 0, 32, [7, 8, 9, 10])
-    assert "staging memory" in decode.failed("a").message
+    assert "staging memory" in decode.wait_for_error("a").message
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("hung")
     decode.coordinator.pull("b", other.lease([1, 3], 32), 0, 32, [7, 8, 9, 10])

@@ -16,9 +16,9 @@ from kvcache.transfer.peer import LocalRank, Peer
 from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
+from tests.rigs.coordinator_stub import CoordinatorStub
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout, pull_command
-from tests.rigs.orders import Orders
 from tests.rigs.process_pair import run_program
 
 
@@ -28,7 +28,7 @@ class Rank:
     """
 
     def __init__(self, agent: TransferAgent | None = None) -> None:
-        self.link = Orders()
+        self.link = CoordinatorStub()
         self.report = self.link.report
         self.pool = KVPool(layout())
         local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool)

@@ -45,7 +45,7 @@ def test_wrong_bit_fails_the_pull_and_the_next_pull_succeeds(rig, name):
     decode = rig(Decode, verify="all", **decode_options)
     decode.agents[-1].spoil()
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
-    error = decode.failed("a")
+    error = decode.wait_for_error("a")
     assert (
         isinstance(error, KVCorrupt) and "tokens 0 to 19 in KV heads" in error.message
     )
@@ -86,7 +86,7 @@ def test_pull_fails_if_the_lease_ends_while_the_digest_is_computed(rig):
 
     prefill.digest = too_late
     decode.coordinator.pull("a", remote, 0, 20, [3, 1, 7])
-    assert isinstance(decode.failed("a"), LeaseGone)
+    assert isinstance(decode.wait_for_error("a"), LeaseGone)
 
 
 def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
@@ -101,7 +101,7 @@ def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
     prefill.server.abort(remote.lease_id)
     prefill.pools[0].tensor.fill_(-1.0)  # P has reused the blocks
     decode.agents[0].resume()
-    assert isinstance(decode.failed("a"), LeaseGone)
+    assert isinstance(decode.wait_for_error("a"), LeaseGone)
 
 
 def test_lost_digest_is_requested_again_and_computed_only_once(rig):
@@ -126,4 +126,4 @@ def test_rank_that_cannot_compute_its_digest_fails_the_pull(rig):
     decode = rig(Decode, verify="all")
     prefill.lending.workers[1].digester._words = None
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
-    assert isinstance(decode.failed("a"), TransferFailed)
+    assert isinstance(decode.wait_for_error("a"), TransferFailed)

@@ -22,9 +22,9 @@ from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPu
 from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
+from tests.rigs.coordinator_stub import CoordinatorStub
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import HEADS, Prefill, expected, layout, pull_command
-from tests.rigs.orders import Orders
 
 TOKENS = 24  # of a pull
 BLOCKS = 3  # of a pull
@@ -93,7 +93,7 @@ class Rank:
 
     def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:
         self._rng = rng
-        self.link = Orders()
+        self.link = CoordinatorStub()
         self.pool = KVPool(layout())
         self.agent = FaultyAgent(faults)
         max_bytes = 1 << 16 if seed % 4 == 1 else 2048

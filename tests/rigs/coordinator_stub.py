@@ -9,7 +9,7 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from tests.rigs.memory_pair import DEADLINE_S
 
 
-class Orders:
+class CoordinatorStub:
     """Sends a worker the coordinator's commands and receives the worker's reports.
 
     Attributes:

@@ -66,7 +66,7 @@ def test_signed_reference_of_this_request_is_used_with_its_seed():
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [FirstToken(42)]
     assert prepared.sampling.seed == 7, (
-        "without a seed of its own it takes the prefill's"
+        "the request did not take the seed of the prefill leg"
     )
     assert prepared.kv_rejected is None
 
@@ -77,7 +77,9 @@ def test_reference_with_a_negative_seed_is_used_with_it():
     assert prepared.remote and prepared.remote.first_tokens == [FirstToken(42)]
     assert prepared.sampling.seed == -(2**63)
     other = _prepare(offer(_SECRET, _PROMPT, drawn, seed=-(2**63)), seed=2**63 - 1)
-    assert other.remote and not other.remote.first_tokens, "drawn with a different seed"
+    assert other.remote and not other.remote.first_tokens, (
+        "used a token that was drawn with a different seed"
+    )
 
 
 _ENDS_BANNED = SamplingParams(temperature=0.5, seed=7, min_tokens=3)
@@ -106,7 +108,7 @@ def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, p
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
     assert prepared.sampling.seed == members.get("seed", 99), (
-        "without a usable reference, the request has its own seed"
+        "the request did not keep its own seed"
     )
 
 

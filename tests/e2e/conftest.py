@@ -37,7 +37,8 @@ def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
     requests.
     """
     yield
-    # Longer than the 30 s after which a lease expires if no server pulls its KV.
+    # The timeout is longer than the 30 s after which a lease expires if its KV is not
+    # pulled.
     assert_idle(*tiny_cluster.servers()[1:], timeout_s=45)
 
 

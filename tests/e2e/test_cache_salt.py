@@ -163,7 +163,9 @@ def test_salt_divides_the_cache_of_a_key(side, path, make_body, request):
     salted = {**body, "cache_salt": "a session"}
     assert cached_tokens(url, ALICE, path, body) == 0
     assert cached_tokens(url, ALICE, path, salted) == 0
-    assert cached_tokens(url, BOB, path, salted) == 0, "the same salt under another key"
+    assert cached_tokens(url, BOB, path, salted) == 0, (
+        "a hit on KV of the same salt under a different key"
+    )
     assert cached_tokens(url, ALICE, path, {**body, "cache_salt": "another"}) == 0
     assert_hits(side, url, ALICE, path, salted)
     assert_hits(side, url, BOB, path, salted)

@@ -149,4 +149,6 @@ def test_every_prompt_behind_vllm_router_is_transferred(vllm_router, tiny_cluste
     wait_until(lambda: increase("baton_kv_first_tokens_redrawn") >= 24)
     assert increase('baton_kv_transfers_total{outcome="done"') == 24
     assert increase("baton_kv_params_rejected") == 0
-    assert increase('source="recomputed"') == 24, "the last token of each"
+    assert increase('source="recomputed"') == 24, (
+        "recomputed more than the last token of each prompt"
+    )

@@ -60,7 +60,7 @@ def test_streamed_completion_equals_the_complete_one(client, tiny_reference):
     assert "".join(chunk.choices[0].text for chunk in chunks) == tiny_reference.text(
         _PROMPT, 24
     )
-    assert len(chunks) > 12, "tokens arrive one by one"
+    assert len(chunks) > 12, "tokens did not arrive one by one"
     assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
     assert {chunk.id for chunk in chunks} == {last.id}
     assert last.choices == []

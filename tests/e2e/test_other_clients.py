@@ -111,7 +111,7 @@ def test_langchain_streams_with_usage(chat, answer):
     chunks = list(chat(stream_usage=True).stream(_LANGCHAIN_MESSAGES))
     assert "".join(chunk.content for chunk in chunks) == answer
     num_pieces = sum(bool(chunk.content) for chunk in chunks)
-    assert num_pieces > len(answer.split()) // 2, "tokens arrive one by one"
+    assert num_pieces > len(answer.split()) // 2, "tokens did not arrive one by one"
     usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert len(usages) == 1 and usages[0]["output_tokens"] <= _LIMIT
 
@@ -216,7 +216,7 @@ def test_langchain_calls_tools(chat):
     assert [(c["name"], c["args"]) for c in joined.tool_calls] == [
         ("Toy", call["args"])
     ]
-    assert len(streamed) > 3, "arguments arrive in pieces"
+    assert len(streamed) > 3, "arguments did not arrive in pieces"
     answered = [
         *_LANGCHAIN_MESSAGES,
         message,

@@ -94,4 +94,6 @@ def test_proxy_waits_for_a_prefill_server_that_starts_later(tiny_model, decode, 
             wait_until(
                 lambda: not probe(proxy).json()["servers"]["prefill-0"], TIMEOUT_S
             )
-            assert probe(proxy).status_code == 200, "a decode server alone serves"
+            assert probe(proxy).status_code == 200, (
+                "not ready with a decode server alone"
+            )

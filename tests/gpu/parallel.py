@@ -79,7 +79,8 @@ def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
     env = {
         "CUDA_VISIBLE_DEVICES": group.devices,
         "BATON_TEST_SHARD": group.shard,
-        # Few threads, because many processes run concurrently and need little CPU time.
+        # Two threads are enough, because many processes run concurrently and need
+        # little CPU time.
         "OMP_NUM_THREADS": "2",
     }
     started_s = time.monotonic()

@@ -78,7 +78,8 @@ def test_fused_products_of_one_row_accept_fp8(rows, width):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_model_equals_the_cpu(tmp_path, name, monkeypatch):
-    # With so small parts, weights are uploaded in several parts, as if they were large.
+    # Parts are so small that weights are uploaded in several of them, like large
+    # weights.
     monkeypatch.setattr("model.weights._MIN_PART_BYTES", 1 << 12)
     make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])

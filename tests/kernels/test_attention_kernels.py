@@ -47,7 +47,7 @@ def _no_gpu():
         sys.modules["flashinfer.utils"].is_sm90a_supported = lambda device: False
         patch.setattr("attention.flashinfer_base.check_supported", lambda *args: None)
         patch.setattr("attention.self_test._CONTEXTS", (5, 64))
-        # With so few pieces, a piece has several tiles.
+        # There are so few pieces that each has several tiles.
         patch.setattr("attention.pieces.SPARE_PIECES", 3)
         patch.setattr(torch, "empty", empty_unpinned)
         patch.setattr(torch.Tensor, "pin_memory", lambda self: self)

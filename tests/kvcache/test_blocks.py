@@ -145,8 +145,8 @@ MARKS: dict[str, Rule] = {
 class AllocatorMachine(RuleBasedStateMachine):
     """Random transitions of random blocks, legal or not, compared with ModelBlock."""
 
-    # Mostly single ids out of few, so that many transitions are of the same block. Some
-    # ids do not exist.
+    # Most lists have a single id out of few, so that many transitions are of the same
+    # block. Some ids do not exist.
     single = st.integers(1, 3).map(lambda block: [block])
     ids = single | single | st.lists(st.integers(-1, 13), min_size=1, max_size=5)
 

@@ -47,7 +47,9 @@ def test_second_sequence_publishes_its_blocks_after_those_of_the_first_are_evict
     allocator.release(first_blocks)
     allocator.allocate(allocator.num_available)
     assert not index.match(tokens)
-    assert not allocator.is_cached(second_blocks[2]), "its parent was evicted"
+    assert not allocator.is_cached(second_blocks[2]), (
+        "still cached although its parent was evicted"
+    )
     index.publish(tokens, second_blocks, cursor=cursor)
     assert index.match(tokens) == second_blocks
     index.check_integrity()
@@ -152,7 +154,7 @@ class PrefixMachine(LookUpMachine):
     def cached_contents(self) -> dict[tuple[bytes, tuple[int, ...]], int]:
         marked = [b for b in self.content if self.allocator.is_cached(b)]
         by_content = {self.content[block]: block for block in marked}
-        assert len(by_content) == len(marked), "a content was published twice"
+        assert len(by_content) == len(marked), "two cached blocks have the same content"
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:

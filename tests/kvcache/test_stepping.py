@@ -7,16 +7,16 @@ def test_engine_is_busy_during_a_step_and_between_two_decode_steps():
     now = 100.0
     has_ended = False
     watch = StepWatch(lambda: now)
-    assert not watch.busy, "no step has run yet"
+    assert not watch.busy, "busy before the first step"
     watch.launching()
     assert watch.busy
     watch.launched(lambda: has_ended)
     now += 10.0
-    assert watch.busy, "the step still runs"
+    assert watch.busy, "not busy during a step"
     has_ended = True
     assert not watch.busy
     watch.launching()
     now += 0.01
-    assert watch.busy, "the next step is likely to follow"
+    assert watch.busy, "not busy right before the next decode step"
     now += 0.02
     assert not watch.busy

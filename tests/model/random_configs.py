@@ -12,8 +12,8 @@ from model.architectures.table import ARCHITECTURES
 from tests.model.random_models import IMAGES
 
 MAX_POSITION: Final = 96  # tokens
-# Longer than every original_max_position_embeddings, so that longrope uses its long
-# factors.
+# Prompts are longer than every original_max_position_embeddings, so that longrope uses
+# its long factors.
 PROMPT_TOKENS: Final = 80
 
 _FULL = "full_attention"

@@ -296,7 +296,7 @@ def test_overrides_apply_to_the_text_config_of_an_image_model(tmp_path):
     text = {key: value for key, value in LLAMA.items() if key != "architectures"}
     raw = {**MISTRAL3, "text_config": text, "num_hidden_layers": 9}
     assert parse_config(raw).num_layers == 2, (
-        "a key outside of text_config does not belong to the text part"
+        "a key outside of text_config changed the text part"
     )
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert load_config(tmp_path, overrides='{"num_hidden_layers": 3}').num_layers == 3

@@ -154,7 +154,7 @@ def test_default_model_is_converted_with_tokenizer_template_and_end_token():
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     digits = [tokenizer.token_to_id(digit) for digit in "12345"]
     assert any(ids[at : at + 5] == digits for at in range(len(ids))), (
-        "each digit is a token"
+        "a digit is not a token of its own"
     )
     template = json.loads((folder / "tokenizer_config.json").read_text())[
         "chat_template"

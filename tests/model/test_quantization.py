@@ -26,7 +26,7 @@ from tests.model.quantised_files import FORMATS, fp8, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
 
 IDS = torch.arange(3, 19)
-# So wide that each of two ranks has several quantisation groups.
+# This size is so large that each of two ranks has several quantisation groups.
 WIDE = {"intermediate_size": 192}
 
 

@@ -264,7 +264,7 @@ def test_part_of_a_dummy_weight_equals_that_part_of_the_complete_weight(monkeypa
     assert torch.equal(
         source.part("w", shape, range(60), range(10, 20)), matrix[:, 10:20]
     )
-    # With so small chunks, a weight has many of them.
+    # Chunks are so small that a weight has many of them.
     monkeypatch.setattr("model.weights._HASH_CHUNK", 64)
     assert torch.equal(source.part("w", shape, range(60), None), matrix)
     assert abs(matrix.mean()) < 0.01 and abs(matrix.var() * 40 - 1) < 0.1

@@ -91,7 +91,7 @@ def test_requests_are_aborted_by_their_transfer_id():
         hooks.admit(adds, _READY, **_prepare_leg(name))
     release = {"do_remote_decode": True, "transfer_id": "b"}
     assert hooks.release_messages(release) == [AbortRequest(i) for i in "012"]
-    assert hooks.release_messages(release) == [], "a second release finds nothing"
+    assert hooks.release_messages(release) == [], "released a second time"
     assert hooks.release_messages({**release, "transfer_id": "a"}) == [
         AbortRequest(i) for i in "001"
     ]
@@ -111,7 +111,7 @@ def test_oldest_transfers_are_forgotten_first(monkeypatch):
     for name in ("a", "b", "a", "a", "c"):
         hooks.admit(_adds(3), _READY, **_prepare_leg(name))
     reported = [len(hooks.release_messages({"transfer_id": name})) for name in "bac"]
-    assert reported == [0, 2, 1], "of a repeated name, the last two are remembered"
+    assert reported == [0, 2, 1], "not the last two transfers were remembered"
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)

@@ -83,7 +83,7 @@ async def test_browser_gets_a_page_with_links_for_a_path_without_content(path):
         assert "default-src 'none'" in page.headers["content-security-policy"]
         for link in ("/", "/v1/models", "/docs"):
             assert f'<a href="{link}">' in page.text
-        assert "<b>" not in page.text, "the path is escaped"
+        assert "<b>" not in page.text, "the path was not escaped"
         plain = await rig.client.get(path)
         assert plain.json()["error"]["message"]
     async with Rig(ui=False) as rig:
@@ -149,7 +149,7 @@ async def test_responses_contain_no_address_of_a_server(caplog):
         for response in responses:
             assert "127.0.0.1" not in response.text
         for fake in servers:
-            assert f"-0 {fake.url}" in caplog.text, "operators see addresses"
+            assert f"-0 {fake.url}" in caplog.text, "the log lacks the address"
 
 
 async def test_server_listed_under_the_wrong_kind_receives_no_request(caplog):
@@ -338,7 +338,7 @@ async def test_metrics_count_only_the_requests_of_this_proxy():
             ),
             ("baton_proxy_requests_in_progress 0.0", False),
             ("baton_proxy_request_seconds_count 2.0", True),
-            # No response was a stream.
+            # The count is 0, because no response was a stream.
             ("baton_proxy_first_byte_seconds_count 0.0", False),
         ):
             assert line in lines and (line in others) is not is_new

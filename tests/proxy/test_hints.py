@@ -91,7 +91,7 @@ def test_hint_names_the_server_with_the_longest_cached_prefix():
     assert (
         fleet.hinted_engine(fleet.q) == fleet.hinted_engine(fleet.e) == "engine decode0"
     )
-    assert fleet.hinted_engine(fleet.d) is None, "no server has more"
+    assert fleet.hinted_engine(fleet.d) is None, "a hint although no server has more"
     assert fleet.hinted_engine(fleet.p, TURN_1) is None
     branch = [{**TURN_1[0], "content": TURN_1[0]["content"] + "and more"}, *TURN_2[1:]]
     # The cached answer is useless after a changed question.
@@ -120,7 +120,7 @@ def test_prompt_counts_as_cached_only_after_it_was_computed():
         long = profile([{"content": "long " * 9000}])
         assignment = load_tracker.start(busy, long, **prefill)
         assert fleet.hinted_engine(fleet.e, prompt) == idle, (
-            "the lender that replies first"
+            "the hint does not name the idle lender"
         )
         load_tracker.end(assignment)
     stream = load_tracker.start(
@@ -231,13 +231,17 @@ async def test_leg_that_computes_the_prompt_carries_a_signed_hint():
     options = {"routing": "round_robin", "cluster_secret": SECRET}
     async with Rig(fakes(2, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
         await complete_turns(rig, 2)
-        assert received_hint(rig.prefill[0]) is None, "no server has the prompt yet"
+        assert received_hint(rig.prefill[0]) is None, (
+            "a hint before any server has the prompt"
+        )
         hint = received_hint(rig.prefill[1])
         assert hint is not None and hint.engine_id in ("p0", "d0")
         assert (hint.host, hint.port) == ("127.0.0.1", 9)
         assert rig.prefill[1].calls[0].body["kv_transfer_params"]["do_remote_decode"]
         for fake in rig.decode:
-            assert received_hint(fake) is None, "decode servers compute no prompt here"
+            assert received_hint(fake) is None, (
+                "a hint for a server that computes no prompt"
+            )
         assert rig.metric("baton_proxy_hints", leg="prefill") == 1
     options["disaggregate"] = "never"
     async with Rig(fakes(1, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:

@@ -131,7 +131,7 @@ async def test_registration_expires_unless_renewed_or_the_proxy_shuts_down(caplo
         await until(lambda: names(rig) == ["decode-0"])
         logging.getLogger("baton.proxy").removeHandler(handler)
     assert "the registration of decode server http://d:1 has expired" in caplog.text
-    assert set(ids) == {None}, "the lines have no id of the registering request"
+    assert set(ids) == {None}, "log lines have the id of the registering request"
 
 
 async def test_registration_renewed_while_the_proxy_is_suspended_does_not_expire(
@@ -325,7 +325,7 @@ async def test_operator_drains_and_undrains_a_server():
             assert words in answer["error"]["message"]
         assert (await rig.client.get("/admin/members/drain")).status_code == 405
         # With these headers, a request may come from a web page or from a distant
-        # client.
+        # client, so it is refused.
         for header in ("origin", "x-forwarded-for"):
             headers = {header: "http://elsewhere"}
             response = await rig.client.post(

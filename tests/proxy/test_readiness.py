@@ -162,7 +162,9 @@ async def test_explicit_wait_includes_servers_that_join_later():
 async def test_prefill_server_that_joins_a_ready_proxy_changes_nothing():
     late_prefill = Fake(prefills, ready=False)
     async with serving(late_prefill), Rig([], fixed_series=False) as rig:
-        assert (await probe(rig))[0] == 200, "no prefill server is named anywhere"
+        assert (await probe(rig))[0] == 200, (
+            "not ready although no prefill server is configured"
+        )
         await join(rig, late_prefill)
         assert (await probe(rig))[0] == 200
 

@@ -153,12 +153,12 @@ async def test_another_server_continues_and_the_client_does_not_notice(name):
         calls = [call for fake in rig.decode for call in fake.calls]
         first_call, second_call = sorted(calls, key=lambda call: len(call.raw))
         assert [len(fake.calls) for fake in rig.decode] == [1, 1]
-        assert MEMBER not in first_call.body, "the client's member is removed"
+        assert MEMBER not in first_call.body, "the client's member was not removed"
         if num_frames:
             sent = second_call.body[MEMBER]
             assert resume.open_resume(sent, _SECRET.encode()).origin.id == "x"
             assert sent["texts"] == [_ORIGIN, *_texts(0, num_frames)]
-        assert len(rig.prefill[0].calls) == 2, "the prompt is computed again"
+        assert len(rig.prefill[0].calls) == 2, "the prompt was not computed again"
         assert rig.metric("baton_proxy_resumes", reason=reason, outcome="resumed") == 1
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
         assert rig.in_flight() == 0
@@ -311,7 +311,7 @@ async def test_stream_that_is_handed_over_continues_with_its_kv(others):
     fakes = _servers_of(*[first] * (1 + len(others)))
     async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=1) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
-        assert len(rig.prefill[0].calls) == 1, "the prompt is not computed again"
+        assert len(rig.prefill[0].calls) == 1, "the prompt was computed again"
         calls = [
             call for fake in rig.decode for call in fake.calls if MEMBER in call.body
         ]

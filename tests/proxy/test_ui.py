@@ -107,7 +107,7 @@ async def test_page_loads_nothing_from_other_hosts_and_runs_no_script_in_its_dat
             linked.update(re.findall(r'"(?:/ui|[.])/([\w.]+)"', text))
         assert len(linked) > 10
         assert {f"/ui/{name}" for name in linked} <= site.OPEN_PATHS
-        assert rig.decode[0].stats_calls == [], "the files alone query no server"
+        assert rig.decode[0].stats_calls == [], "loading the files queried a server"
 
 
 async def test_disabled_page_has_no_paths_and_records_nothing():

@@ -77,7 +77,7 @@ async def test_charts_skip_the_time_without_an_open_page():
             await page.locator(".plot").first.press("Home")
             label = await page.locator(".plot").first.get_attribute("aria-label")
             assert label is not None
-            assert f"at {old}" in label, "the chart shows the real time"
+            assert f"at {old}" in label, "the chart does not show the real time"
             points_json = (
                 "[{at: 1}, {at: 2}, {at: 3}, {at: 3603, isGap: true}, {at: 3604}]"
             )

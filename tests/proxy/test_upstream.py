@@ -204,7 +204,7 @@ async def test_closed_port_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-    # Also with "localhost", which often has several addresses.
+    # The second URL has "localhost", which often has several addresses.
     for server in (url, url.replace("127.0.0.1", "localhost")):
         with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
             await client.send(server, "GET", "/")

@@ -1,4 +1,4 @@
-"""Shadow executors that keep their token ids in KV pools."""
+"""Shadow executors (tests/rigs/shadow.py) that keep their token ids in KV pools."""
 
 from typing import Any
 

@@ -79,7 +79,7 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
 
     def broken(state: PullState, report: RankEnded, now: float) -> Any:
         if report.pull_id == "broken" and report.complete:
-            raise RuntimeError("it cannot be taken")
+            raise RuntimeError("a bug in on_report")
         return reported(state, report, now)
 
     monkeypatch.setattr(PullState, "on_report", broken)

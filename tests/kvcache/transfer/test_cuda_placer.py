@@ -175,7 +175,7 @@ def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
     [
         # 24 (heads, layers and components) x tokens x elements.
         (side(), side(), 0, [24 * 8 * 8]),
-        # The part of the first block is not contiguous, which is 0 here.
+        # The part of the first block is not a single run, so its entry is 0.
         (side(), side(), 3, [0, 24 * 8 * 8]),
         (side(), side(tp=2), 0, [12 * 8 * 8]),
         (side(tp=4), side(tp=2), 0, [6 * 8 * 8] * 2),

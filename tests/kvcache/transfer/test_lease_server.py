@@ -314,7 +314,7 @@ def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):
             for _ in range(5)
         ]
         for stranger in strangers[:2]:
-            assert stranger.recv(1) == b"", "the oldest make room"
+            assert stranger.recv(1) == b"", "the oldest connection was not closed"
         assert isinstance(server.send_request(GetMetadata(nonce="n")), Metadata)
         authentic.sendall(request)
         strangers[4].sendall(request)
@@ -429,7 +429,8 @@ def test_client_that_lacks_resources_connects_later(server, monkeypatch, lacking
         if lacking == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
-            # Only stdin, stdout and stderr, so no more descriptor can be opened.
+            # This limit allows only stdin, stdout and stderr, so nothing more can be
+            # opened.
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             client.post(server.address, GetMetadata(nonce="n"))

@@ -83,7 +83,7 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
 def test_any_geometry_is_mapped(rig, p, d):
-    # So small that every block is a launch of its own.
+    # The limit is so small that every block is launched separately.
     mappers = Mappers(launch_bytes=1)
     prefill = rig(Prefill, **p)
     decode = rig(Decode, make_placer=mappers, **d)

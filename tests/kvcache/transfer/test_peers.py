@@ -92,9 +92,11 @@ def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
     assert not peer.record_pull_failure(now) and peer.circuit.allows_pull(
         now, busy=True
     )
-    assert peer.record_pull_failure(now), "the failure that opens the circuit"
+    assert peer.record_pull_failure(now), "the second failure did not open the circuit"
     for _ in range(9):
-        assert not peer.record_pull_failure(now), "the failed pull had begun before"
+        assert not peer.record_pull_failure(now), (
+            "counted a pull that had begun before the circuit opened"
+        )
         waits.append(
             next(
                 s for s in (1, 2, 4, 8, 16, 32, 60) if peer.circuit.allows_pull(now + s)
@@ -103,7 +105,9 @@ def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
         assert not peer.circuit.allows_pull(now + waits[-1] - 0.01)
         now += waits[-1]
         assert not peer.circuit.allows_pull(now, busy=True), (
-            "half-open: one pull at a time"
+            "a half-open circuit allowed a second pull"
         )
-        assert not peer.record_pull_failure(now), "the circuit was open before"
+        assert not peer.record_pull_failure(now), (
+            "reported an open circuit as newly opened"
+        )
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]

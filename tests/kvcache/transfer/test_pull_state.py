@@ -396,7 +396,7 @@ class PullMachine(RuleBasedStateMachine):
 
     @invariant()
     def draining_reads_are_stopped_and_reported_if_they_hang(self) -> None:
-        """The report makes the engine quarantine the pull's blocks."""
+        """A hang is reported, so that the engine quarantines the pull's blocks."""
         assert self.is_stopped or self.pull.phase is not Phase.DRAINING
         if self.pull.phase is Phase.DRAINING and self.pull.deadline() == float("inf"):
             hung = PullStuck if self.is_cancelled else PullFailed

@@ -53,7 +53,7 @@ def order(prefill: Prefill, pull_id: str) -> Pull:
 
 def test_command_that_raises_does_not_stop_other_commands(rig, rank, monkeypatch):
     def broken(*args: Any, **options: Any) -> None:
-        raise RuntimeError("what it needs cannot be made")
+        raise RuntimeError("a bug in the command")
 
     monkeypatch.setattr(Peer, "prepare", broken)
     prefill = rig(Prefill)

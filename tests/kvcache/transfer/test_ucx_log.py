@@ -104,7 +104,7 @@ def test_transport_is_the_one_that_ucx_reports():
 
 
 def test_parsed_log_is_freed(monkeypatch):
-    # As if a parent process had set the variable.
+    # The variable may be inherited from a parent process.
     monkeypatch.setenv("UCX_LOG_FILE", "/proc/1/fd/1")
     log = UcxLog()
     log.start()

@@ -41,7 +41,7 @@ class Faults:
     def may_raise(self) -> None:
         if self.strike():
             raise self._rng.choice(
-                [TransferFailed("as agents fail"), RuntimeError("of itself")]
+                [TransferFailed("as agents fail"), RuntimeError("a random fault")]
             )
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:

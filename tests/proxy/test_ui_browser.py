@@ -18,7 +18,7 @@ from tests.proxy.fakes import (
     prefills,
     streams,
 )
-from tests.proxy.test_ui import Stats, served
+from tests.proxy.test_ui import Stats, finished_request
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip(
@@ -95,7 +95,7 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
     async def chats(call: Call) -> None:
         calls.append(call)
         stats.served = [
-            served(
+            finished_request(
                 1,
                 call.headers["x-request-id"],
                 admitted=0.0,

@@ -146,12 +146,10 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
     for decode_rank in d.endpoints(model, tokens):
+        staging = settings.staging_bytes
+        convert = settings.kv_convert
         planner = Planner(
-            decode_rank,
-            prefill_ranks,
-            heads,
-            staging_bytes=settings.staging_bytes,
-            convert=settings.kv_convert,
+            decode_rank, prefill_ranks, heads, staging_bytes=staging, convert=convert
         )
         token_ranges = decode_rank.groups.token_ranges(hit, tokens, tokens)
         transfers = (

@@ -36,7 +36,7 @@ PROBE_TIMEOUT_S = 2.0
 # Timeout of the request for the model's name. It is long, because a slow response must
 # not stop a cluster that is ready.
 MODEL_TIMEOUT_S = 60.0
-KILLED_BY_USER = 130  # exit status
+KILLED_BY_USER = 130  # exit status: 128 + SIGINT
 
 
 class ClusterFailed(Exception):
@@ -177,7 +177,7 @@ class LocalCluster:
         )
         scheme = "https" if self.settings.tls_cert else "http"
         endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
-        self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)
+        self._wait(lambda: _describe_unready(endpoint), PROBE_INTERVAL_S)
         command = example(endpoint, urls["decode"][0], self._key)
         print(
             f"{announcement(endpoint, has_page=self.settings.ui)}\n{command}",
@@ -285,7 +285,7 @@ def check_port(host: str, port: int) -> None:
         raise ClusterFailed(f"{error}{hint}") from None
 
 
-def _unready(endpoint: str) -> str:
+def _describe_unready(endpoint: str) -> str:
     """Returns what the launcher still waits for; empty when the proxy is ready."""
     try:
         status, body = fetch(f"{endpoint}/ready", PROBE_TIMEOUT_S)

@@ -38,7 +38,7 @@ class Model(NamedTuple):
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
     head_dim: int  # elements; for MLA, kv_lora_rank plus the RoPE part
-    windows: tuple[int | None, ...] = (None,)  # of each KV group; see KVGroups
+    windows: tuple[int | None, ...] = (None,)  # attention window of each KV group
 
 
 class Geometry(GeometryOptions):
@@ -173,11 +173,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         "d": d.model_dump(),
         "tokens": tokens,
         "hit_tokens": hit,
-        "idle_p_ranks": [
-            endpoint.rank
-            for endpoint in prefill_ranks
-            if endpoint.rank not in used_p_ranks
-        ],
+        "idle_p_ranks": sorted(set(range(p.tp)) - used_p_ranks),
         "ranks": ranks,
         "estimated_s_per_1000_tokens": per_1000,  # of the slowest rank
     }

@@ -44,7 +44,7 @@ _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
 
 def _limit_names(path: str) -> tuple[str, ...]:
-    """Return the names of the members that limit the output tokens, by the path."""
+    """Return the names of the members that limit output tokens in a body for `path`."""
     return _LIMIT_NAMES_BY_PATH.get(path, _DEFAULT_LIMIT_NAMES)
 
 
@@ -108,7 +108,7 @@ def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
 
 
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
-    """Return the body with a `cache_salt` for its API key: keys then share no KV.
+    """Return the body with a `cache_salt` of its API key, so that keys share no KV.
 
     The new salt is derived from `salting_key` and the request's own `cache_salt`. If
     the request's salt is invalid, the body is returned unchanged, so that the server
@@ -129,12 +129,11 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
 def with_prompt_limit(
     body: Body, path: str, find_context: Callable[[], int | None]
 ) -> Body:
-    """Return the body with a prompt limit in tokens, if it requests truncation.
+    """Replace a request for truncation to the context by a prompt limit in tokens.
 
-    Only truncation to the context is replaced; all other bodies are returned unchanged.
-    Without a limit from the proxy, servers would truncate the prompt to different
-    lengths: the legs have different token limits, and servers may have different
-    contexts.
+    Bodies without such a request are returned unchanged. The proxy computes the limit,
+    because servers would truncate the prompt to different lengths: the legs have
+    different token limits, and servers may have different contexts.
 
     Args:
         find_context: returns the context length in tokens; None if it is unknown.
@@ -297,7 +296,7 @@ def _output_limit(body: Body) -> int:
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
-def num_tokens(body: Body, params: msgspec.Raw) -> int:
+def num_context_tokens(body: Body, params: msgspec.Raw) -> int:
     """Return how many tokens of context the longest sequence needs.
 
     A prompt without a valid length counts as 0 tokens. If `params` cannot be decoded,

@@ -13,7 +13,7 @@ from proxy.relay import Reply
 def charged(
     grant: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
 ) -> Iterator[None]:
-    """Charge the key for the tokens that a request may use; settle for those it used.
+    """Charge the key for the tokens that a request may use; correct this at the end.
 
     An error costs nothing. If the client leaves before an answer begins, the first
     charge stays. Also sets the headers and the token meter of `reply`.

@@ -98,7 +98,7 @@ class Server:
 
 
 class Pool:
-    """The members of a fleet that fulfil a condition. They receive requests in turn.
+    """The members of a fleet that fulfil a condition; requests go to them in turn.
 
     Args:
         has: returns whether a member belongs to the pool.
@@ -145,7 +145,7 @@ class Pool:
         return self._by_kind
 
     def paired(self) -> "Pool":
-        """Return this pool without prefill servers with KV that cannot be read.
+        """Return this pool without the prefill servers that have no reader.
 
         A prefill server stays if at least one ready decode server can read its KV.
         """

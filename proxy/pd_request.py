@@ -194,7 +194,7 @@ class PDRequest(RequestLegs):
         """
         self._failover.is_enabled = self.upstreams.max_resumes > 0
         loss: UpstreamLost | None = None
-        while loss is None or self._may_continue_after(loss):
+        while loss is None or self._count_and_check_failover(loss):
             try:
                 if loss is None:
                     await self._generate_once(decode_only)
@@ -221,7 +221,7 @@ class PDRequest(RequestLegs):
             raise loss.error
         await self.reply.break_off(loss.event)
 
-    def _may_continue_after(self, loss: UpstreamLost) -> bool:
+    def _count_and_check_failover(self, loss: UpstreamLost) -> bool:
         return self._failover.count_and_check_failover(
             loss, self._fleet.by_kind[Kind.DECODE]
         )
@@ -314,8 +314,8 @@ class PDRequest(RequestLegs):
     async def _prefill_or_both(self) -> Leg | DecodeOnly | None:
         """Return the result of `_prefill`, or None if the request has been served.
 
-        A decode leg that was opened together with the prefill leg serves the request.
-        When this method ends, the leg that still runs is cancelled.
+        The request has been served if a decode leg that was opened together with the
+        prefill leg was relayed. A leg that still runs at the end is cancelled.
         """
         early = EarlyDecode(self.upstreams, self._open_early, self._failover)
         prefill = asyncio.ensure_future(self._prefill(early))
@@ -445,7 +445,7 @@ class PDRequest(RequestLegs):
         delay_s = 0.0
         pool = prefilled.readers
         try:
-            num_tokens = bodies.num_tokens(self._body, prefilled.params)
+            num_tokens = bodies.num_context_tokens(self._body, prefilled.params)
             unfit = self._unfit(pool, Kind.DECODE, num_tokens)
             call = self._decode_call(pool, prefilled.params)
             await self._decode(replace(call, last_resort=last_resort), unfit)

@@ -158,7 +158,7 @@ def _parse_foreign(
     Args:
         health_status: status of the server's answer to GET /health.
         models_status: status of the server's answer to GET /v1/models.
-        models_body: body of that answer.
+        models_body: body of the server's answer to GET /v1/models.
     """
     cards: list[_ModelCard] = []
     if models_status == 200:

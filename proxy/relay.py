@@ -80,7 +80,7 @@ class RequestTrace:
         return time.monotonic() - self.started_at
 
     def on_bytes(self) -> None:
-        """Record the time of the answer's first byte, if this is it."""
+        """Record that bytes have arrived; the first call sets `first_byte_s`."""
         if self.first_byte_s is None:
             self.first_byte_s = self.elapsed_s()
 
@@ -99,7 +99,7 @@ class EventBuffer:
     def feed(self, data: bytes) -> bytes:
         """Return the events that are complete now; hold back an incomplete event."""
         if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
-            return self._note(data)
+            return self._track_end(data)
         # An event may be long and arrive in many pieces. So only the new piece is
         # searched for the end, with the 3 bytes before it: an end has at most 4 bytes.
         search_start = max(0, len(self._held) - 3)
@@ -109,21 +109,21 @@ class EventBuffer:
             position = self._held.rfind(end, search_start)
             if position >= 0:
                 length = max(length, position + len(end))
-        return self._pass(length)
+        return self._pass_on(length)
 
     def on_sent(self) -> None:
-        """Is called when the client has been sent the events that `feed` returned."""
+        """Called after the events that `feed` returned were sent to the client."""
 
     def rest(self) -> bytes:
         """Return the bytes that are held back, after the stream has ended properly."""
-        return self._pass(len(self._held))
+        return self._pass_on(len(self._held))
 
-    def _pass(self, length: int) -> bytes:
+    def _pass_on(self, length: int) -> bytes:
         passed = bytes(self._held[:length])
         del self._held[:length]
-        return self._note(passed)
+        return self._track_end(passed)
 
-    def _note(self, passed: bytes) -> bytes:
+    def _track_end(self, passed: bytes) -> bytes:
         if text := passed.rstrip():
             self._is_done = text.endswith(_DONE)
             self._last_text = text.removesuffix(_DONE) or self._last_text
@@ -200,7 +200,7 @@ class FramedEvents(EventBuffer):
             if self._meter is not None:
                 self._meter.on_frame(text)
             passed = passed + events if passed else events
-        return self._note(passed)
+        return self._track_end(passed)
 
     def on_sent(self) -> None:
         if self._unsent_texts:

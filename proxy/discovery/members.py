@@ -26,7 +26,7 @@ from proxy.upstream import HttpUpstream
 logger = get_logger(__name__)
 
 MODELS_PATH = "/v1/models"
-SERIES = ("ready", "circuit", "in_flight")  # endings of the names of member metrics
+SERIES = ("ready", "circuit", "in_flight")  # metrics baton_proxy_upstream_NAME
 _DIGITS = re.compile(r"\d+")
 
 
@@ -163,11 +163,11 @@ class Members:
         self.load_tracker.forget_cache(server)
         if old.ready:
             self._poller.hurry(server)
-        # The reason of a starting server contains its progress in numbers. If only the
-        # numbers change, no warning is due.
+        # The reason of a starting server contains its progress in numbers, which often
+        # change: such a change alone is no reason for a warning.
         old_reason = _DIGITS.sub("", old.reason)
         is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
-        # Neither is one if the proxy is shutting down, or if this server is leaving.
+        # No warning is due while the proxy shuts down or this server leaves.
         is_expected = self._is_shutting_down or not server.sources or is_same_reason
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

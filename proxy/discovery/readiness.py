@@ -32,7 +32,7 @@ class ReadyReport(NamedTuple):
     """The answer to a readiness probe.
 
     Attributes:
-        missing: sentences about missing servers, of which some are not required.
+        missing: sentences about missing servers. The proxy may be ready nevertheless.
     """
 
     is_ready: bool
@@ -56,11 +56,12 @@ class Readiness:
         self._fleet = fleet
         self._clock = clock
         self._is_wait_over = settings.disaggregate == "never"
-        # Models for which a check has found no gap at least once, see `_gaps`. ""
-        # stands for servers that report no models.
-        self._had_no_gap: set[str] = set()
-        # Prefill servers are expected even if none is a member yet, because a DNS name
-        # may have no addresses yet. With an explicit wait, a server may still register.
+        # Models that have started: a check has found no gap, see `_gaps`. "" stands for
+        # servers that report no models.
+        self._started_models: set[str] = set()
+        # A prefill server that the configuration names is expected before it is a
+        # member, because its DNS name may have no addresses yet. An explicit wait means
+        # that a server may still register.
         self._is_prefill_named = _names_prefill_server(settings)
         self._has_explicit_wait = bool(settings.prefill_wait_s)
         wait_s = settings.prefill_wait_s
@@ -76,12 +77,12 @@ class Readiness:
         if self._is_wait_over:
             return
         gaps = self._gaps()
-        self._had_no_gap.update(model for model, gap in gaps.items() if not gap)
+        self._started_models.update(model for model, gap in gaps.items() if not gap)
         if self._clock() < self._deadline:
             return
         self._is_wait_over = True
         lasting_gaps = [
-            gap for model, gap in gaps.items() if model not in self._had_no_gap
+            gap for model, gap in gaps.items() if model not in self._started_models
         ]
         if lasting_gaps:
             logger.warning(
@@ -105,7 +106,7 @@ class Readiness:
             if not self._fleet.ready(kind)
         ]
         missing += [gap for gap in gaps.values() if gap and gap not in missing]
-        has_started = self._is_wait_over or gaps.keys() <= self._had_no_gap
+        has_started = self._is_wait_over or gaps.keys() <= self._started_models
         return ReadyReport(bool(gaps) and has_started, missing)
 
     def _gaps(self) -> dict[str, str]:

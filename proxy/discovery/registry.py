@@ -155,7 +155,7 @@ class Registry:
         after_s: float,
         on_timeout: Callable[[_Key], object],
     ) -> None:
-        """Store a server's newest record, and call `on_timeout` after `after_s`."""
+        """Store a server's newest record; call `on_timeout` after `after_s` seconds."""
         if last := self._records.get(key):
             last.timer.cancel()
         # The context is empty, so that the timer's log lines do not show the id of the

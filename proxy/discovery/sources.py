@@ -39,7 +39,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 class BadFile(ValueError):
-    """A file of servers is wrong; the message says what is wrong with it."""
+    """A file of servers is invalid; the message says why."""
 
 
 def read_servers(path: str) -> Urls:
@@ -49,7 +49,7 @@ def read_servers(path: str) -> Urls:
         path: a file in YAML or JSON.
 
     Raises:
-        BadFile: the file cannot be read, or its content is wrong.
+        BadFile: the file cannot be read, or its content is invalid.
     """
     try:
         with Path(path).open("rb") as file:

@@ -10,7 +10,7 @@ from proxy.upstream import Failure
 
 # After these failures of a decode server, another one can continue the answer.
 UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
-# In these cases the server had received the request, which may have caused the failure.
+# Failures of a server that had received the request, which may have caused the failure.
 DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.

@@ -64,7 +64,7 @@ class RequestLegs:
             self.upstreams.secret,
         )
 
-    # one leg
+    # running one leg
 
     async def _run_prefill(
         self, call: UpstreamCall, context: int | None
@@ -135,7 +135,7 @@ class RequestLegs:
             can_fail_over=failover.is_enabled,
         )
 
-    # answers
+    # relaying answers
 
     async def _relay_decode(self, pending_leg: Awaitable[Leg]) -> None:
         """Relay a decode server's answer, or the last failed server's response.
@@ -278,7 +278,7 @@ def _client_error(failed: LegFailed) -> BatonError:
 def _fits_elsewhere(
     response: Response, server_context: int | None, context: int | None
 ) -> bool:
-    """Return whether a prompt that a prefill server refuses as too long fits elsewhere.
+    """Return whether a prefill server refused a prompt that would fit another server.
 
     Args:
         response: the prefill server's response.

@@ -169,7 +169,7 @@ class Upstreams:
     async def _try(
         self, server: Server, call: UpstreamCall, attempts: _Attempts
     ) -> Leg | None:
-        """Send a leg to one server; return None if that fails, noted in `attempts`."""
+        """Send a leg to one server; if it fails, record that and return None."""
         failure: Failure | None
         try:
             leg = await self._attempt(server, call)

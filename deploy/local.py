@@ -80,7 +80,7 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
             else:
                 cluster.serve(servers)
         except StopRequested:
-            print_line("ending")
+            print_line("stopping")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
         # A server first drains its requests, then stops its engine. Each step may take
@@ -94,7 +94,7 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
         name = "warm" if only_warm else "up"
         print(f"baton {name}: error: {reason}", file=sys.stderr, flush=True)
         return 1
-    print_line("ended")
+    print_line("stopped")
     return 0
 
 

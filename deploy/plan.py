@@ -135,7 +135,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     tokens = settings.tokens
     heads = model.total_kv_heads
     if hit > tokens:
-        raise PlanError(f"--hit-tokens is {hit} of {tokens} tokens; use 0 to {tokens}")
+        raise PlanError(f"--hit-tokens is {hit}, but the prompt has {tokens} tokens")
     p, d = (
         side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
         for side in (settings.prefill, settings.decode)

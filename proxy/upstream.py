@@ -399,12 +399,12 @@ def as_text(header: bytes) -> str:
 
 
 def _make_socket(address: Any) -> socket.socket:
-    made = socket.socket(*address[:3])
-    made.setblocking(False)
+    new_socket = socket.socket(*address[:3])
+    new_socket.setblocking(False)
     # A server may be silent for minutes. Keep-alive probes detect a dead host in half a
     # minute.
-    keep_alive(made, idle_s=15, interval_s=5)
-    return made
+    keep_alive(new_socket, idle_s=15, interval_s=5)
+    return new_socket
 
 
 def _translated(
@@ -415,18 +415,18 @@ def _translated(
         case aiohttp.ConnectionTimeoutError():
             return Unreachable(f"no connection within {connect_timeout_s:g} s")
         case aiohttp.ClientConnectorError():
-            is_ours = error.os_error.errno in OUT_OF_RESOURCES
-            return (Exhausted if is_ours else Unreachable)(str(error.os_error))
+            is_exhausted = error.os_error.errno in OUT_OF_RESOURCES
+            return (Exhausted if is_exhausted else Unreachable)(str(error.os_error))
         case TimeoutError():
             return TimedOut(f"silent for {read_timeout_s:g} s")
         case aiohttp.ClientResponseError():
-            # str(error) names the URL and quotes what arrived.
+            # str(error) would reveal the URL, and quote the received bytes.
             return Lost(f"not HTTP: {_QUOTE.split(error.message)[0]}")
         case aiohttp.ServerDisconnectedError():
-            # str(error) is the partial response head.
+            # str(error) would quote the received part of the response's head.
             return Lost("connection ended: Server disconnected")
         case aiohttp.ClientPayloadError():
             return Lost(_CUT_OFF)
         case _:
-            # The cause's text names no URL.
+            # Unlike the error's own text, the text of its cause contains no URL.
             return Lost(f"connection ended: {error.__cause__ or error}")

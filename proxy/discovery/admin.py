@@ -64,7 +64,7 @@ def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the body of {path}: {error}") from None
     action = _ACTIONS.get(path, "add")
-    logger.info("operator: %s %s", action, ", ".join(map(str, servers)))
+    logger.info("an operator requested: %s %s", action, ", ".join(map(str, servers)))
     for server in servers:
         if action == "remove":
             for source in list(server.sources):

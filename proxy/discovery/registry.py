@@ -96,8 +96,8 @@ class Registry:
         last = self._records.get(key)
         if last is not None and record.issued_ms <= last.issued_ms:
             raise BadRecord(
-                f"there is a newer record of {url}: this one is a copy, or a clock is "
-                "wrong"
+                f"there is a newer record of {url}: this record is a copy, or the "
+                "server's clock is wrong"
             )
         if record.leaving:
             self._end(key, record.issued_ms)
@@ -132,9 +132,9 @@ class Registry:
                 continue
             if not same_model(other.health.kv_digest, record.kv_digest):
                 raise BadRecord(
-                    f"{url} serves another model as {short_repr(record.model)} than "
-                    f"{other.name}: their fingerprints differ; give it the same "
-                    "weights, or another --served-model-name"
+                    f"{url} and {other.name} serve different models as "
+                    f"{short_repr(record.model)}: their fingerprints differ; give both "
+                    "the same weights, or change one --served-model-name"
                 )
 
     def _expire(self, key: _Key) -> None:

@@ -76,7 +76,7 @@ def read_servers(path: str) -> Urls:
 def _urls(key: str, value: object) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(url, str) for url in value):
         raise BadFile(
-            f"{key} is {short_repr(value)}; it must be a list of URLs, perhaps []"
+            f"{key} is {short_repr(value)}; it must be a list of URLs, which may be []"
         )
     if len(value) > MAX_SERVERS:
         raise BadFile(f"{key} has {len(value)} URLs, the limit is {MAX_SERVERS}")

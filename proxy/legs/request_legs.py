@@ -186,8 +186,8 @@ class RequestLegs:
             loss = self._loss(server, error)
         finally:
             self.upstreams.close_leg(leg)
-        # The client has everything but the end of the HTTP body.
         if self.reply.finished:
+            # The client has the last event; only the end of the HTTP body is missing.
             await self.reply.end()
             return
         if not can_fail_over:

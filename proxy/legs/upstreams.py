@@ -129,7 +129,7 @@ class Upstreams:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             attempts.tried.append(server)
             trace.legs.append((server.name, trace.elapsed_s()))
-            leg = await self._try(server, call, attempts)
+            leg = await self._try_server(server, call, attempts)
             if leg is not None:
                 return leg
             if attempts.failures[-1] in UPSTREAM_LOSSES and kind is Kind.DECODE:
@@ -166,7 +166,7 @@ class Upstreams:
         turn_key = (call.profile is None, call.computes, call.transfer_id is None)
         return call.pool.choose(call.kind, excluded, turn_key, choose_server)
 
-    async def _try(
+    async def _try_server(
         self, server: Server, call: UpstreamCall, attempts: _Attempts
     ) -> Leg | None:
         """Send a leg to one server; if it fails, record that and return None."""

@@ -125,7 +125,7 @@ def test_up_starts_all_processes_prints_ready_and_ends_on_sigterm():
         assert f"{endpoint}/v1/completions" in curl and '"model": "fake"' in curl
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
-        assert launcher.lines[-2:] == ["baton | ending", "baton | ended"]
+        assert launcher.lines[-2:] == ["baton | stopping", "baton | stopped"]
         assert "prefill-1 | prefill starts" in launcher.lines
         assert all(has_ended(member["pid"]) for member in members.values())
 
@@ -262,7 +262,7 @@ def test_hung_process_is_killed_and_immediately_by_a_second_ctrl_c(
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)
         if num_signals > 1:
-            launcher.until("baton | ending")
+            launcher.until("baton | stopping")
             launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == status
         assert status > 1 or "killed" in launcher.lines[-1]
@@ -296,7 +296,7 @@ def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
         launcher.process.send_signal(signal.SIGTERM)
         if reads_at_end:
             assert launcher.end() == 0
-            assert launcher.lines[-1] == "baton | ended"
+            assert launcher.lines[-1] == "baton | stopped"
             assert any("lines were dropped" in line for line in launcher.lines)
         else:
             assert launcher.process.wait(DEADLINE_S) == 0

@@ -191,7 +191,7 @@ def test_windows_come_from_the_model_config(model, capsys):
         (["--decode.dcp=0"], 2,
          "--decode.dcp: must be greater than or equal to 1, not 0"),
         (["--prefill.dtype=float8_e4m3fn"], 1, "float8_e4m3fn on the peer"),
-        (["--hit-tokens=2000"], 1, "--hit-tokens is 2000 of 1000 tokens"),
+        (["--hit-tokens=2000"], 1, "--hit-tokens is 2000, but the prompt has 1000"),
         (["--prefill.kv-layout=BHLCD"], 2,
          '--prefill.kv-layout: "BHLCD" lacks axis N'),
         (["--prefill.dcp=2"], 2, "--prefill.dcp"),

@@ -213,7 +213,7 @@ async def test_server_with_other_weights_under_a_used_model_name_is_refused():
         ):
             answer = await register(rig, record("http://d:1", **fields))
             assert answer.status_code == status
-            message = 'serves another model as \\"m\\" than decode-0'
+            message = 'and decode-0 serve different models as \\"m\\"'
             assert (message in answer.text) is (status == 403)
 
 

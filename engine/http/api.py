@@ -35,7 +35,7 @@ class Endpoint(NamedTuple):
     """The name, the parser and the writer of an endpoint that generates text.
 
     Attributes:
-        name: the value of the label `endpoint` of metrics.
+        name: the value of the metric label `endpoint`.
         parse: validates the members of a body, and returns them as a request.
         writer: writes responses in the endpoint's format.
     """
@@ -82,7 +82,7 @@ class ServerHooks:
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Reserve what a request needs until it ends.
+        """Reserve what a request needs until the request ends.
 
         Returns:
             A callback that frees the reservation. The caller calls it once, when the

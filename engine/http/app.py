@@ -1,6 +1,6 @@
 """The HTTP application of a prefill or decode server.
 
-It runs in the server's HTTP process, which does not import torch.
+The application runs in the server's HTTP process, which does not import torch.
 """
 
 import time

@@ -239,8 +239,8 @@ class HttpRequestState:
         num_choices = self._parsed.num_candidates
         for prompt in self._prompts.values():
             if prompt.is_resumed and self._parsed.num_prompt_logprobs is not None:
-                # The client has already received the prompt's logprobs, so placeholders
-                # suffice.
+                # The client has already received the prompt's logprobs. Placeholders
+                # take their place, because `prompt_report` needs one for each token.
                 prompt.add_logprobs([None] * len(prompt.ids))
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
@@ -434,7 +434,7 @@ class EventStream(Response):
         try:
             while True:
                 data = call.events(pieces)
-                if pieces:  # also if they make no event: the frame has their tokens
+                if pieces:  # even if `data` is empty: the frame has the pieces' tokens
                     data = first_frame + framing.wrap(data)
                     first_frame = b""
                 if data:

@@ -221,7 +221,7 @@ class PromptGeneration:
     def _logprobs_by_id(
         self, token_id: int, logprobs: TokenLogprobs, num_top: int
     ) -> dict[str, Any]:
-        """Return the logprobs of a token and of the likeliest tokens in its place."""
+        """Return, by token id, the logprobs of a prompt token and its alternatives."""
         ranked = enumerate(logprobs.top_logprobs, 1)
         top = zip(logprobs.top_ids[:num_top], ranked, strict=False)
         entries = {token_id: (logprobs.rank or None, logprobs.logprob), **dict(top)}

@@ -84,9 +84,9 @@ def check_against_server(
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     """Return the grammars that the server must compile before it accepts a request.
 
-    The last one is the grammar of the output. If the model must call a tool, the schema
-    of each tool comes first, so that an error names the tool. The schemas of tools that
-    need not be called are not enforced, so they are left out.
+    The grammar of the output comes last. If the model must call a tool, the schema of
+    each tool comes before it, so that an error names the tool. The schemas of tools
+    that need not be called are not enforced, so they are left out.
 
     Raises:
         InvalidRequest: the schemas of the tools are too long.
@@ -226,8 +226,8 @@ def check_size(
 ) -> None:
     """Raise InvalidRequest if a request could have too many tokens.
 
-    The limit is MAX_REQUEST_TOKENS, or `max_num_seqs` sequences of full length if they
-    have more tokens.
+    The limit is MAX_REQUEST_TOKENS, or the tokens of `max_num_seqs` sequences of full
+    length, whichever is larger.
 
     Args:
         lengths: for each prompt, the number of its tokens plus the most tokens that one

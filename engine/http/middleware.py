@@ -29,15 +29,15 @@ from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
 
-# The most brackets, commas and colons, weighted, in the members that proxies add. The
-# limit bounds the time to decode these members to 0.2 s. A reference to many blocks
-# with the 2**19 logprobs of a prompt reaches the limit.
+# The most brackets, commas and colons, with their weights below, in the members that
+# proxies add. The limit bounds the time to decode these members to 0.2 s. A reference
+# to many blocks with the 2**19 logprobs of a prompt reaches the limit.
 MAX_MARKS = 5 << 20
-# Each colon is a member of an object, which takes longer to decode than an element of a
-# list.
+# Each colon belongs to a member of an object, which takes longer to decode than an
+# element of a list.
 _MARK_WEIGHTS = {b",": 1, b"[": 1, b"{": 1, b":": 8}
-# Access logs show this status, as nginx's do. The client has disconnected, so it does
-# not receive the status.
+# The status in access logs if the client has disconnected, as in nginx. A disconnected
+# client does not receive the status.
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -80,7 +80,7 @@ class RequestIdMiddleware:
             try:
                 with grant:
                     generates = scope["method"] == "POST" and scope["path"] in ENDPOINTS
-                    # Endpoints that generate text check the connection in `read_body`.
+                    # Endpoints that generate text handle this error in `read_body`.
                     connection_error = None if generates else refusal(scope)
                     app = (
                         error_response(connection_error)

@@ -30,7 +30,7 @@ RETRY_S = 0.5
 # The random share of each pause. Without it, servers that started together would
 # register at the same times.
 JITTER = 0.2
-MAX_ANSWER_BYTES = 2**16  # the largest part of a proxy's response that is read
+MAX_ANSWER_BYTES = 2**16  # at most this much of a proxy's response is read
 MAX_ADDRESSES = 64  # the most addresses of one host name that are used
 
 
@@ -42,8 +42,8 @@ class Registrar:
             proxies.
         record: the server's record. Each registration sets the record's time.
         secret: the cluster secret, which signs the record.
-        ca_file: the certificate authorities for https:// proxies; None: those of the
-            system.
+        ca_file: a file with the certificate authorities for https:// proxies; None: the
+            system's certificate authorities.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ async def addresses_of(url: URL) -> list[str]:
     except (OSError, TimeoutError):  # the connection attempt reports the problem
         return [url.host]
     # A single proxy can have an IPv4 and an IPv6 address, and may listen on only one of
-    # them. So only the addresses of the more frequent family count.
+    # them. So only the IPv4 or only the IPv6 addresses count, whichever are more.
     (family, count), *_ = Counter(info[0] for info in infos).most_common()
     if count == 1:
         return [url.host]

@@ -26,8 +26,8 @@ from protocol.resume import Origin, Resume
 
 # Bytes of frames that a stream may send between the start and the end of its migration.
 _MARGIN_BYTES = 1 << 15
-# The parts of the geometry that affect which tokens are generated. The two servers may
-# differ in all other parts, such as the number of ranks and the size of blocks.
+# The parts of the geometry that affect which tokens are generated. This server and the
+# one at which a stream began may differ in other parts, such as the number of ranks.
 _GEOMETRY_IN_DIGEST = ("kv_digest", "device", "dtype", "kv_dtype")
 
 

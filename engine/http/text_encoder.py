@@ -141,9 +141,9 @@ class TextEncoder:
     ) -> list[int]:
         """Return the token ids of a conversation after dropping its oldest messages.
 
-        No more messages are dropped than are needed for at most `limit` ids. The result
-        is longer only if the last messages, which are never dropped, have more ids.
-        Raises the same errors as `tokenize`.
+        Drops only as many messages as needed to get at most `limit` ids. The result is
+        longer only if the last messages, which are never dropped, have more ids. Raises
+        the same errors as `tokenize`.
         """
         num_instructions, starts = possible_starts(parsed.messages)
         # Each message has at least one token, so more than `limit` messages never fit.
@@ -217,7 +217,7 @@ class TextEncoder:
     ) -> Sequence[str | list[int]]:
         """Return the prompts as texts or token ids.
 
-        The text of a chat has the splitter's marks around the text of messages.
+        The text of a chat contains the splitter's markers.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
@@ -230,7 +230,7 @@ class TextEncoder:
         try:
             return [self._tokenizer.render_chat(**options, on_piece=raise_if_abandoned)]
         except InvalidRequest as error:
-            # The error may quote a text with the splitter's marks.
+            # The error may quote a text with the splitter's markers.
             message = self._without_marks(error.message)
             raise InvalidRequest(message, param=error.param) from None
 

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-# How many of a prompt's last tokens may affect the text after the prompt. This exceeds
-# the tokens of a character, which has at most 4 bytes.
+# The text of the first output depends on at most this many of the prompt's last tokens.
+# A character has at most 4 bytes, so it has at most 4 tokens.
 _CONTEXT_TOKENS = 8
 _MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
 # Ids without complete text are held back until there are this many: twice as many as a
@@ -244,7 +244,7 @@ class WindowDetokenizer:
         return text, offsets + [len(text)] * len(self._incomplete_prompt_bytes)
 
     def _last_bytes(self) -> bytes:
-        """Return the bytes of the byte tokens at the end of the ids, of at most 3."""
+        """Return the bytes of the byte tokens that come last in the ids, at most 3."""
         data = b""
         for token_id in reversed(self._ids[-_MAX_INCOMPLETE_BYTES:]):
             byte = self._byte_of(token_id)

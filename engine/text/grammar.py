@@ -161,6 +161,7 @@ class GrammarState:
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
         # All copies of a matcher share one lexer, which has a limited number of states.
+        # If that lexer is full, `_replace_matcher` gives the state its own.
         self._has_private_lexer = False
         # The latest outputs, as many as the longest key in the grammar's `banned` has.
         self._recent: list[int] = []
@@ -174,7 +175,7 @@ class GrammarState:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another thread is using the state, so that the caller must not."""
+        """Whether another thread is using the state, so that the caller must wait."""
         return self.work is not None and not self.work.done()
 
     @property
@@ -396,8 +397,8 @@ class GrammarCompiler:
             OrderedDict()
         )
         self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING_THREADS)
-        # Loading a large vocabulary takes a second. It starts here, so that the first
-        # request need not wait.
+        # Loading a large vocabulary takes a second. The loading starts here, so that
+        # the first request need not wait for it.
         self._tokenizer = self._compiling.submit(self._load)
 
     def _load(self) -> LLTokenizer:

@@ -183,7 +183,7 @@ to: """
 
 
 def _with_reasoning_and_calls(source: str, grammar: Grammar) -> str:
-    """Return a grammar that also allows reasoning before the answer, or calls instead.
+    """Extend the grammar of an answer by reasoning before it, or calls instead of it.
 
     Args:
         source: the grammar of the answer, in the syntax of llguidance.
@@ -350,7 +350,11 @@ def try_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> Verdict:
 
 
 def _memory_bytes(column: int) -> int:
-    """Return this process's bytes of memory: address space (column 0) or RSS (1)."""
+    """Return a memory size of this process in bytes.
+
+    Args:
+        column: 0 for the address space, 1 for the resident set size.
+    """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[column]) * _PAGE_BYTES
 

@@ -37,11 +37,11 @@ _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
 _HEAD_SYNTAX = re.compile(
     rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{ALL_TAGS}]"
 )
-# The recipient that begins the head of a call after a message without <|end|>, and the
-# incomplete beginnings of such a recipient.
+# Matches the recipient that begins the head of a call after a message without <|end|>.
 _OPEN_RECIPIENT = re.compile(
     r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
 )
+# Matches the end of a text that may become a match of _OPEN_RECIPIENT.
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )

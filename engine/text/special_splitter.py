@@ -274,7 +274,7 @@ class SpecialTokenSplitter:
     def _has_control_tokens_in_turns(self) -> bool:
         """Whether the template writes control tokens around messages.
 
-        In this case, three turns have more control tokens than one turn.
+        It does if three turns have more control tokens than one turn.
         """
         one_turn = self._render(_filled(_PROBES[0], "a"))
         three_turns = self._render(_filled(_PROBES[2], "a"))

@@ -238,7 +238,7 @@ class Tokenizer:
         field: str = "messages",
         **options: Any,
     ) -> str:
-        """Return the prompt for the assistant's next turn, with its special tokens.
+        """Return the prompt for the assistant's next turn, including special tokens.
 
         Args:
             field, options: arguments of ChatTemplate.render.

@@ -118,7 +118,7 @@ def parameter_to_json(text: str, schema: Any) -> str:
 
 
 def _allowed_types(schema: Any) -> list[str]:
-    """Return the types that a schema allows, also in its `anyOf` and `oneOf`.
+    """Return the types that a schema allows, including those in `anyOf` and `oneOf`.
 
     Returns all types except "string" if the schema has no types.
     """

@@ -81,7 +81,7 @@ def _describe(tools: Tools, call: str) -> str:
 
 
 def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its tool calls as text in its content."""
+    """Return a copy of a message with the tool calls as text in `content`."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -1,7 +1,7 @@
-"""Runs both servers, and chooses each request's leg by its `kv_transfer_params`.
+"""Runs a server, and chooses each request's leg by its `kv_transfer_params`.
 
 Prefill and decode servers differ only in the defaults of their options, so `serve` runs
-both kinds.
+both kinds of servers.
 """
 
 import time

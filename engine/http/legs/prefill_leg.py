@@ -86,8 +86,8 @@ class PrefillLeg(ServerHooks):
             A callback that frees the reservation.
 
         Raises:
-            Overloaded: requests of several prompts would hold more than half of the
-                blocks.
+            Overloaded: the requests with several prompts would together hold more than
+                half of the blocks.
         """
         if not adds[0].retain_kv:
             return no_op

@@ -57,7 +57,7 @@ class Disjointness:
         return None
 
     def _have_distinct_tags(self, options: list[Any]) -> bool:
-        """Whether all options require the same property, each with other literals.
+        """Whether all options require a property that has different literals in each.
 
         This fast test avoids comparing hundreds of options in pairs, which takes long.
         """
@@ -75,7 +75,7 @@ class Disjointness:
         )
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema to which a schema refers, or the schema itself."""
+        """Follow the `$ref` of a schema, if any, and return the schema at the end."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -167,7 +167,7 @@ class Disjointness:
 def property_of(schema: Schema, name: str) -> Any:
     """Return the schema of the property `name`.
 
-    Returns the schema True, which any value matches, if the property's is not known.
+    Returns True, the schema that any value matches, if the schema is not known.
     """
     if name in schema.get("properties", {}):
         return schema["properties"][name]

@@ -31,7 +31,7 @@ from engine.text.schema.references import Schema, children
 MAX_BLANKS: Final = 12  # the most consecutive whitespace characters
 BLANKS: Final = r"[\x20\x0A\x0D\x09]"
 OPTIONS: Final = {"whitespace_pattern": f"{BLANKS}{{1,{MAX_BLANKS}}}"}
-_MAX_COMBINATIONS: Final = 256  # of the options of several unions
+_MAX_COMBINATIONS: Final = 256  # the most ways to choose an option of each union
 _NUMERIC: Final = ("integer", "number")
 _STRING_KEYWORDS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECT_KEYWORDS: Final = (
@@ -62,7 +62,7 @@ def exact_lark(checked: CheckedSchema) -> str:
 
 
 def _tokens() -> list[str]:
-    """Return the definitions of the tokens between values."""
+    """Return the definitions of the Lark tokens between values, such as COMMA."""
     blanks = f"{BLANKS}{{0,{MAX_BLANKS}}}"
     return [
         rf"OPEN_OBJECT: /\{{{blanks}/",
@@ -139,7 +139,7 @@ class _ExactGrammar(ContainerRules):
         return self._checked.draft
 
     def _leaf(self, schema: Any, path: str) -> str | None:
-        """Return the rule for a schema that llguidance can enforce by itself.
+        """Return the name of the rule for a schema that llguidance itself can enforce.
 
         Returns None if no value matches the schema.
 

@@ -42,7 +42,7 @@ _DRAFTS: Final = {
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }  # fmt: skip
-_NEWEST: Final = 2020  # the draft of schemas without a known `$schema`
+_DEFAULT_DRAFT: Final = 2020  # the draft of schemas without a known `$schema`
 # Keywords that restrict values but cannot be enforced, with the draft of JSON Schema
 # that introduced each.
 _NOT_ENFORCED: Final = {
@@ -131,7 +131,7 @@ class CheckedSchema:
         self.document = load(text)
         dialect = self.document.get("$schema")
         dialect = dialect.rstrip("#") if isinstance(dialect, str) else ""
-        self.draft = _DRAFTS.get(dialect, _NEWEST)
+        self.draft = _DRAFTS.get(dialect, _DEFAULT_DRAFT)
         self.paths: dict[int, str] = {}
         self.exact: set[int] = set()
         self._references = References(self.document, "id" if self.draft == 4 else "$id")
@@ -413,7 +413,7 @@ def _normalise_bounds(schema: Schema, path: str) -> None:
         fail(
             keyword_path(path, "multipleOf"),
             f"is {short_repr(multiple)}, which cannot be enforced exactly; use a "
-            "number of fewer digits, below 4294967296",
+            "number with fewer digits, below 4294967296",
         )
 
 

@@ -17,7 +17,7 @@ Number = int | Decimal
 # integer below it.
 EXACT_BELOW = 2**53
 # The most digits of a number that is written without an exponent. The largest float64
-# has 309 digits, the smallest has 324.
+# has 309 digits, and the smallest one above 0 has 324 decimal places.
 MAX_DIGITS = 400
 
 # llguidance stores a `multipleOf` as uint32 * 10**-k.

@@ -38,7 +38,7 @@ from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
 
 
-class _Migrate(msgspec.Struct, forbid_unknown_fields=True):
+class _MigrateBody(msgspec.Struct, forbid_unknown_fields=True):
     requests: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -94,17 +94,17 @@ class _Pages:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._created = int(time.time())
-        self._document = openapi.document()
-        self._page = openapi.page(self._document)
+        self._openapi_document = openapi.document()
+        self._docs_page = openapi.page(self._openapi_document)
 
     @property
-    def _card(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         engine = self._api.client.ready
         length = engine.max_model_len if engine else None
         return model_card(self._api.model_name, self._created, length)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card]})
+        return JSONResponse({"object": "list", "data": [self._model_card]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -115,7 +115,7 @@ class _Pages:
                 f"{served}."
             )
             return error_response(error)
-        return JSONResponse(self._card)
+        return JSONResponse(self._model_card)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._api.metrics.version})
@@ -181,15 +181,17 @@ class _Pages:
         metrics.update_engine(self._api.client.stats)
         metrics.set("baton_queue_tokens", queue.num_tokens)
         metrics.set("baton_queue_seconds", queue.wait_s())
-        waiting = self._api.grammars.num_waiting if self._api.client.ready else 0
-        metrics.set("baton_grammar_trials_waiting", waiting)
+        num_waiting_trials = (
+            self._api.grammars.num_waiting if self._api.client.ready else 0
+        )
+        metrics.set("baton_grammar_trials_waiting", num_waiting_trials)
         return Response(metrics.expose(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi_json(self, request: Request) -> Response:
-        return JSONResponse(self._document)
+        return JSONResponse(self._openapi_document)
 
     async def docs(self, request: Request) -> Response:
-        return Response(self._page, media_type="text/html; charset=utf-8")
+        return Response(self._docs_page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
         """Release the KV of the body's `kv_transfer_params`, which no server will pull.
@@ -224,7 +226,7 @@ class _Pages:
             request, self._api.settings.max_body_bytes, is_held=False
         )
         try:
-            body = msgspec.convert(members, _Migrate)
+            body = msgspec.convert(members, _MigrateBody)
         except msgspec.ValidationError as error:
             raise InvalidRequest(
                 f'the body of /migrate is not valid: {error}; send {{"requests": N}}',

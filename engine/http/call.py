@@ -347,7 +347,7 @@ class HttpRequestState:
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             completion_tokens=sum(choice.num_tokens for choice in choices),
-            reasoning_tokens=sum(choice.num_reasoning for choice in choices),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
             kv=add_kv(usages),
         )
 

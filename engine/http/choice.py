@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 # If the decoded prompt does not end with the client's text, this many of the text's
 # first characters are searched for, to find where the text begins.
-_HEAD_CHARS = 4
+_SEARCHED_CHARS = 4
 
 
 class PromptReport(NamedTuple):
@@ -196,7 +196,7 @@ class PromptGeneration:
         if not self.request.wants_logprobs:
             return text, None
         num_top = self.request.num_logprobs or 0
-        entries = zip(self.ids, self._complete_logprobs(), offsets, strict=True)
+        entries = zip(self.ids, self._require_all_logprobs(), offsets, strict=True)
         tokens = [
             self.token_report(token_id, logprobs, num_top, offset)
             for token_id, logprobs, offset in entries
@@ -212,7 +212,7 @@ class PromptGeneration:
         num_top = self.request.prompt_logprobs
         if num_top is None or self.request.is_prefill:
             return None
-        entries = zip(self.ids, self._complete_logprobs(), strict=True)
+        entries = zip(self.ids, self._require_all_logprobs(), strict=True)
         return [
             logprobs and Raw(_encode(self._logprobs_by_id(token_id, logprobs, num_top)))
             for token_id, logprobs in entries
@@ -234,7 +234,7 @@ class PromptGeneration:
             for key, (rank, logprob) in entries.items()
         }
 
-    def _complete_logprobs(self) -> list[TokenLogprobs | None]:
+    def _require_all_logprobs(self) -> list[TokenLogprobs | None]:
         if len(self._logprobs) != len(self.ids):
             raise InternalError(
                 f"The engine returned logprobs for {len(self._logprobs)} of the "
@@ -257,12 +257,12 @@ class PromptGeneration:
         if self._client_text is None:
             return text, offsets
         size = len(self._client_text)
-        surplus = len(text) - size
+        num_surplus_chars = len(text) - size
         if not text.endswith(self._client_text):
             # The client's text contains special tokens, and tokenizing dropped the
             # spaces around these tokens.
-            surplus = max(text.find(self._client_text[:_HEAD_CHARS]), 0)
-        offsets = [min(max(offset - surplus, 0), size) for offset in offsets]
+            num_surplus_chars = max(text.find(self._client_text[:_SEARCHED_CHARS]), 0)
+        offsets = [min(max(offset - num_surplus_chars, 0), size) for offset in offsets]
         return self._client_text, offsets
 
 
@@ -284,7 +284,7 @@ class ChoiceStream:
     Attributes:
         num_tokens: the number of generated tokens. Tokens after a stop string do not
             count.
-        num_reasoning: how many of the `num_tokens` belong to the reasoning.
+        num_reasoning_tokens: how many of the `num_tokens` belong to the reasoning.
         final: the choice's last delta; None until it arrives.
         hit_stop_string: whether a stop string has ended the text.
     """
@@ -303,7 +303,7 @@ class ChoiceStream:
         self.num_tokens = 0
         self.final: TokenDelta | None = None
         self.hit_stop_string = False
-        self._last_id: int | None = None
+        self._last_token_id: int | None = None
         self._sum_logprobs = 0.0
         self._request = request
         self._prompt = prompt
@@ -328,7 +328,7 @@ class ChoiceStream:
         self._offset = 0
         self._is_first_piece = True
         self._tool_parser = tool_parser
-        self.num_reasoning = 0
+        self.num_reasoning_tokens = 0
         # How many of the last tokens have text that the reasoning parser holds back.
         # These tokens count as reasoning unless `_finish` assigns them to the answer.
         self._num_held_back = 0
@@ -396,7 +396,7 @@ class ChoiceStream:
     ) -> None:
         reasoning = self._reasoning
         self.num_tokens += 1
-        self._last_id = token_id
+        self._last_token_id = token_id
         piece.token_ids.append(token_id)
         if tag := reasoning.tags.get(token_id):
             text = self._detokenizer.flush() + tag
@@ -404,7 +404,7 @@ class ChoiceStream:
             text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
         offset = self._offset
         self._offset += len(text)
-        is_of_head = bool(tag) or reasoning.is_in_head
+        is_head_text = bool(tag) or reasoning.is_in_head
         may_think = reasoning.may_think
         # Stop strings are searched for only after min_tokens, and never in the head of
         # a harmony message, which the client does not see.
@@ -412,7 +412,7 @@ class ChoiceStream:
             text, self.hit_stop_string = self._stops.push(text)
         self._add_text(piece, *reasoning.feed(text))
         is_thought = may_think and reasoning.is_inside
-        self.num_reasoning += is_thought
+        self.num_reasoning_tokens += is_thought
         self._num_held_back = (
             self._num_held_back + 1 if reasoning.holds_text_back else 0
         )
@@ -421,7 +421,7 @@ class ChoiceStream:
             if piece.logprobs is not None:
                 num_top = self._request.num_logprobs or 0
                 report = self._prompt.token_report(token_id, logprobs, num_top, offset)
-                is_of_text = not (is_thought or is_of_head)
+                is_of_text = not (is_thought or is_head_text)
                 piece.logprobs.append(replace(report, is_of_text=is_of_text))
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
@@ -435,12 +435,14 @@ class ChoiceStream:
         reasoning, text = self._reasoning.finish(is_truncated=is_truncated)
         self._add_text(piece, reasoning, text)
         if text and not was_over:
-            self.num_reasoning = max(0, self.num_reasoning - self._num_held_back)
+            self.num_reasoning_tokens = max(
+                0, self.num_reasoning_tokens - self._num_held_back
+            )
         piece.finish_reason = "stop" if self.hit_stop_string else delta.finish_reason
         piece.stop_reason = self._stops.matched_stop
-        is_stop_token = self._last_id in self._request.stop_token_ids
+        is_stop_token = self._last_token_id in self._request.stop_token_ids
         if piece.finish_reason == "stop" and is_stop_token:
-            piece.stop_reason = piece.stop_reason or self._last_id
+            piece.stop_reason = piece.stop_reason or self._last_token_id
 
 
 def _separate_calls(piece: ChoicePiece, parser: ToolParser) -> None:

@@ -201,10 +201,10 @@ def check_logprobs(
 
 
 def _check_prompt_logprobs(parsed: GenerationRequest, num_prompt_tokens: int) -> None:
-    per_token = parsed.num_prompt_logprobs
-    if per_token is None:
+    num_per_token = parsed.num_prompt_logprobs
+    if num_per_token is None:
         return
-    num_logprobs = num_prompt_tokens * (1 + per_token) * parsed.num_candidates
+    num_logprobs = num_prompt_tokens * (1 + num_per_token) * parsed.num_candidates
     limit = MAX_STREAMED_LOGPROBS if parsed.stream else MAX_PROMPT_LOGPROBS
     if num_logprobs > limit:
         field = "prompt_logprobs"

@@ -110,14 +110,14 @@ class RequestStats:
         self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]
     ) -> None:
         self._metrics = metrics
-        self._key = grant_of(scope).name
+        self._key_name = grant_of(scope).name
         self.share = share_of(scope)
         self._endpoint = endpoint
         self._start_s = time.monotonic()
         self._times: dict[str, float] = {}  # will become FinishedRequest.times
         self._last_token_s: float | None = None
         self._num_prompt_tokens = 0
-        self._num_generated = 0
+        self._num_generated_tokens = 0
         self._has_ended = False
         self._end_callbacks: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
@@ -135,7 +135,7 @@ class RequestStats:
     def add_tokens(self, count: int) -> None:
         """Count generated tokens, and measure the time since the previous tokens."""
         now = time.monotonic()
-        self._num_generated += count
+        self._num_generated_tokens += count
         self._metrics.inc("baton_generation_tokens", count)
         if self._last_token_s is None:
             first_s = now - self._start_s
@@ -208,7 +208,7 @@ class RequestStats:
             "%s %s key=%s prompt=%d first_ms=%s total_ms=%.1f %s",
             self._endpoint,
             outcome,
-            self._key,
+            self._key_name,
             self._num_prompt_tokens,
             "-" if first_s is None else f"{first_s * 1000:.1f}",
             total_s * 1000,
@@ -227,7 +227,7 @@ class RequestStats:
                 error=error,
                 times=phase_times,
                 prompt_tokens=self._num_prompt_tokens,
-                generated=self._num_generated,
+                generated=self._num_generated_tokens,
                 kv=kv_tokens,
             )
         )

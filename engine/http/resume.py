@@ -85,7 +85,9 @@ def resume_requests(
         raise ResumeRefused(
             "the stream began with another prompt, model, version or dtype"
         )
-    tokens, ended = _sent_tokens(resumed, api.client.require_ready().vocab_size - 1)
+    tokens, ended_indices = _sent_tokens(
+        resumed, api.client.require_ready().vocab_size - 1
+    )
     num_choices = adds[0].num_choices
     requests = list[AddRequest]()
     for prompt_index, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
@@ -98,7 +100,9 @@ def resume_requests(
         add = replace(add, max_tokens=limit, sampling=sampling)
         first_index = prompt_index * num_choices
         indices = range(first_index, first_index + num_choices)
-        choices = [ResumedChoice(tokens[index], index in ended) for index in indices]
+        choices = [
+            ResumedChoice(tokens[index], index in ended_indices) for index in indices
+        ]
         has_begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
         if any(has_begun):
             if add.num_prompt_logprobs is not None and not all(has_begun):
@@ -120,19 +124,19 @@ def _sent_tokens(
         ResumeRefused: the stream has a token id above `largest_id`.
     """
     tokens = defaultdict[int, list[int]](list)
-    ended = set[int]()
+    ended_indices = set[int]()
     for frame in resumed.frames:
         for entry in frame:
             ids = entry.token_ids
             tokens[entry.index] += ids
             if entry.finish_reason is not None:
-                ended.add(entry.index)
+                ended_indices.add(entry.index)
             if ids and not 0 <= min(ids) <= max(ids) <= largest_id:
                 raise ResumeRefused(
                     f"the stream has token ids above {largest_id}, the largest id of "
                     "this server's model"
                 )
-    return tokens, ended
+    return tokens, ended_indices
 
 
 def has_open_choice(add: AddRequest) -> bool:
@@ -168,7 +172,7 @@ class Framing:
     keeps_logprobs: bool = False
     # The frames so far of a response that is not a stream. They are sent if the
     # response migrates.
-    _held: list[bytes] = field(default_factory=list)
+    _held_frames: list[bytes] = field(default_factory=list)
     # Bytes of the frames that the proxy must store to continue the response.
     _num_bytes: int = 0
     # The entries of the next frame: the deltas since the last frame.
@@ -276,7 +280,7 @@ class Framing:
         If the response cannot migrate, the deltas are dropped.
         """
         if self.is_movable and self._num_bytes < resume.MAX_HISTORY_BYTES:
-            self._held.append(self.wrap(b""))
+            self._held_frames.append(self.wrap(b""))
         self._entries.clear()
 
     def migration_end(self, params: dict[str, Any], event: bytes) -> bytes:
@@ -288,7 +292,7 @@ class Framing:
         """
         held_frames = b""
         if not self.is_stream:
-            held_frames = b"".join([self.origin_frame(), *self._held])
+            held_frames = b"".join([self.origin_frame(), *self._held_frames])
         text = resume.MOVED + msgspec.json.encode(params)
         return held_frames + resume.frame(text, event)
 

@@ -164,11 +164,11 @@ class GrammarState:
         # If that lexer is full, `_replace_matcher` gives the state its own.
         self._has_private_lexer = False
         # The latest outputs, as many as the longest key in the grammar's `banned` has.
-        self._recent: list[int] = []
+        self._recent_outputs: list[int] = []
         self._num_consumed = 0
         # The number of outputs after which `row` is the mask; -1 if `row` has never
         # been filled.
-        self._num_filled_at = -1
+        self._num_outputs_at_fill = -1
         self._min_tokens = request.sampling.min_tokens
         self._stop_ids = request.stop_token_ids
         self._banned_end_ids = [i for i in end_ids if i not in request.stop_token_ids]
@@ -211,7 +211,7 @@ class GrammarState:
         sets `ending`, and `row` then allows every token.
         """
         outputs = self._new_outputs(token_ids, first_output)
-        if outputs or self._num_filled_at != self._num_consumed:
+        if outputs or self._num_outputs_at_fill != self._num_consumed:
             self.work = threads.submit(self._advance, outputs, fill=True)
 
     def _copy_initial_matcher(self) -> LLMatcher | None:
@@ -234,9 +234,9 @@ class GrammarState:
         if len(token_ids) - first_output < self._num_consumed:
             # The first token was discarded, for example after a failed pull of its KV.
             self._matcher = self._copy_initial_matcher()
-            self._recent = []
+            self._recent_outputs = []
             self._num_consumed = 0
-            self._num_filled_at = -1
+            self._num_outputs_at_fill = -1
             self.ending = None
         return list(token_ids[first_output + self._num_consumed :])
 
@@ -251,9 +251,11 @@ class GrammarState:
                     self._matcher.consume_tokens(outputs)
                 self._num_consumed += len(outputs)
                 if lengths := self._grammar.prefix_lengths:
-                    self._recent = (self._recent + outputs)[-max(lengths) :]
+                    self._recent_outputs = (self._recent_outputs + outputs)[
+                        -max(lengths) :
+                    ]
                 self.ending = self._find_ending()
-            is_filled = self._num_filled_at == self._num_consumed
+            is_filled = self._num_outputs_at_fill == self._num_consumed
             if fill and self.ending is None and not is_filled:
                 self.ending = self._fill_row()
         # An internal error of the matcher ends only this request.
@@ -266,7 +268,7 @@ class GrammarState:
         if fill:
             if self.ending is not None:
                 self.row.fill(-1)
-            self._num_filled_at = self._num_consumed
+            self._num_outputs_at_fill = self._num_consumed
 
     def _fill_row(self) -> Ending | None:
         """Write the mask to `row`; return the ending if the mask allows no token."""
@@ -278,7 +280,9 @@ class GrammarState:
             return ending
         banned = list[int]()
         for length in self._grammar.prefix_lengths:
-            banned += self._grammar.banned.get(tuple(self._recent[-length:]), ())
+            banned += self._grammar.banned.get(
+                tuple(self._recent_outputs[-length:]), ()
+            )
         if self._matcher is not None:
             banned += self._banned_end_ids
             if self._num_consumed < self._min_tokens:

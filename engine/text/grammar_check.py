@@ -67,11 +67,11 @@ class GrammarChecker:
         )
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         # By grammar: how many open requests use it, and the bytes that it takes.
-        self._held: dict[bytes, tuple[int, int]] = {}
+        self._held_grammars: dict[bytes, tuple[int, int]] = {}
         self.num_waiting = 0
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._control_socket: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -84,27 +84,27 @@ class GrammarChecker:
         Raises:
             InternalError: the process cannot be started.
         """
-        async with self._starting:
+        async with self._start_lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                self._process, self._control = await asyncio.to_thread(
+                self._process, self._control_socket = await asyncio.to_thread(
                     _spawn_trial_process, self._folder
                 )
 
     def close(self) -> None:
         """Kill the trial process. Idempotent."""
-        if self._process is not None and self._control is not None:
+        if self._process is not None and self._control_socket is not None:
             self._process.kill()
             self._process.wait()
-            self._control.close()
+            self._control_socket.close()
         self._process = None
-        self._control = None
+        self._control_socket = None
 
     def nbytes(self, grammar: Grammar | None) -> int:
         """Return the memory that a compiled grammar takes, in bytes; 0 if unknown."""
         if grammar is None:
             return 0
-        verdict = self._verdicts.get(_key(grammar))
+        verdict = self._verdicts.get(_grammar_key(grammar))
         return verdict.nbytes if verdict else 0
 
     def reserve_memory(self, grammar: Grammar | None) -> Callable[[], None]:
@@ -120,21 +120,21 @@ class GrammarChecker:
         """
         if grammar is None:
             return lambda: None
-        key = _key(grammar)
-        count, nbytes = self._held.get(key, (0, self.nbytes(grammar)))
-        total = sum(size for _, size in self._held.values())
+        key = _grammar_key(grammar)
+        count, nbytes = self._held_grammars.get(key, (0, self.nbytes(grammar)))
+        total = sum(size for _, size in self._held_grammars.values())
         if not count and total + nbytes > MAX_HELD_BYTES:
             raise Overloaded(
                 f"The schemas and grammars of open requests take {total} bytes, and "
                 f"this request needs {nbytes} more; the limit is {MAX_HELD_BYTES}. Try "
                 "again soon."
             )
-        self._held[key] = (count + 1, nbytes)
+        self._held_grammars[key] = (count + 1, nbytes)
 
         def release() -> None:
-            count, nbytes = self._held.pop(key)
+            count, nbytes = self._held_grammars.pop(key)
             if count > 1:
-                self._held[key] = (count - 1, nbytes)
+                self._held_grammars[key] = (count - 1, nbytes)
 
         return release
 
@@ -195,14 +195,16 @@ class GrammarChecker:
             InvalidRequest: the verdict of a grammar is that it cannot be used. The
                 error names the field of the first such grammar.
         """
-        verdicts = [self._verdicts.get(_key(guided.grammar)) for guided in all_guided]
+        verdicts = [
+            self._verdicts.get(_grammar_key(guided.grammar)) for guided in all_guided
+        ]
         untried: list[GuidedDecoding] = []
         for guided, verdict in zip(all_guided, verdicts, strict=True):
             if verdict is None:
                 untried.append(guided)
                 continue
             # Mark the verdict as used: the cache drops the least recently used ones.
-            self._verdicts.move_to_end(_key(guided.grammar))
+            self._verdicts.move_to_end(_grammar_key(guided.grammar))
             if verdict.mistake is not None:
                 refuse(guided.field, f"cannot be used: {verdict.mistake}")
         return untried
@@ -232,7 +234,7 @@ class GrammarChecker:
                         if not line:
                             return
                         verdict = msgspec.json.decode(line, type=Verdict)
-                        self._verdicts[_key(guided.grammar)] = verdict
+                        self._verdicts[_grammar_key(guided.grammar)] = verdict
                         # Raises if the grammar has a mistake. The grammars after it are
                         # then not tried.
                         self._without_verdict([guided])
@@ -254,7 +256,7 @@ class GrammarChecker:
         for _ in range(2):
             await self.start()
             process = self._process
-            control = self._control
+            control = self._control_socket
             assert control is not None
             ours, theirs = socket.socketpair()
             # If the process does not receive `theirs`, reading `ours` returns b"".
@@ -341,6 +343,6 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def _key(grammar: Grammar) -> bytes:
+def _grammar_key(grammar: Grammar) -> bytes:
     encoded = msgspec.msgpack.encode((grammar.kind, grammar.text))
     return hashlib.blake2b(encoded, digest_size=16).digest()

@@ -49,13 +49,13 @@ MAX_MASK_S = 0.5  # the most CPU seconds that the first mask of a grammar may ta
 # A lexer state takes 1 to 2 kB and is created when an output reaches it. The time of a
 # mask grows with the square of the parser's items for it. A choice of 1,024 texts needs
 # fewer items than this limit. Error messages are not verbose, as clients receive them.
-_LIMITS = LLParserLimits(
+_PARSER_LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
 
 # Matches the texts that llguidance treats as Lark syntax. llguidance's own pattern
 # takes minutes for a text of 100,000 empty lines.
-_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+_LARK_START = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
 # llguidance, which is written in Rust, follows chains of rules by recursion. A stack
 # overflow in Rust kills the process. The longest chain that fits in MAX_GRAMMAR_CHARS
@@ -116,7 +116,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     # The converters raise exceptions of several types. The text causes all of them.
     except Exception as error:
         raise GrammarError(_one_line(reworded(str(error)))) from None
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=_PARSER_LIMITS)
     if matcher.is_error():
         problem = reworded(matcher.get_error())
         if grammar.kind == "json_schema":
@@ -150,7 +150,7 @@ def _to_llguidance(grammar: Grammar) -> str:
             # Lark accepts JSON's spelling of every character except DEL.
             quoted = " | ".join(text.replace("\x7f", r"\u007f") for text in texts)
             return LLMatcher.grammar_from_lark(f"start: {quoted}")
-        case "grammar" if _LARK.search(grammar.text):
+        case "grammar" if _LARK_START.search(grammar.text):
             return LLMatcher.grammar_from_lark(with_checked_schemas(grammar.text))
         case "grammar" if len(grammar.text) > MAX_GBNF_CHARS:
             raise GrammarError(

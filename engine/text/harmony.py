@@ -47,7 +47,7 @@ _MAYBE_RECIPIENT = re.compile(
 )
 # The part of a head before its first tag: spaces and the recipient.
 _BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")
-_SYSTEM = ("system", "developer")
+_SYSTEM_ROLES = ("system", "developer")
 _HEAD_WORDS = (
     "assistant", "analysis", "commentary", "final", "to=", "json", "code",
 )  # fmt: skip
@@ -80,10 +80,10 @@ def answer_head(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
         if tags.get(prompt_ids[position]) == START
     )
     last_message = prompt_ids[next(starts, len(prompt_ids)) :]
-    kinds = [tags.get(token_id) for token_id in last_message]
-    if END in kinds:
+    tag_kinds = [tags.get(token_id) for token_id in last_message]
+    if END in tag_kinds:
         return ""
-    size = kinds.index(MESSAGE) + 1 if MESSAGE in kinds else len(kinds)
+    size = tag_kinds.index(MESSAGE) + 1 if MESSAGE in tag_kinds else len(tag_kinds)
     texts = (
         tags.get(token_id) or tokenizer.decode([token_id])
         for token_id in last_message[:size]
@@ -117,10 +117,10 @@ class HarmonyParser(ReasoningParser):
         self._held_recipient = ""
         # The part of the answer to which the current message belongs.
         self._part: Literal["reasoning", "content", "call"] = "content"
-        self._parts = set[str]()  # the parts that have text so far
+        self._parts_with_text = set[str]()
         # The separator between the text of the current message and the previous text of
         # the same part.
-        self._gap = ""
+        self._separator = ""
         # The reasoning and the content that `feed` will return next.
         self._reasoning = ""
         self._content = ""
@@ -149,7 +149,7 @@ class HarmonyParser(ReasoningParser):
 
     def finish(self, *, is_truncated: bool = False) -> tuple[str, str]:
         """Return the reasoning and the content that were held back."""
-        self._release_recipient()
+        self._emit_held_recipient()
         self._end_head()
         return self.feed("")
 
@@ -173,7 +173,7 @@ class HarmonyParser(ReasoningParser):
             self._end_message()
             self._head = head
         elif tag in (START, END, CHANNEL):
-            self._release_recipient()
+            self._emit_held_recipient()
             self._end_message()
 
     def _add_message_text(self, text: str) -> None:
@@ -186,7 +186,7 @@ class HarmonyParser(ReasoningParser):
         self._held_recipient = end[0] if end else ""
         self._add_text(text[: len(text) - len(self._held_recipient)])
 
-    def _release_recipient(self) -> None:
+    def _emit_held_recipient(self) -> None:
         """Emit the text held back, which is not the head of a call."""
         text = self._held_recipient
         self._held_recipient = ""
@@ -227,13 +227,13 @@ class HarmonyParser(ReasoningParser):
         channel = _CHANNEL.search(_RECIPIENT.sub("", head))
         text = _HEAD_SYNTAX.sub("", head)
         self._part = "reasoning" if channel and channel[1] == "analysis" else "content"
-        self._gap = "\n\n" if self._part in self._parts else ""
+        self._separator = "\n\n" if self._part in self._parts_with_text else ""
         if is_complete and len(text.split()) > 1:
             self._add_text(text)
         if name not in ("", "assistant", "user") and self._emits_calls:
             self._part = "call"
-            self._gap = ""
-            self._parts.discard("call")
+            self._separator = ""
+            self._parts_with_text.discard("call")
             self._emit(START + name + MESSAGE)
         self.is_inside = self._part == "reasoning"
         self.is_over |= not self.is_inside
@@ -243,16 +243,16 @@ class HarmonyParser(ReasoningParser):
     def _end_message(self) -> None:
         """End the current message. A call without arguments gets `{}`."""
         if self._part == "call":
-            self._emit(END if "call" in self._parts else "{}" + END)
+            self._emit(END if "call" in self._parts_with_text else "{}" + END)
         self.is_in_head = True
         self.is_inside = False
 
     def _add_text(self, text: str) -> None:
         if text:
-            self._emit(self._gap + text)
-            self._gap = ""
+            self._emit(self._separator + text)
+            self._separator = ""
             if text.strip():
-                self._parts.add(self._part)
+                self._parts_with_text.add(self._part)
 
     def _emit(self, text: str) -> None:
         if self._part == "reasoning":
@@ -289,8 +289,8 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
             groups.append([{**message, "tool_calls": [call]}])
             group_by_call_id[call["id"]] = groups[-1]
             message = {"role": "assistant", "content": ""}
-        is_system = message["role"] in _SYSTEM
-        if is_system and preceding and preceding[0]["role"] in _SYSTEM:
+        is_system = message["role"] in _SYSTEM_ROLES
+        if is_system and preceding and preceding[0]["role"] in _SYSTEM_ROLES:
             texts = [preceding[0].get("content"), content]
             joined = "\n\n".join(text or "" for text in texts)
             preceding[0] = {**preceding[0], "content": joined}

@@ -105,10 +105,12 @@ class Tokenizer:
         self.digest = _compute_digest(folder, self.chat_template)
         # For `_token_raw`: the id of a token that has the same text at any position.
         # Empty if the vocabulary is byte-level, which needs no such token.
-        self._anchor: list[int] = []
+        self._anchor_ids: list[int] = []
         if self.token_bytes is None:
-            plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
-            self._anchor = list(itertools.islice(plain, 1))
+            plain_ids = (
+                i for i in range(self.vocab_size) if self.decode([i]).isalnum()
+            )
+            self._anchor_ids = list(itertools.islice(plain_ids, 1))
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -173,11 +175,11 @@ class Tokenizer:
         Args:
             added: the added tokens, with the `normalized` that the copy gets.
         """
-        described = json.loads(self.to_json())
+        tokenizer_json = json.loads(self.to_json())
         normalized = {token.content: token.normalized for token in added}
-        for token in described["added_tokens"]:
+        for token in tokenizer_json["added_tokens"]:
             token["normalized"] = normalized[token["content"]]
-        return tokenizers.Tokenizer.from_str(json.dumps(described))
+        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json))
 
     def to_json(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""
@@ -280,9 +282,9 @@ class Tokenizer:
         # A decoder may drop a space at the start of a text, so the token is decoded
         # after the anchor token.
         anchored: str = self._tokenizer.decode(
-            [*self._anchor, token_id], skip_special_tokens=False
+            [*self._anchor_ids, token_id], skip_special_tokens=False
         )
-        return anchored[len(self._tokenizer.decode(self._anchor)) :].encode()
+        return anchored[len(self._tokenizer.decode(self._anchor_ids)) :].encode()
 
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """Return the ids that end a generation.

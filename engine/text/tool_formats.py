@@ -78,7 +78,7 @@ class CallOpenings:
             self._openings = _for_each_tool(format_class.openings, tools)
             if self._openings:
                 self._tags = format_class.start_tags
-        self._tag = re.compile("|".join(map(re.escape, self._tags)))
+        self._tag_pattern = re.compile("|".join(map(re.escape, self._tags)))
 
     def find(self, text: str) -> tuple[int, bool]:
         """Find the first opening of a call in `text`, complete or not.
@@ -88,14 +88,17 @@ class CallOpenings:
             through the tool's name. If there is no opening, the position is the end of
             the text, or where the last characters of the text may begin a tag.
         """
-        for match in self._tag.finditer(text) if self._tags else ():
+        for match in self._tag_pattern.finditer(text) if self._tags else ():
             start = match.start()
             opening = "".join(text[start : start + _MAX_OPENING].split())
             if opening.startswith(self._openings):
                 return start, True
             if len(text) - start >= _MAX_OPENING:
                 continue
-            if any(full.startswith(opening) for full in self._openings):
+            if any(
+                complete_opening.startswith(opening)
+                for complete_opening in self._openings
+            ):
                 return start, False
         num_held = max((partial_tag_length(text, tag) for tag in self._tags), default=0)
         return len(text) - num_held, False

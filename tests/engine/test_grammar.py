@@ -200,7 +200,7 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
 def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
     """All sequences of a cached grammar share a lexer, which has a limit of states."""
     few = LLParserLimits(max_lexer_states=1000)
-    monkeypatch.setattr("engine.text.grammar_compile._LIMITS", few)
+    monkeypatch.setattr("engine.text.grammar_compile._PARSER_LIMITS", few)
     a, b = (tokenizer.encode(char)[0] for char in "ab")
     rng = random.Random(1)
     with compiling() as compiler:

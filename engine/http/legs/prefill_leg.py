@@ -62,10 +62,10 @@ class PrefillLeg(ServerHooks):
                 f"{short_repr(request.stream)}",
                 param="kv_transfer_params.do_remote_decode",
             )
-        leg_id = kv_params.transfer_id(request.kv_transfer_params)
+        transfer_id = kv_params.transfer_id(request.kv_transfer_params)
         prepared = []
         for index, add in enumerate(adds):
-            prompt_id = leg_id and kv_offers.prompt_name(leg_id, index)
+            prompt_id = transfer_id and kv_offers.prompt_name(transfer_id, index)
             prepared.append(replace(add, retain_kv=True, transfer_id=prompt_id))
         return prepared
 

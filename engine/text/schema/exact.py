@@ -87,14 +87,14 @@ class _ExactGrammar(ContainerRules):
     def __init__(self, checked: CheckedSchema) -> None:
         super().__init__()
         self._checked = checked
-        self._names: dict[int, str | None] = {}
+        self._rule_names: dict[int, str | None] = {}
         # Keeps the schemas alive that this class creates, so that no id() is reused.
         self._schemas: list[Any] = []
         # The names of the tokens for numbers, by their regular expressions.
         self._number_tokens: dict[str, str] = {}
         # By the JSON text of each schema that llguidance can enforce: the name of its
         # rule, and why llguidance refuses it ("" if it does not).
-        self._leaves: dict[str, str] = {}
+        self._leaf_rules: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
     def rule(self, schema: Any, path: str) -> str | None:
@@ -104,19 +104,19 @@ class _ExactGrammar(ContainerRules):
         """
         if schema is False:
             return None
-        if id(schema) in self._names and schema is not True:
-            return self._names[id(schema)]
+        if id(schema) in self._rule_names and schema is not True:
+            return self._rule_names[id(schema)]
         path = self._checked.path(schema) or path
         self._schemas.append(schema)
         name = self.new_name()
         if schema is not True:
-            self._names[id(schema)] = name
+            self._rule_names[id(schema)] = name
         try:
             body = self._body(schema, path)
         except Unsatisfiable:
             body = None
         if body is None:
-            self._names[id(schema)] = None
+            self._rule_names[id(schema)] = None
             # Define the rule in any case: a recursive schema may refer to it. Its
             # pattern matches no text.
             self.lines.append(rf"{name}: /[^\s\S]/")
@@ -154,10 +154,10 @@ class _ExactGrammar(ContainerRules):
             return None
         if problem:
             raise GrammarError(located(path, problem))
-        if text not in self._leaves:
-            self._leaves[text] = self.new_name()
-            self.lines.append(f"{self._leaves[text]}: %json {text}")
-        return self._leaves[text]
+        if text not in self._leaf_rules:
+            self._leaf_rules[text] = self.new_name()
+            self.lines.append(f"{self._leaf_rules[text]}: %json {text}")
+        return self._leaf_rules[text]
 
     def _body(self, schema: Any, path: str) -> str | None:
         """Return the right side of the rule for a schema; None if no value matches."""
@@ -255,17 +255,17 @@ class _ExactGrammar(ContainerRules):
         numeric = _some_of(base, (*BOUNDS, "multipleOf"))
         for name in types:
             keywords = _KEYWORDS_OF.get(name, ())
-            of_type = {"type": name, **_some_of(base, keywords)}
+            type_schema = {"type": name, **_some_of(base, keywords)}
             if name in _NUMERIC and llguidance_rounds_keywords(numeric):
                 if name == "number" or "number" not in types:
                     parts.append(self._number(numeric, name == "integer", path))
-            elif name == "object" and self.needs_exact(of_type):
-                parts.append(self.object_rule(of_type, path))
-            elif name == "array" and self.needs_exact(of_type):
-                parts.append(self.array_rule(of_type, path))
+            elif name == "object" and self.needs_exact(type_schema):
+                parts.append(self.object_rule(type_schema, path))
+            elif name == "array" and self.needs_exact(type_schema):
+                parts.append(self.array_rule(type_schema, path))
             else:
                 llguidance_schema["type"].append(name)
-                llguidance_schema |= _some_of(of_type, keywords)
+                llguidance_schema |= _some_of(type_schema, keywords)
         if llguidance_schema["type"]:
             parts.append(self._leaf(llguidance_schema, path))
         return _alternatives(parts)

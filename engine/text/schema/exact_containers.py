@@ -103,11 +103,11 @@ class ContainerRules(ABC):
         first = None if more is None else self._define(f"{more} {rest}")
         can_be_empty = True
         for pair, is_required in reversed(pairs):
-            begun = f"{pair} {rest}"
+            first_pair = f"{pair} {rest}"
             if is_required or first is None:
-                first = self._define(begun)
+                first = self._define(first_pair)
             else:
-                first = self._define(f"{begun} | {first}")
+                first = self._define(f"{first_pair} | {first}")
             entry = f"COMMA {pair}" if is_required else f"(COMMA {pair})?"
             rest = self._define(f"{entry} {rest}")
             can_be_empty = can_be_empty and not is_required

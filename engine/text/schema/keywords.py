@@ -432,7 +432,7 @@ def _check_digits(value: Any, path: str) -> None:
         )
 
 
-def _is_strings(value: Any) -> bool:
+def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
@@ -460,7 +460,7 @@ _MUST_BE: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     ),
     "properties": (_is_object, "an object of schemas"),
     "patternProperties": (_is_object, "an object of schemas"),
-    "required": (_is_strings, "a list of strings"),
+    "required": (_is_string_list, "a list of strings"),
     "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
     "enum": (_is_filled_list, "a list of at least one value"),
     "anyOf": (_is_filled_list, "a list of at least one schema"),

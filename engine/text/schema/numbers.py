@@ -285,16 +285,17 @@ def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
         yield from _with_fractions(whole, _above("", fraction, lower), lower, None)
         yield _either(_natural_numbers(whole + 1, None)) + _ANY_FRACTION
         return
-    last, last_fraction = _whole_and_fraction(upper.value)
-    if whole > last:
+    upper_whole, upper_fraction = _whole_and_fraction(upper.value)
+    if whole > upper_whole:
         return
-    if whole == last:
+    if whole == upper_whole:
         yield from _with_fractions(whole, _between(lower, upper), lower, upper)
         return
     yield from _with_fractions(whole, _above("", fraction, lower), lower, upper)
-    if last - whole > 1:
-        yield _either(_natural_numbers(whole + 1, last - 1)) + _ANY_FRACTION
-    yield from _with_fractions(last, _below("", last_fraction, upper), lower, upper)
+    if upper_whole - whole > 1:
+        yield _either(_natural_numbers(whole + 1, upper_whole - 1)) + _ANY_FRACTION
+    below_upper = _below("", upper_fraction, upper)
+    yield from _with_fractions(upper_whole, below_upper, lower, upper)
 
 
 def _with_fractions(

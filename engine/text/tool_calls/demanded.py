@@ -27,7 +27,7 @@ class NamedFormat(ToolCallFormat):
         self._arguments: list[str] = []
 
     def read(self) -> Reader[None]:
-        """Begin the call at the first text. All text of the answer is its arguments."""
+        """Begin the call at the first text. The answer's text is the arguments."""
         answer = self.answer
         answer.text = yield
         answer.begin_call(self.tools.name)

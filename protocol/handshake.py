@@ -124,7 +124,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     protocol_version: int
     engine_id: str
-    incarnation: str  # new at every start
+    incarnation: str  # an id that is new at every start of the engine
     compat: CompatRecord
     tp_size: int
     dcp_size: int = 1

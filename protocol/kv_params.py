@@ -339,12 +339,13 @@ def convert(value: object, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
-        wrong = _value_at(value, path)
+        wrong_value = _value_at(value, path)
         # Some JSON encoders write integers as floats.
-        if isinstance(wrong, float) and isinstance(_with_integers(wrong), int):
+        is_float = isinstance(wrong_value, float)
+        if is_float and isinstance(_with_integers(wrong_value), int):
             return convert(_with_integers(value), kind)
         requirement = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
-        reject(path, f"{requirement}, got {short_repr(wrong)}")
+        reject(path, f"{requirement}, got {short_repr(wrong_value)}")
 
 
 def _with_integers(value: Any, depth: int = _MAX_DEPTH) -> Any:
@@ -404,7 +405,7 @@ def sampling_digest(
     stop = sorted(set(stop_token_ids))
     bans_stops = sampling.min_tokens > 0 and bool(stop)
     grammar = sampling.grammar
-    shape = [
+    parameters = [
         None if is_greedy else [*float_bits(distribution), sampling.top_k],
         float_bits([sampling.repetition_penalty]),
         sorted((token, bits) for token, bits in bias if bits),
@@ -412,7 +413,7 @@ def sampling_digest(
         stop if bans_stops or grammar else [],
         grammar and msgspec.to_builtins(grammar),
     ]
-    text = json.dumps(shape, separators=(",", ":"))
+    text = json.dumps(parameters, separators=(",", ":"))
     return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()
 
 

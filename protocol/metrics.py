@@ -59,7 +59,7 @@ class Spec:
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
-    # "any": both the server and the proxy count it.
+    # "any": servers and proxies count the metric.
     origin: Literal["server", "engine", "proxy", "any"]
     help: str
     labels: tuple[str, ...] = ()
@@ -285,10 +285,10 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for key, value in dict(self.values).items():
-            name, _, rest = key.removesuffix("}").partition("{")
+            name, _, label_text = key.removesuffix("}").partition("{")
             # The names of a histogram's samples end in _bucket, _count or _sum.
             spec = SPECS.get(name) or SPECS[name.rpartition("_")[0]]
-            pairs = (pair.partition("=") for pair in rest.split(",") if pair)
+            pairs = (pair.partition("=") for pair in label_text.split(",") if pair)
             family = families.setdefault(
                 spec.name, Metric(spec.name, spec.help, spec.kind)
             )

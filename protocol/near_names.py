@@ -7,20 +7,23 @@ from typing import Final
 _MIN_SIMILARITY: Final = 0.7  # at 0.6 `stop` would match `top_p`
 
 
-def suggestion(wrong: str, valid_names: Iterable[str]) -> str:
-    """Returns " (did you mean --x?)", or an empty string if no name is similar."""
-    return did_you_mean(near_names(wrong, valid_names))
+def suggestion(name: str, valid_names: Iterable[str]) -> str:
+    """Returns " (did you mean --x?)", or an empty string if no valid name is similar
+    to `name`.
+    """
+    return did_you_mean(near_names(name, valid_names))
 
 
-def near_names(wrong: str, valid_names: Iterable[str]) -> list[str]:
-    """Returns up to three names that are similar to `wrong`, the most similar first.
+def near_names(name: str, valid_names: Iterable[str]) -> list[str]:
+    """Returns up to three valid names that are similar to `name`, the most similar
+    first.
 
-    If `wrong` is itself a valid name, the result is [wrong].
+    If `name` is itself valid, the result is [name].
     """
     names = list(valid_names)
-    if wrong in names:
-        return [wrong]
-    return difflib.get_close_matches(wrong, names, n=3, cutoff=_MIN_SIMILARITY)
+    if name in names:
+        return [name]
+    return difflib.get_close_matches(name, names, n=3, cutoff=_MIN_SIMILARITY)
 
 
 def did_you_mean(names: Sequence[str]) -> str:

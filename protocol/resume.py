@@ -75,7 +75,7 @@ class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None = None
     usage: KVUsage | None = None
     # Present only if a later part of the response needs these logprobs: the response is
-    # not a stream, or an event at its end repeats them.
+    # not a stream, or an event at the end of the stream repeats the logprobs.
     logprobs: list[TokenLogprobs] | None = None
 
 

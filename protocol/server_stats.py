@@ -32,7 +32,11 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
         `start_s`.
         """
         times = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return {name: round(at - start_s, 6) for name, at in times if at is not None}
+        return {
+            name: round(time_s - start_s, 6)
+            for name, time_s in times
+            if time_s is not None
+        }
 
 
 class FinishedRequest(msgspec.Struct, frozen=True):

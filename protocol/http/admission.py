@@ -52,7 +52,8 @@ class Admission:
         # Tokens of the prompts that wait for their grammars to be compiled.
         self._compiling_tokens = 0
         self._prefixes = SharedPrefixes(self._change_tokens)
-        self._seconds_per_token: float | None = None  # the measured average
+        # The measured average; None before the first sample.
+        self._seconds_per_token: float | None = None
         self._served_tokens = 0  # tokens that the engine worked through in the window
         self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
         # The later of two times: the window began, or the empty queue received a
@@ -327,8 +328,9 @@ class QueueEntry:
         self.begin(request_id)
         prompt = self.prompts.get(request_id)
         if prompt is not None:
-            num = prompt.num_counted if num_processed is None else num_processed
-            self._queue._remove(self, request_id, num)
+            if num_processed is None:
+                num_processed = prompt.num_counted
+            self._queue._remove(self, request_id, num_processed)
 
     def drop(self, request_id: str) -> None:
         """Removes a prompt that has ended without a first token. Idempotent."""

@@ -52,7 +52,7 @@ MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # limit on the rest of a body after the response
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _KEEP_ALIVE_RECHECK_S = 0.1  # see timeout_keep_alive_handler
-_MAX_FRAMING_RATIO = 8  # bytes of chunk framing per byte of a body
+_MAX_FRAMING_RATIO = 8  # maximum bytes of chunk framing per byte of a body
 _HOST_CHAR = rb"[\w.~!$&'()*+,;=%-]"
 _HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_HOST_CHAR, _HOST_CHAR))
 # A request's target. The group is its path and query, without scheme and host.
@@ -96,7 +96,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._is_in_body = False
         self._is_given_up = False  # the rest of the arriving body will be dropped
         self._keeps_alive = True  # the connection stays open after the arriving body
-        self._head_bytes = 0  # bytes of the head, or of chunk framing in excess
+        self._head_bytes = 0  # bytes of the head, or of excessive chunk framing
         self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0
         self._running: RequestResponseCycle | None = None  # the request being served
@@ -239,13 +239,13 @@ class _BoundedHttp(HttpToolsProtocol):
             return errors.InvalidRequest(
                 "the request has several headers `Authorization`; send one"
             )
-        declared = next(
+        num_bytes = next(
             (int(v) for name, v in self.headers if name == b"content-length"), 0
         )
         limit = self.options.max_body_bytes
-        if declared > limit + self.extra_body_bytes:
+        if num_bytes > limit + self.extra_body_bytes:
             return errors.PayloadTooLarge(
-                f"the body has {declared} bytes, the limit is {limit} bytes"
+                f"the body has {num_bytes} bytes, the limit is {limit} bytes"
             )
         return None
 
@@ -354,7 +354,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._stop_timeout()
         self.bodies.remove(self)
         if self._running is not None and not self._running.response_complete:
-            # Of several pipelined requests, uvicorn notifies only the last one.
+            # uvicorn notifies only the last of several pipelined requests.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)

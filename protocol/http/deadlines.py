@@ -13,7 +13,7 @@ from protocol.errors import DeadlineExceeded, InvalidRequest
 from protocol.short_repr import short_repr
 
 HEADER = "x-request-timeout-s"
-MAX_S = 1_000_000  # 11 days, like the maximum of options in seconds
+MAX_S = 1_000_000  # 11 days, which is also the maximum of options in seconds
 _MARGIN_S = 1.0  # see Deadline.header
 _NUM_PARTS = 4  # a countdown consists of this many timers, one after the other
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
@@ -56,7 +56,7 @@ class Countdown:
 class Deadline:
     """The time at which a request times out."""
 
-    timeout_s: float  # the requested timeout
+    timeout_s: float  # the timeout that the client or the operator has set
     expires_at_s: float  # by the clock of the running event loop
 
     @property

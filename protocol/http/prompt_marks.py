@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # tokens between two marks in the first 4,096 tokens of a prompt
-# When a prompt is this many spans long, the length of its next spans doubles. This
-# bounds the number of marks.
-_SPANS_PER_SIZE = 64
+# The length of spans doubles at each position of a prompt that is this many times the
+# current length. This bounds the number of marks.
+_MAX_SPAN_LENGTHS = 64
 
 
 class Mark(NamedTuple):
@@ -54,13 +54,13 @@ def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
     marks: list[Mark] = []
     key = hash(cache_salt)
     start = 0
-    size = SPAN_TOKENS
-    while start + size <= len(ids):
-        key = hash((key, ids[start : start + size].tobytes()))
-        marks.append(Mark(key, size))
-        start += size
-        if start >= _SPANS_PER_SIZE * size:
-            size *= 2
+    span_tokens = SPAN_TOKENS
+    while start + span_tokens <= len(ids):
+        key = hash((key, ids[start : start + span_tokens].tobytes()))
+        marks.append(Mark(key, span_tokens))
+        start += span_tokens
+        if start >= _MAX_SPAN_LENGTHS * span_tokens:
+            span_tokens *= 2
     return marks
 
 
@@ -155,12 +155,13 @@ class SharedPrefixes:
             elif is_payer:
                 self._charge_oldest(key, num_tokens)
         if is_computed:
-            # The beginning of a prompt is evicted last.
+            # The prefix cache evicts the beginning of a prompt last.
             for key, _ in reversed(prompt.marks):
                 self._computed.move_to_end(key)
             self._forget_excess()
 
     def _remember(self, key: int, num_tokens: int) -> None:
+        """Marks a span as computed, so that no prompt pays for the span."""
         payer = self._payers.pop(key, None)
         if payer is not None:
             self._share(payer, num_tokens)
@@ -169,12 +170,14 @@ class SharedPrefixes:
             self._num_computed += num_tokens
 
     def _forget_excess(self) -> None:
+        """Forgets the least recently used spans beyond the capacity of the cache."""
         while self._num_computed > self.capacity_tokens:
             key, num_tokens = self._computed.popitem(last=False)
             self._num_computed -= num_tokens
             self._charge_oldest(key, num_tokens)
 
     def _charge_oldest(self, key: int, num_tokens: int) -> None:
+        """Lets the oldest waiting prompt with a span pay for it, if there is one."""
         payer = next(iter(self._waiting.get(key, ())), None)
         if payer is not None:
             self._payers[key] = payer

@@ -10,7 +10,7 @@ from protocol.settings.server_options import AccessOptions
 
 logger = get_logger(__name__)
 
-RENEW_INTERVAL_S = 60.0
+RELOAD_INTERVAL_S = 60.0
 # Contexts by CA file. All connections that this process opens share these contexts.
 _client_contexts: dict[str, ssl.SSLContext] = {}
 
@@ -30,21 +30,21 @@ class Certificate:
 
     def for_uvicorn(self) -> dict[str, Any]:
         """Returns the TLS arguments of uvicorn.Config; without TLS, none."""
-        first = self._newest
-        if first is None:
+        initial = self._newest
+        if initial is None:
             return {}
 
-        def choose(
-            connection: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext
+        def use_newest(
+            connection: ssl.SSLObject, _name: str | None, _initial: ssl.SSLContext
         ) -> None:
-            connection.context = self._newest or first
+            connection.context = self._newest or initial
 
         # OpenSSL calls this function at every handshake, even if the client sends no
         # server name. Therefore new connections use the newest certificate.
-        first.sni_callback = choose
-        return {"ssl_context_factory": lambda *_: first}
+        initial.sni_callback = use_newest
+        return {"ssl_context_factory": lambda *_: initial}
 
-    async def keep_reloading(self, interval_s: float = RENEW_INTERVAL_S) -> None:
+    async def keep_reloading(self, interval_s: float = RELOAD_INTERVAL_S) -> None:
         """Reloads the files periodically, including --tls-ca, for new connections.
 
         If a file cannot be used, an error is logged, and the previous content of the

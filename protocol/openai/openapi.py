@@ -27,12 +27,12 @@ _GET_SUMMARIES = {
 }
 
 
-def _object(**members: Any) -> Schema:
+def _object_schema(**members: Any) -> Schema:
     return {"type": "object", "properties": members, "required": [*members]}
 
 
 _TEXT = {"type": "string"}
-_ERROR = _object(  # see protocol/errors.py
+_ERROR = _object_schema(  # see protocol/errors.py
     **dict.fromkeys(("message", "type", "code", "phase"), _TEXT),
     param={"type": ["string", "null"]},
     retryable={"type": "boolean"},
@@ -65,7 +65,9 @@ def document() -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": {**schemas["$defs"], "Error": _object(error=_ERROR)}},
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": _object_schema(error=_ERROR)}
+        },
     }
 
 
@@ -77,22 +79,25 @@ def _operation(summary: str, body: type[Strict] | None = None) -> Schema:
     Args:
         body: The class of the request body; None for GET.
     """
-    kinds: Schema = {"application/json": {}}
+    content: Schema = {"application/json": {}}
     operation: Schema = {
         "summary": summary,
         "responses": {
-            "200": {"description": "The answer.", "content": kinds},
-            "default": {"description": "An error.", "content": _json("Error")},
+            "200": {"description": "The answer.", "content": content},
+            "default": {"description": "An error.", "content": _json_content("Error")},
         },
     }
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": _json(body.__name__)}
+        operation["requestBody"] = {
+            "required": True,
+            "content": _json_content(body.__name__),
+        }
         if "stream" in body.model_fields:
-            kinds["text/event-stream"] = {}
+            content["text/event-stream"] = {}
     return operation
 
 
-def _json(model: str) -> Schema:
+def _json_content(model: str) -> Schema:
     return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
 
 

@@ -227,8 +227,8 @@ class ResponseWriter:
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._request.include_usage:
             return self._events(piece, {}, tail)
-        so_far = usage if self._request.continuous_usage else None
-        return self.chunk(piece, so_far) + self._choices_event(
+        chunk_usage = usage if self._request.continuous_usage else None
+        return self.chunk(piece, chunk_usage) + self._choices_event(
             [], {"usage": usage.to_openai(), **tail}
         )
 
@@ -435,5 +435,5 @@ def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, 
             reported this length.
     """
     about = {"object": "model", "created": created, "owned_by": "baton"}
-    origin = {"root": name, "parent": None}  # there are no adapters
+    origin = {"root": name, "parent": None}  # the model is not a LoRA adapter
     return {"id": name, **about, **origin, "max_model_len": max_model_len}

@@ -251,7 +251,7 @@ class ResponsesRequest(ShapingFields, CommonFields):
         description="an object of at most 16 strings of at most 512 characters, with "
         "names of at most 64 characters; the response repeats it",
     )
-    client_metadata: Any = UNREAD  # sent by Codex
+    client_metadata: Any = UNREAD  # the client Codex sends this
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
         [], description=f'a list of "{LOGPROBS}" and "reasoning.encrypted_content"'
     )

@@ -86,6 +86,7 @@ class _Item:
         return len(self._logprobs)
 
     def to_json(self, status: str) -> dict[str, Any]:
+        """Returns the item as an entry of the response's `output`."""
         about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.call is not None:
             call = {
@@ -101,6 +102,7 @@ class _Item:
         return {**about, **extra, "content": content}
 
     def part(self) -> dict[str, Any]:
+        """Returns the text of the item as an entry of its `content`."""
         extra: dict[str, Any] = {}
         if self.kind == _MESSAGE:
             extra = {"annotations": [], "logprobs": _array(self._logprobs)}
@@ -209,7 +211,7 @@ class ResponsesWriter(ResponseWriter):
     ) -> Iterator[bytes]:
         """Adds text to the current item, or to a new item if the kind differs.
 
-        Yields the events of the change.
+        Yields the events that report the change.
         """
         begins_call = call is not None and call.name is not None
         if self._item is None or self._item.kind != kind or begins_call:
@@ -266,12 +268,12 @@ class ResponsesWriter(ResponseWriter):
         elif self._item.kind == _MESSAGE:
             # The pending tokens have no text, such as the end-of-sequence token.
             self._take_pending(self._item)
-        is_cut = (
+        is_incomplete_call = (
             self._item is not None
             and self._item.kind == _CALL
             and piece.finish_reason != "tool_calls"
         )
-        yield from self._close("incomplete" if is_cut else _status(piece))
+        yield from self._close("incomplete" if is_incomplete_call else _status(piece))
 
     def _close(self, status: str) -> Iterator[bytes]:
         """Moves the current item, if any, to the output, and yields its last events."""

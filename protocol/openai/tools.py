@@ -113,8 +113,8 @@ class Tools:
                 (tool["function"]["name"], msgspec.Raw(schema_text(tool).encode()))
                 for tool in self.offered
             ]
-            demanded = msgspec.json.encode(DemandedCalls(tools, self.parallel)).decode()
-            return GuidedDecoding(Grammar("calls", demanded), "tools")
+            calls = msgspec.json.encode(DemandedCalls(tools, self.parallel)).decode()
+            return GuidedDecoding(Grammar("calls", calls), "tools")
         return None
 
     def schema_path(self, index: int) -> str:
@@ -151,18 +151,16 @@ def read_tools(
     if choice in (None, "auto", "none"):
         mode: Mode = "auto" if offered and choice != "none" else "none"
         return Tools(offered, mode, None, parallel, path)
-    named = choice.function.name if isinstance(choice, Tool) else None
+    chosen_name = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
-        problem = (
-            f"is {short_repr(named or choice)}, but no `tools` are given; send `tools`"
-        )
-        refuse("tool_choice", problem)
-    if named is None:
+        shown = short_repr(chosen_name or choice)
+        refuse("tool_choice", f"is {shown}, but no `tools` are given; send `tools`")
+    if chosen_name is None:
         return Tools(offered, "required", None, parallel, path)
-    if named not in names:
+    if chosen_name not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise wrong(f"tool_choice.{path}name", named, must_be)
-    return Tools(offered, "named", named, parallel, path)
+        raise wrong(f"tool_choice.{path}name", chosen_name, must_be)
+    return Tools(offered, "named", chosen_name, parallel, path)
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

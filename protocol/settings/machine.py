@@ -125,7 +125,7 @@ def _create_secret(path: Path) -> None:
         draft.write(secrets.token_hex(32))
         draft.flush()
         with contextlib.suppress(FileExistsError):
-            # This is atomic, and fails if the file exists by now.
+            # Linking is atomic, and fails if the file exists by now.
             os.link(draft.name, path)
 
 

@@ -68,7 +68,9 @@ class AccessOptions(Options):
 
 
 class ListenOptions(AccessOptions):
-    """The address that a process listens on, its limits, and its shutdown."""
+    """The address that a process listens on, its limits for clients, and its shutdown
+    timeout.
+    """
 
     host: str = Field("127.0.0.1", min_length=1)
     """IP address or host name to listen on"""

@@ -30,7 +30,9 @@ DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host
 _URL_FIX = "write http://host:port"
 # Placeholders of values in --help, by the name of the type in pydantic.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
-_LISTS = {f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()}
+_LIST_METAVARS = {
+    f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()
+}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -46,7 +48,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     ) -> Callable[[int], tuple[str, ...]]:
         names = super()._metavar_formatter(action, default_metavar)
         return lambda size: tuple(
-            {**_METAVARS, **_LISTS}.get(n, n) for n in names(size)
+            {**_METAVARS, **_LIST_METAVARS}.get(name, name) for name in names(size)
         )
 
     def _expand_help(self, action: argparse.Action) -> str:
@@ -271,12 +273,12 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
 
 
 def _normalize(
-    cls: type[BaseModel], content: Mapping[Any, Any], file: str, group: str
+    cls: type[BaseModel], content: Mapping[Any, Any], message_prefix: str, group: str
 ) -> dict[str, Any]:
     """Returns the content of a mapping, with keys in snake_case.
 
     Args:
-        file: The beginning of error messages.
+        message_prefix: The beginning of error messages, which names the file.
         group: The group of the keys, such as "prefill."; empty for the whole file.
 
     Raises:
@@ -292,17 +294,17 @@ def _normalize(
             hint = _near_options(name, paths)
             if name in paths:
                 hint = " (write it as a key under its group, such as prefill: {tp: 1})"
-            raise ConfigError(f"{file} unknown key {group}{key}{hint}")
+            raise ConfigError(f"{message_prefix} unknown key {group}{key}{hint}")
         nested = _nested_model(info)
         # Pydantic would convert true to the number 1.
         if isinstance(value, bool) and info.annotation is not bool:
             problem = f"{group}{name} is {short_repr(value)}"
             raise ConfigError(
-                f"{file} {problem}, but it is not an on/off option; give it a value of "
-                "its type"
+                f"{message_prefix} {problem}, but it is not an on/off option; give it "
+                "a value of its type"
             )
         if nested and isinstance(value, dict):
-            value = _normalize(nested, value, file, f"{group}{name}.")
+            value = _normalize(nested, value, message_prefix, f"{group}{name}.")
         values[name] = value
     return values
 
@@ -311,23 +313,24 @@ def explain_validation(
     error: ValidationError,
     cls: type[BaseModel],
     argv: Sequence[str],
-    file: Mapping[str, Any],
+    file_values: Mapping[str, Any],
 ) -> str:
     """Returns one line per wrong value, with its setting, the reason and the value.
 
     Args:
-        file: The values of the --config file.
+        file_values: The values of the --config file.
     """
     options = {word.partition("=")[0] for word in argv}
     lines = []
     for item in error.errors(include_url=False):
         path = [part for part in item["loc"] if isinstance(part, str)]
-        lines.append(f"{_setting_name(path, options, file)}: {_reason(item, path)}")
+        setting = _setting_name(path, options, file_values)
+        lines.append(f"{setting}: {_reason(item, path)}")
     return "\n".join(lines)
 
 
 def _setting_name(
-    path: Sequence[str], options: Collection[str], file: Mapping[str, Any]
+    path: Sequence[str], options: Collection[str], file_values: Mapping[str, Any]
 ) -> str:
     """Returns the setting as the user wrote it: an option, a variable or a key of the
     file.
@@ -335,7 +338,7 @@ def _setting_name(
     Args:
         path: Path of the field, such as ("prefill", "tp").
         options: The options on the command line.
-        file: The values of the --config file.
+        file_values: The values of the --config file.
     """
     option = option_name(path)
     if option in options or option.replace("--", "--no-", 1) in options:
@@ -346,7 +349,8 @@ def _setting_name(
     group = variables.get(variable_name(path[:1]))
     if group and _contains(json.loads(os.environ[group]), path[1:]):
         return f"{option} (in {group})"  # the variable has the group as JSON
-    return f"{option} (in the --config file)" if _contains(file, path) else option
+    is_in_file = _contains(file_values, path)
+    return f"{option} (in the --config file)" if is_in_file else option
 
 
 def _contains(values: Any, path: Sequence[str]) -> bool:
@@ -419,18 +423,22 @@ def _near_options(
     """
     is_negated = word.startswith("--no-")
     name = word.replace("--no-", "--", 1)
-    last = re.split(r"--|\.", name)[-1]
-    same = [option for option in valid_names if re.split(r"--|\.", option)[-1] == last]
+    member = re.split(r"--|\.", name)[-1]
+    options_with_member = [
+        option for option in valid_names if re.split(r"--|\.", option)[-1] == member
+    ]
     programs_with_option = [
         program
         for program, cls in programs.items()
         if name in map(option_name, field_paths(cls))
     ]
-    if programs_with_option and not same:
+    if programs_with_option and not options_with_member:
         return f" (an option of {' and '.join(programs_with_option)})"
     hint = _near_member(name, valid_names, programs)
-    if not hint:
-        hint = did_you_mean(same[:3]) if same else suggestion(name, valid_names)
+    if not hint and options_with_member:
+        hint = did_you_mean(options_with_member[:3])
+    elif not hint:
+        hint = suggestion(name, valid_names)
     return hint.replace("--", "--no-") if is_negated else hint
 
 

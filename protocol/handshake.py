@@ -2,7 +2,7 @@
 
 Engines of different software versions can be compatible. Unknown fields are ignored,
 and missing optional fields have defaults. Only the fields that determine the meaning of
-the bytes must match (`check_compatible`). The protocol version is raised only if an
+the bytes must match (`check_compatible`). The protocol version increases only if an
 older reader would misread a new message.
 
 A message consists of a MAC and a msgpack payload. The MAC is the HMAC-SHA256 of a label
@@ -120,7 +120,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode engine must know to read this engine's KV, for all ranks."""
+    """The facts that a decode engine needs to read the KV of this engine's ranks."""
 
     protocol_version: int
     engine_id: str
@@ -172,8 +172,8 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     """Returns a digest of a compatibility record, by which a proxy pairs servers.
 
     The digest does not depend on KV content. The digest has three parts, separated
-    by dots: the model; the shape, RoPE parameters and windows of its KV; the dtype and
-    scales.
+    by dots: the model; the shape, RoPE parameters and attention windows of the KV; the
+    dtype and scales.
 
     Args:
         converts: Whether the engine reads KV of any dtype and scales. The last part of
@@ -268,7 +268,7 @@ class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
     compute them twice.
 
     Attributes:
-        samples: Compute the digests of a sample of the layers instead of all layers.
+        samples: Whether a sample of the layers is enough, instead of all layers.
         reach: See KVGroups.token_ranges in kvcache/groups.py. An engine with one layer
             group ignores `reach`.
     """
@@ -307,8 +307,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
         first: Index of the first new block within the blocks of the prompt.
         block_ids: The new blocks. All of them are full, except that the prompt's last
             block may be partial.
-        reference: The kv_transfer_params of the whole prompt, as JSON. Only the
-            Progress with the last blocks has it; else it is empty.
+        reference: The kv_transfer_params of the whole prompt, as JSON. Empty except in
+            the Progress with the prompt's last blocks.
     """
 
     nonce: str

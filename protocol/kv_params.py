@@ -222,8 +222,8 @@ def build(
 
 
 def verified_params(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Yields the params in `offered`, an object or a list, that are valid and signed
-    with this secret.
+    """Yields the params in `offered`, which is one object or a list. Objects that are
+    invalid or not signed with this secret are skipped.
     """
     for item in offered[:_MAX_REFERENCES] if isinstance(offered, list) else [offered]:
         with contextlib.suppress(KVParamsRejected):

@@ -88,8 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position.
 
-    The logarithms are natural. They are those of the model's distribution, before any
-    sampling parameter such as the temperature.
+    The logarithms are natural. The distribution is that of the model, before sampling
+    parameters such as the temperature are applied.
     """
 
     logprob: float  # of the sampled token
@@ -108,7 +108,7 @@ class FirstToken(msgspec.Struct, frozen=True):
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A reference to a prompt's KV on a prefill server.
 
-    Its signature and digests have been verified.
+    The signature and the digests of the reference have been verified.
 
     Attributes:
         block_size: Tokens per block.
@@ -160,7 +160,8 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: Address of the engine's side channel.
         num_tokens: Number of prompt tokens that the engine may hold KV for.
-        issued_s: Seconds since 1970; only set while the hint is on the wire.
+        issued_s: Time of signing, in seconds since 1970; only set while the hint is on
+            the wire.
         signature: Made with the cluster secret; only set while the hint is on the wire.
     """
 

@@ -109,7 +109,7 @@ def frame(text: bytes, events: bytes) -> bytes:
 
 
 def refusal_text(error: BatonError) -> bytes | None:
-    """Returns the text of the frame with an error event, so that the proxy can retry.
+    """Returns the text for the frame of an error, if another server may continue.
 
     The result is None if a retry is useless: every other server would fail in the same
     way, or the request has timed out.

@@ -80,7 +80,7 @@ class Admission:
     def wait_s(self, priority: int | None = None) -> float:
         """Returns the predicted seconds until all waiting prompts have a first token.
 
-        The result is 0 until the rate was measured.
+        The result is 0 until the rate has been measured.
 
         Args:
             priority: Count only prompts with this priority or a more urgent one; None:
@@ -263,12 +263,12 @@ class Admission:
         self._was_empty = False
 
     def _current_seconds_per_token(self) -> float:
-        """Returns the average, or the value of the unfinished window if that is higher.
+        """Returns the average, or the estimate of the unfinished window if higher.
 
-        In the unfinished window, the engine has worked through the served tokens and at
-        most through all tokens of the oldest entry. The time divided by these tokens is
-        a lower bound. Tokens of the oldest entry that are estimated to be shared count
-        too, because the estimate may be wrong.
+        In the unfinished window, the engine has worked at most through the served
+        tokens and all tokens of the oldest entry. Therefore the window's time divided
+        by these tokens is a lower bound. Tokens of the oldest entry that are estimated
+        to be shared count too, because the estimate may be wrong.
         """
         average = self._seconds_per_token
         oldest = next(iter(self._entries), None)

@@ -138,7 +138,7 @@ class Bodies:
         self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts a complete body until the current task ends, which serves the request.
+        """Counts a complete body until the current task, that of the request, ends.
 
         Raises:
             QueueFull: The sum of the bodies would exceed the limit. If no other body is

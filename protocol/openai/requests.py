@@ -167,7 +167,7 @@ _SYNONYMS: Final = (
 
 
 class _Neutral:
-    """Marks a neutral field of a request class, and writes its JSON schema."""
+    """Marks a field that `neutral` returned, and writes the field's JSON schema."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.values = values

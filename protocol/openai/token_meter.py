@@ -26,7 +26,7 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The members of a response or of an event that are read.
+    """The members of a response or of an event that TokenMeter reads.
 
     Attributes:
         response: The complete response in the last event of /v1/responses.

@@ -15,7 +15,7 @@ from protocol.short_repr import short_repr
 
 
 class TokenizeRequest(PromptFields):
-    """Either `prompt` or `messages`."""
+    """The request body of /tokenize, with either a `prompt` or `messages`."""
 
     endpoint = "/tokenize"
     summary = "The token ids of a text or a conversation."

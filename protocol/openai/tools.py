@@ -79,6 +79,8 @@ class Tools:
 
     Attributes:
         offered: The tools as the chat template receives them.
+        mode: "none": the model does not see the tools. "auto": the model decides
+            whether to call one. "required" or "named": the model must call one.
         name: In mode "named", the name of the tool that must be called.
         parallel: Whether an answer may have several calls.
         path: Path, within a tool, of the members of its function, for error messages:

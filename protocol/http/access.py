@@ -63,7 +63,7 @@ def check(options: ListenOptions) -> None:
     if options.cache_salt_by_key and not may_have_keys:
         raise ValueError(
             "--cache-salt-by-key has no effect without API keys: give --api-key, "
-            "--admin-key or (a proxy) --api-keys-file, or leave it out"
+            "--admin-key or, to a proxy, --api-keys-file; or leave it out"
         )
     if not (options.has_keys or options.insecure or is_local(options.host)):
         logger.warning(
@@ -332,7 +332,7 @@ class Access:
             outcome = "forbidden"
             if path.startswith(ADMIN_PATHS) and not key.is_admin:
                 raise Forbidden(
-                    f"{path[:80]} is for admin keys only, and {key.name} is not one"
+                    f"{path[:80]} needs an admin key, which {key.name} is not"
                 )
             outcome = "limited"
             grant.headers = key.begin()

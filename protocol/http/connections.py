@@ -147,16 +147,18 @@ class _BoundedHttp(HttpToolsProtocol):
             num_bytes: Number of bytes that have just arrived.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
-        must_send = self.cycle is self._running if self._is_in_body else is_answered
+        client_must_send = (
+            self.cycle is self._running if self._is_in_body else is_answered
+        )
         self._piece_bytes += num_bytes
         has_piece = (
             self._is_in_body
             and self._piece_bytes >= self._piece_limit
             and not is_answered
         )
-        if not must_send or has_piece:
+        if not client_must_send or has_piece:
             self._stop_timeout()
-        if must_send and self._timeout is None:
+        if client_must_send and self._timeout is None:
             self._timeout = self._start_timeout()
 
     def on_headers_complete(self) -> None:

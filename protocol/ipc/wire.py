@@ -278,7 +278,9 @@ class Waker:
             pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """Closes the descriptor. While the polling thread runs, only it may do this."""
+        """Closes the descriptor. No other thread may do this before the polling thread
+        ends.
+        """
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:

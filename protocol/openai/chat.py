@@ -143,7 +143,7 @@ class Message(Strict):
     # The name that vLLM and other servers use for `reasoning_content`.
     reasoning: Text = Field(None, exclude=True)
     thinking_blocks: Annotated[list[Thought], Field(fail_fast=True)] = Field(
-        [], exclude=True, description="a list of blocks of thoughts"
+        [], exclude=True, description="a list of thinking blocks"
     )
 
     @property
@@ -180,9 +180,9 @@ class Message(Strict):
     @model_validator(mode="after")
     def _check_fits_role(self) -> Self:
         if self.tool_call_id is not None and self.role != "tool":
-            raise fault("tool_call_id", "must be in a tool's message only.")
+            raise fault("tool_call_id", "is allowed only in a tool's message.")
         if self.tool_calls and self.role != "assistant":
-            raise fault("tool_calls", "must be in an assistant's message only.")
+            raise fault("tool_calls", "is allowed only in an assistant's message.")
         if self.content_ is None and not (self.tool_calls or self.reasoning_text):
             raise fault(
                 "content", "is missing; it must be a string or a list of text parts."
@@ -305,7 +305,8 @@ class ChatRequest(PromptFields, GenerationRequest):
             refuse("top_logprobs", f"is {self.top_logprobs}; it needs `logprobs`: true")
         if self.continue_final_message and self.add_generation_prompt:
             refuse(
-                "continue_final_message", "and `add_generation_prompt` are both true"
+                "continue_final_message",
+                "and `add_generation_prompt` are both true; send only one of them",
             )
         for name in self.chat_template_kwargs:
             if name in _RESERVED_VARIABLES:

@@ -269,8 +269,8 @@ def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
 
 
 def _other_endpoint_hint(model: type[Strict], name: str) -> str | None:
-    """Returns a hint about an unknown field if an endpoint other than that of `model`
-    has a field with this name.
+    """Returns a hint if an unknown field exists at a different endpoint, or has a
+    different name at the endpoint of `model`; else None.
     """
     path = model.endpoint
     synonyms = {name}.union(*(names for names in _SYNONYMS if name in names)) - {name}

@@ -193,8 +193,8 @@ class CommonFields(Strict):
         Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None
     ) = Field(
         None,
-        description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the "
-        "context",
+        description=f"an integer from 1 to {MAX_INT31}, or -1 for as many tokens as "
+        "fit into the context",
     )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
@@ -222,7 +222,10 @@ class CommonFields(Strict):
     def check(self) -> None:
         is_given = "stream_options" in self.model_fields_set
         if is_given and not self.stream and not self.is_prefill:
-            refuse("stream_options", "needs `stream`: true; set that or leave it out")
+            refuse(
+                "stream_options",
+                "needs `stream`: true; set `stream`, or leave `stream_options` out",
+            )
 
 
 class GenerationRequest(ShapingFields, StructuredFields, CommonFields):

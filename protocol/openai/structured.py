@@ -47,7 +47,7 @@ _Choices = Annotated[
 JsonSchema = Annotated[
     Grammar | None,
     Read(dict[str, Any] | str, _schema_grammar),
-    Field(description="a JSON schema, an object or its text"),
+    Field(description="a JSON schema, as an object or as JSON text"),
 ]
 Regex = Annotated[
     Grammar | None,

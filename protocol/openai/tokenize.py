@@ -41,7 +41,7 @@ class TokenizeRequest(PromptFields):
         if chat_fields:
             refuse(
                 min(chat_fields),
-                "is for `messages`, and this is a `prompt`; leave it out",
+                "is for `messages`, and this request has a `prompt`; leave it out",
             )
 
     def as_generation(self) -> GenerationRequest:

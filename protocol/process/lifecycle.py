@@ -373,7 +373,7 @@ def _parent_fd() -> int | None:
     except (ValueError, OverflowError, OSError):
         is_socket = False
     if not is_socket:
-        # The number may belong to a file that must not be written to.
+        # The number may belong to any file, so no report must be written to it.
         print(
             f"error: {PARENT_FD} is {short_repr(value)}, expected the number of an "
             "open socket. Only Baton sets this variable, for its child processes; "

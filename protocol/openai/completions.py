@@ -40,7 +40,7 @@ def _check_prompt(prompt: Any) -> Any:
     for kind in _PROMPTS:
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(prompt, kind)
-    raise ValueError("prompt")
+    raise ValueError("the prompt has a wrong type")
 
 
 class CompletionRequest(GenerationRequest):

@@ -36,7 +36,7 @@ def _schema_grammar(schema: dict[str, Any] | str) -> Grammar:
     """
     value = exact_json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
-        raise ValueError("not an object")
+        raise ValueError("the schema is not a JSON object")
     return Grammar("json_schema", exact_json.dumps(value))
 
 
@@ -151,7 +151,7 @@ class StructuredOutputs(Strict):
     @model_validator(mode="after")
     def _check_has_one_grammar(self) -> Self:
         if len(_grammars_of(self)) != 1:
-            raise ValueError("none, or several")
+            raise ValueError("not exactly one grammar")
         return self
 
 

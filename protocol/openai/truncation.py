@@ -5,7 +5,7 @@ If the length of the answer is unknown, a part of the context is reserved for it
 """
 
 _MAX_RESERVED_TOKENS = 1024
-_MIN_CONTEXT_PER_RESERVE = 4  # at most a quarter of the context is reserved
+_RESERVE_DIVISOR = 4  # at most a quarter of the context is reserved
 
 
 def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
@@ -17,6 +17,5 @@ def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
     """
     reserved = token_limit
     if reserved is None:
-        quarter = max_model_len // _MIN_CONTEXT_PER_RESERVE
-        reserved = min(_MAX_RESERVED_TOKENS, quarter)
+        reserved = min(_MAX_RESERVED_TOKENS, max_model_len // _RESERVE_DIVISOR)
     return max(max_model_len - reserved, 1)

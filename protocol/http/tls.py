@@ -73,7 +73,7 @@ async def _reload(
 def _load(cert: str, key: str) -> ssl.SSLContext:
     def no_password() -> NoReturn:
         raise ValueError(
-            f"--tls-key {key}: is encrypted; give an unencrypted key (openssl pkey)"
+            f"--tls-key {key} is encrypted; give an unencrypted key (openssl pkey)"
         )
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

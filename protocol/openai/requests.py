@@ -338,7 +338,7 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
             return InvalidRequest(
                 f"`{shown}` {problem}", param=f"{path}.{name[:80]}".lstrip(".")
             )
-    return wrong(path, value, must_be)
+    return wrong_value(path, value, must_be)
 
 
 def _shapes(kind: Any) -> Iterator[type[Strict]]:
@@ -372,7 +372,7 @@ def fault(name: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError(_FAULT, "{problem}", {"name": name, "problem": problem})
 
 
-def wrong(field: str, value: Any, must_be: str) -> InvalidRequest:
+def wrong_value(field: str, value: Any, must_be: str) -> InvalidRequest:
     """Returns the error about a wrong value.
 
     Args:

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from protocol import exact_json
 from protocol.messages import DemandedCalls, Grammar
-from protocol.openai.requests import Read, Strict, refuse, wrong
+from protocol.openai.requests import Read, Strict, refuse, wrong_value
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
@@ -149,7 +149,7 @@ def read_tools(
     names = [tool["function"]["name"] for tool in offered]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise wrong(f"tools[{index}].{path}name", name, "used once only")
+            raise wrong_value(f"tools[{index}].{path}name", name, "used once only")
     if choice in (None, "auto", "none"):
         mode: Mode = "auto" if offered and choice != "none" else "none"
         return Tools(offered, mode, None, parallel, path)
@@ -161,7 +161,7 @@ def read_tools(
         return Tools(offered, "required", None, parallel, path)
     if chosen_name not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise wrong(f"tool_choice.{path}name", chosen_name, must_be)
+        raise wrong_value(f"tool_choice.{path}name", chosen_name, must_be)
     return Tools(offered, "named", chosen_name, parallel, path)
 
 

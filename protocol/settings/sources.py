@@ -255,7 +255,7 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if not name:
-        raise ConfigError("--config: is empty; give the name of a file")
+        raise ConfigError("--config is empty; give the name of a file")
     try:
         # PyYAML gets the open file, not a string with its content. An error about a
         # string would quote the content, which may be secret.

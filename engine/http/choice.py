@@ -86,9 +86,9 @@ class PromptGeneration:
         self._report: PromptReport | None = None
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
         start = reasoning_start(options, request, add.token_ids, tokenizer)
-        option = start if start == "harmony" else options.tool_call_parser
+        parser_name = start if start == "harmony" else options.tool_call_parser
         template = tokenizer.chat_template
-        openings = CallOpenings(tools, option, template)
+        openings = CallOpenings(tools, parser_name, template)
         head = ""
         tags: dict[int, str] = {}
         if start == "harmony":
@@ -97,7 +97,7 @@ class PromptGeneration:
         self.choices = []
         for index in range(first_index, first_index + add.num_choices):
             tool_parser = create_tool_parser(
-                tools, option, template, f"{answer_id}-{index}"
+                tools, parser_name, template, f"{answer_id}-{index}"
             )
             if start == "harmony":
                 reasoning: ReasoningParser = HarmonyParser(

@@ -242,7 +242,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
                 _UnknownPath(f"There is no path {path}; GET /docs lists all paths.")
             )
         case HTTPException(status_code=405):
-            wrong_method = _WrongMethod(f"{path} does not take {request.method}.")
+            wrong_method = _WrongMethod(f"{path} does not accept {request.method}.")
             return error_response(wrong_method, error.headers)
         case HTTPException():
             return JSONResponse(

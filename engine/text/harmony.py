@@ -41,7 +41,7 @@ _HEAD_SYNTAX = re.compile(
 _OPEN_RECIPIENT = re.compile(
     r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
 )
-# Matches the end of a text that may become a match of _OPEN_RECIPIENT.
+# Matches such a recipient, complete or incomplete, at the end of a text.
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )

@@ -33,9 +33,9 @@ def answer_grammar(
     if grammar is not None:
         start = reasoning_start(settings, parsed, prompt_ids, tokenizer)
         tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
-        option = start if start == "harmony" else settings.tool_call_parser
-        calls = call_beginnings(tools, option, tokenizer)
-        if option == "harmony" and MESSAGE in answer_head(prompt_ids, tokenizer):
+        parser_name = start if start == "harmony" else settings.tool_call_parser
+        calls = call_beginnings(tools, parser_name, tokenizer)
+        if parser_name == "harmony" and MESSAGE in answer_head(prompt_ids, tokenizer):
             # The prompt already begins the final message, so neither reasoning nor
             # calls can follow.
             start = None

@@ -303,7 +303,7 @@ class Tokenizer:
             if any(type(token_id) is not int for token_id in ids):
                 raise TokenizerNotFound(
                     f"eos_token_id of {folder / name} is {short_repr(value)}, expected "
-                    "a token id or a list of them"
+                    "a token id or a list of token ids; correct the file"
                 )
             return tuple(ids)
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
@@ -360,7 +360,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return how many logits the model has; None if config.json does not say it."""
+    """Return how many logits the model has; None if config.json does not say."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):  # multimodal models have this object

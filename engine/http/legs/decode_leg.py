@@ -152,7 +152,8 @@ def _check_reference(
         ids = [*ids, *add.resumed_choices[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
         _reject(
-            "remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}"
+            "remote_num_tokens",
+            f"is {num_tokens}, but the prompt has {len(add.token_ids)} tokens",
         )
     if reference.prompt_digest != kv_params.prompt_digest(
         ids[:num_tokens], add.cache_salt

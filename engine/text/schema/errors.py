@@ -14,7 +14,7 @@ class GrammarError(ValueError):
     """A schema, regex, choice or grammar cannot be used. The message is one line."""
 
 
-TOO_COMPLEX = "it is too complex to follow; send a simpler one"
+TOO_COMPLEX = "it is too complex to enforce; send a simpler one"
 _MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct the parts that exclude each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"

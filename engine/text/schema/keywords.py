@@ -83,7 +83,7 @@ def load(text: str) -> Schema:
         raise GrammarError(f"it is not JSON ({error}); send a JSON object") from None
     except ValueError:
         raise GrammarError(
-            "it has an integer of too many digits; send a smaller one"
+            "it has an integer with too many digits; send a smaller one"
         ) from None
     if not isinstance(document, dict):
         raise GrammarError(f"it is {short_repr(document)}; send a JSON object")
@@ -326,7 +326,7 @@ class CheckedSchema:
                 fail(
                     keyword_path(self.path(schema), "oneOf"),
                     f"has options {overlap[0]} and {overlap[1]}, which the same value "
-                    "may match, and exactly one match cannot be enforced; use `anyOf`, "
+                    "may match; exactly one match cannot be enforced; use `anyOf`, "
                     "or give the options a required property with a different `const` "
                     "in each",
                 )

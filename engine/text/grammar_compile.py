@@ -183,10 +183,10 @@ to: """
 
 
 def _with_reasoning_and_calls(source: str, grammar: Grammar) -> str:
-    """Extend the grammar of an answer by reasoning before it, or calls instead of it.
+    """Return a grammar that also allows reasoning before an answer, or calls instead.
 
     Args:
-        source: the grammar of the answer, in the syntax of llguidance.
+        source: the grammar of only the answer, in the syntax of llguidance.
         grammar: the request's grammar, which says what reasoning and calls are allowed.
     """
     if not (grammar.reasoning or grammar.calls):

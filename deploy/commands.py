@@ -34,7 +34,7 @@ MIN_CORES_PER_SERVER = 4
 class Command:
     """One process to start."""
 
-    name: str  # "prefill-0"
+    name: str  # such as "prefill-0"
     kind: Kind
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)

@@ -39,8 +39,7 @@ IDLE_S = 1.0  # servers close idle connections after 5 s
 _CHECK_INTERVAL_S = 1.0  # between checks of a silent connection
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
-# In the message of a parser's error, a quote of the received bytes follows the first of
-# these characters.
+# The message of a parser's error quotes received bytes after one of these characters.
 _QUOTE = re.compile("[:'\"]")
 # Headers that aiohttp must not add by itself.
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
@@ -86,7 +85,7 @@ class Exhausted(UpstreamError):
     """
 
     failure = Failure.BUSY
-    client_message = "exhausted"
+    client_message = "the proxy has no free sockets"
 
 
 class Lost(UpstreamError):
@@ -169,7 +168,7 @@ class Response:
         return self._response.content_type == sse.MEDIA_TYPE
 
     async def next_chunk(self) -> bytes | None:
-        """Return the next bytes of the body as they arrive; None at the end.
+        """Wait for the next bytes of the body and return them; None at its end.
 
         Raises:
             Lost, TimedOut: the rest will not arrive.
@@ -177,8 +176,8 @@ class Response:
         content = self._response.content
         try:
             if content.exception() is not None or self._is_cut_off():
-                # aiohttp's `read_nowait` would raise, but bytes may have arrived before
-                # the connection broke.
+                # Return the bytes that arrived before the connection broke. aiohttp's
+                # `read_nowait` would raise the error instead.
                 if data := content._read_nowait(-1):
                     return data
                 raise content.exception() or Lost(_CUT_OFF)
@@ -217,9 +216,10 @@ class Response:
             self._schedule_check()
 
     def _is_cut_off(self) -> bool:
-        """Return whether the connection ended without an error for the body's reader.
+        """Return whether the connection ended within the body, unreported by aiohttp.
 
-        After a malformed chunk, aiohttp closes the connection without such an error.
+        After a malformed chunk, aiohttp closes the connection, but reports no error to
+        the reader of the body.
         """
         content = self._response.content
         if content.is_eof() or content.exception() is not None:

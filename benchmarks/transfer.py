@@ -303,7 +303,7 @@ class Bench:
         pulls = [decode.pull(tokens) for _ in range(count)]
         seconds = [pull.seconds for pull in pulls]
         last = pulls[-1]
-        return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
+        return self._row(name, last.path, last.num_descriptors, last.nbytes, seconds)
 
     def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
         """Measure the READs of all ranks with bare NIXL.

@@ -24,7 +24,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
@@ -227,7 +227,7 @@ class Prefill:
         for worker in self._workers:
             worker.start()
         self._server = LeaseServer(
-            "127.0.0.1", 0, self._metadata, _SECRET, digest=coordinator.digest
+            "127.0.0.1", 0, self._metadata, _SECRET, start_digest=coordinator.digest
         )
         self._server.start()
         return self._metadata
@@ -237,9 +237,9 @@ class Prefill:
         memory.fill()
         agent = new_agent("pair-p", self._device)
         local = LocalRank(rank, self._side.tp, self._size.heads, agent, memory.pool)
-        local.offer()
+        local.register_pool()
         self._ranks.append(local)
-        return describe(memory.pool, rank, agent.metadata())
+        return describe_pool(memory.pool, rank, agent.metadata())
 
     def lease(self, tokens: int) -> RemotePrefill:
         """Lease the blocks of the first `tokens` tokens to D."""

@@ -195,7 +195,7 @@ def _plan_values(plan: TransferPlan) -> dict[str, Any]:
         # Each chunk of the staged path is one step. Other steps have no slot.
         "chunks": sum(step.slot is not None for step in plan.steps),
         "path": plan.path,
-        "descriptors": plan.descriptors,
+        "descriptors": plan.num_descriptors,
         "bytes_read": plan.bytes_read,
         "useful_bytes": plan.useful_bytes,
         "estimated_s": plan.estimated_s,

@@ -74,7 +74,7 @@ _MIN_WARNING_INTERVAL_S = 10.0
 _ACCEPT_RETRY_S = 0.01  # pause after a connection could not be accepted
 _LEASE_GONE = "the lease is unknown or has ended"
 
-OnDigest = Callable[[Scope, tuple[int, ...], OnSums], None]
+StartDigest = Callable[[Scope, tuple[int, ...], OnSums], None]
 
 
 def _no_digest(scope: Scope, blocks: tuple[int, ...], on_sums: OnSums) -> None:
@@ -90,7 +90,7 @@ class LeaseServer:
         on_event: Called by the thread when `drain_ended` or `lookups` has entries; must
             not block.
         bind_host: The local address to listen on; None: `host`.
-        digest: Starts to compute a digest of the KV in blocks, and later calls
+        start_digest: Starts to compute a digest of the KV in blocks, and later calls
             `on_sums` from any thread.
         max_tokens: Largest number of tokens in a lookup.
 
@@ -108,7 +108,7 @@ class LeaseServer:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         bind_host: str | None = None,
-        digest: OnDigest = _no_digest,
+        start_digest: StartDigest = _no_digest,
         max_tokens: int = 0,
     ) -> None:
         self._host = host
@@ -126,7 +126,7 @@ class LeaseServer:
         self._selector.register(self._listener, EVENT_READ, self._accept)
         self._waker = Waker()
         self._selector.register(self._waker, EVENT_READ, self._waker.clear)
-        self._digest = digest
+        self._compute_digest = start_digest
         # The connections that wait for a digest, by the nonce of the request.
         self._digesting: dict[str, Wire] = {}
         # A token id takes at most 5 bytes.
@@ -322,14 +322,14 @@ class LeaseServer:
             lease_id=request.lease_id,
             start=request.token_start,
             stop=request.token_stop,
-            samples=request.samples,
+            is_sample=request.samples,
             reach=request.reach,
         )
 
         def on_sums(sums: bytes) -> None:
             self._call_later(partial(self._send_digest, request, sums))
 
-        self._digest(scope, blocks, on_sums)
+        self._compute_digest(scope, blocks, on_sums)
         return None
 
     def _send_digest(self, request: GetDigest, sums: bytes) -> None:

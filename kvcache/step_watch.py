@@ -16,7 +16,7 @@ class StepWatch:
     """The latest step of one rank.
 
     Only the engine's thread calls `launching` and `launched`. Any thread may read
-    `busy`.
+    `is_busy`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -37,7 +37,7 @@ class StepWatch:
         self._has_ended = has_ended
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a step runs, or has begun within the last _RECENT_S."""
         is_recent = self._clock() < self._last_launch_s + _RECENT_S
         return is_recent or not self._has_ended()

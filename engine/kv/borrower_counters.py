@@ -47,7 +47,7 @@ class BorrowerCounters:
         key = stat_key("baton_kv_transfers", outcome="done", path=event.path)
         self._totals[key] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
-        self._totals["baton_kv_transfer_descriptors"] += event.descriptors
+        self._totals["baton_kv_transfer_descriptors"] += event.num_descriptors
         if event.verified in UNVERIFIED:
             key = stat_key("baton_kv_unverified_tokens", reason=event.verified)
             self._totals[key] += event.num_tokens

@@ -13,7 +13,7 @@ from engine.worker.runner import ModelRunner
 from engine.worker.service import KVService, reserved_bytes
 from engine.worker.warm_up import kv_budget_bytes, warm_up
 from kvcache.prefault import PrefaultThread
-from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
 from model.parallel import Parallel
@@ -71,9 +71,11 @@ class Rank:
             agent,
             self.compat,
             links.pulls,
-            busy=lambda: step_watch.busy,
+            is_busy=lambda: step_watch.is_busy,
         )
-        self.metadata = _share_metadata(links, describe(pool, rank, agent.metadata()))
+        self.metadata = _share_metadata(
+            links, describe_pool(pool, rank, agent.metadata())
+        )
         self.service.start()
 
     def raise_if_rank_lost(self, error: Exception) -> None:

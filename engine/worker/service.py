@@ -40,7 +40,7 @@ class KVService:
         compat: the properties of this engine's KV that a peer's KV must share.
         links: sockets for pulls. Rank 0 has one to every other rank; every other rank
             has one to rank 0.
-        busy: returns whether this rank is computing a step.
+        is_busy: returns whether this rank is computing a step.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class KVService:
         agent: TransferAgent,
         compat: CompatRecord,
         links: Sequence[socket],
-        busy: Callable[[], bool],
+        is_busy: Callable[[], bool],
     ) -> None:
         self._config = config
         self._pool = pool
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
         placer = None
         if config.transfer != "nixl":
-            placer = placer_for(pool, busy=busy, convert=config.kv_convert)
+            placer = placer_for(pool, is_busy=is_busy, convert=config.kv_convert)
         local = LocalRank(
             rank,
             config.tp,
@@ -71,10 +71,10 @@ class KVService:
             costs=self._costs,
             placer=placer,
             maps_only=config.transfer == "mapped",
-            busy=busy,
+            is_busy=is_busy,
             connect_timeout_s=config.connect_timeout_s,
         )
-        local.offer()
+        local.register_pool()
         if rank:
             self._worker = TransferWorker(local, *links)
         else:
@@ -117,7 +117,7 @@ class KVService:
             config.cluster_secret,
             on_event=wake,
             bind_host=config.side_channel_host,
-            digest=self._coordinator.digest,
+            start_digest=self._coordinator.digest,
             max_tokens=layout.num_blocks * config.tokens_per_block,
         )
         leases.start()

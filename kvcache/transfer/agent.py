@@ -61,7 +61,7 @@ class ReadHandle:
     key: Any = field(default=None, repr=False)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the READ is done or has failed, as of the last poll."""
         return self.state is not ReadState.ACTIVE
 
@@ -185,14 +185,14 @@ class Throttle:
     is made while a batch is computed delays the next post.
 
     Args:
-        busy: returns True while a batch is computed.
+        is_busy: returns True while a batch is computed.
     """
 
     def __init__(
-        self, window: ReadWindow, busy: Callable[[], bool] = lambda: False
+        self, window: ReadWindow, is_busy: Callable[[], bool] = lambda: False
     ) -> None:
         self.window = window
-        self._busy = busy
+        self._is_busy = is_busy
         self._due_s = float("-inf")
 
     def admits(self, now_s: float) -> bool:
@@ -205,7 +205,7 @@ class Throttle:
         Args:
             staged: the post writes into staging memory, not into the pool.
         """
-        if self._busy():
+        if self._is_busy():
             rate = _PACED_STAGED_BYTES_PER_S if staged else _PACED_BYTES_PER_S
             self._due_s = max(self._due_s, now_s) + nbytes / rate
 
@@ -216,7 +216,7 @@ class Throttle:
         """
         max_bytes = self.window.max_bytes
         max_runs = self.window.max_runs
-        if self._busy():
+        if self._is_busy():
             max_bytes = min(max_bytes, _PACED_POST_BYTES)
         for read in reads:
             rank, remote, local, lengths = _split_long_runs(read, max_bytes)

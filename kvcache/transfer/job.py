@@ -44,7 +44,7 @@ class TransferJob(ABC):
         nbytes: bytes of the wanted tokens, in the peer's dtype.
         bytes_read: bytes to read from the peer's memory, unwanted bytes included. Like
             `nbytes`, it is 0 before the pull is planned.
-        descriptors: number of runs in all steps that have begun; 0 for a mapped job.
+        num_descriptors: runs in all steps that have begun; 0 for a mapped job.
         waits_for_link: nothing can be posted before the link is ready. When it is
             ready, the link's thread wakes the worker.
         began_s: when the job was created, by time.perf_counter.
@@ -56,7 +56,7 @@ class TransferJob(ABC):
     path = "none"
     nbytes = 0
     bytes_read = 0
-    descriptors = 0
+    num_descriptors = 0
     waits_for_link = False
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
@@ -307,7 +307,7 @@ class ReadJob(TransferJob):
             self._staging.join_queue(self.pull_id)
 
     def _begin_step(self) -> _BegunStep | None:
-        """Begins the next step: adds to `descriptors` and cuts the READs into posts.
+        """Begins the next step: counts its descriptors and cuts its READs into posts.
 
         Returns:
             None if there is no further step, if the step's slot is in use, or if a
@@ -331,7 +331,7 @@ class ReadJob(TransferJob):
             slot_address = staging.base_address + slot * self._slot_bytes
             begun = _BegunStep(deque(), slot_address, step, slot)
         self._num_begun_steps += 1
-        self.descriptors += sum(len(read.lengths) for read in reads)
+        self.num_descriptors += sum(len(read.lengths) for read in reads)
         begun.posts.extend(self.peer.rank.throttle.cut(reads))
         return begun
 

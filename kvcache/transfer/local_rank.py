@@ -60,8 +60,8 @@ class LocalRank:
         placer: maps the memory of peers and copies out of it. If a peer's memory cannot
             be mapped, an agent reads it. None: agents read from all peers.
         maps_only: refuse peers that cannot be mapped.
-        busy: returns True while the engine computes a batch on this rank. During that
-            time, the rate of READs into a pool on a GPU is limited.
+        is_busy: returns True while the engine computes a batch on this rank. Until the
+            batch has ended, the rate of READs into a pool on a GPU is limited.
         connect_timeout_s: longest time that connecting and measuring a link may take.
 
     Attributes:
@@ -85,7 +85,7 @@ class LocalRank:
         limits: ReadWindow | None = None,
         placer: Placer | None = None,
         maps_only: bool = False,
-        busy: Callable[[], bool] = _is_never_busy,
+        is_busy: Callable[[], bool] = _is_never_busy,
         connect_timeout_s: float = 5.0,
     ) -> None:
         on_gpu = pool.device.type == "cuda"
@@ -98,7 +98,7 @@ class LocalRank:
         self.convert = convert
         self.costs = costs
         self.connect_timeout_s = connect_timeout_s
-        self.busy = busy if on_gpu else None
+        self.is_busy = is_busy if on_gpu else None
         self.endpoint = Endpoint(
             layout=pool.layout,
             rank=number,
@@ -112,7 +112,7 @@ class LocalRank:
             placer_out_of_staging = staging_placer(pool, convert=convert)
             self.staging = StagingBuffer(staging_bytes, pool, placer_out_of_staging)
         window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
-        self.throttle = Throttle(window, busy) if on_gpu else Throttle(window)
+        self.throttle = Throttle(window, is_busy) if on_gpu else Throttle(window)
         self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
         self._scratch = torch.empty(
             SCRATCH_BYTES, dtype=torch.uint8, device=pool.device
@@ -146,7 +146,7 @@ class LocalRank:
         if self.placer is not None:
             self.placer.bind_thread()
 
-    def offer(self) -> None:
+    def register_pool(self) -> None:
         """Makes the pool readable by peers."""
         self._register(self.agent, self.pool.base_address, self.pool.nbytes)
 

@@ -145,7 +145,7 @@ class NixlAgent(TransferAgent):
         return ReadHandle(peer, state, request)
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        if handle.ended:
+        if handle.has_ended:
             return handle.state
         try:
             status = self._agent.getXferStatus(handle.key)
@@ -153,14 +153,14 @@ class NixlAgent(TransferAgent):
         except Exception as error:
             logger.warning("READ from %s failed: %s", handle.peer, error)
             handle.state = ReadState.ERROR
-        self._num_active -= handle.ended
+        self._num_active -= handle.has_ended
         if handle.state is ReadState.ERROR:
             self._has_failed = True
             ucx_log.update()
         return handle.state
 
     def release(self, handle: ReadHandle) -> None:
-        if not handle.ended:
+        if not handle.has_ended:
             raise RuntimeError(f"released an active READ from {handle.peer}")
         _call_and_log_failure(self._agent.releaseXferReq, handle.key)
 

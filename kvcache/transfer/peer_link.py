@@ -34,7 +34,7 @@ _MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
 _MIN_NAP_S = 0.00001
 _MAX_NAP_S = 0.01
 _CLOSE_TIMEOUT_S = 5.0  # longest wait in `join` for a link's thread to end
-FIX = (
+_FIX = (
     "Open the prefill server's UCX ports to this host (UCX_TCP_PORT_RANGE sets them), "
     "and set UCX_NET_DEVICES on both hosts to interfaces that reach the other host; "
     "docker0 and other interfaces with the same address on both hosts do not"
@@ -236,7 +236,7 @@ class PeerLink:
         """
         began_s = time.perf_counter()
         handle = self.read(read, self._rank.scratch_address)
-        ended_at_once = handle.ended
+        ended_at_once = handle.has_ended
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
                 raise TransferFailed("a READ that measures the link does not end")
@@ -249,7 +249,7 @@ class PeerLink:
             raise TransferFailed("a READ that measures the link has failed")
         self.agent.release(handle)
         return Sample(
-            descriptors=len(read.lengths),
+            num_descriptors=len(read.lengths),
             nbytes=read.nbytes,
             seconds=seconds,
             ended_at_once=ended_at_once,
@@ -258,5 +258,5 @@ class PeerLink:
     def _unreachable(self, reason: str) -> PeerUnreachable:
         name = self._metadata.engine_id
         return PeerUnreachable(
-            f"prefill server {name} cannot be read over NIXL: {reason}. {FIX}."
+            f"prefill server {name} cannot be read over NIXL: {reason}. {_FIX}."
         )

@@ -111,7 +111,7 @@ class TransferWorker:
 
     def _run(self) -> None:
         allow_short_naps()
-        use_one_core()
+        use_one_torch_thread()
         self._rank.bind_thread()
         self._watchdog.start()
         wait_s = 0.0
@@ -239,10 +239,10 @@ class TransferWorker:
             job.is_stopping or job.waits_for_link for job in jobs
         ):
             return _STUCK_NAP_S
-        busy = self._rank.busy
-        if busy is None:
+        is_busy = self._rank.is_busy
+        if is_busy is None:
             return _NAP_S
-        return _GPU_BUSY_NAP_S if busy() else _GPU_NAP_S
+        return _GPU_BUSY_NAP_S if is_busy() else _GPU_NAP_S
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -369,7 +369,7 @@ class TransferWorker:
         """Reports a complete job; first computes a digest if the pull requires one."""
         fields: dict[str, Any] = {
             "nbytes": job.nbytes,
-            "descriptors": job.descriptors,
+            "num_descriptors": job.num_descriptors,
             "path": job.path if job.nbytes else "none",
         }
         scope = job.pull.scope
@@ -413,7 +413,7 @@ class TransferWorker:
         self._link.report(report)
 
 
-def use_one_core() -> None:
+def use_one_torch_thread() -> None:
     """Keeps torch from starting OpenMP threads for the calling thread.
 
     If there are more OpenMP threads than cores, libgomp's threads sleep while they wait

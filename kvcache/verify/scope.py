@@ -52,7 +52,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     """The KV that a digest covers: tokens [start, stop) of a leased sequence.
 
     Attributes:
-        samples: The digest covers a sample of the layers instead of all layers.
+        is_sample: The digest covers a sample of the layers instead of all layers.
         chunk_tokens: Tokens of a chunk; chunks are counted from token 0.
         reach: As in KVGroups.token_ranges; only used with several layer groups.
     """
@@ -60,7 +60,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     lease_id: str
     start: int
     stop: int
-    samples: bool = False
+    is_sample: bool = False
     chunk_tokens: int = 256
     reach: int = 0
 
@@ -77,7 +77,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
             i64 [chunks, covered layers].
         """
         all_layers = np.arange(count)
-        if not self.samples:
+        if not self.is_sample:
             return np.broadcast_to(all_layers, (len(self.chunks), count))
         numbers = np.array(self.chunks)[:, None] * (1 << 20) + all_layers
         order = self.keys(KeyKind.LAYER_SAMPLE, numbers.astype(np.uint64))

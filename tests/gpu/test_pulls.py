@@ -174,14 +174,14 @@ def decode_on(
     to_close: list[Any],
     num_programs: int = 64,
     long_run_bytes: int = LONG_RUN_BYTES,
-    busy: bool = False,
+    is_busy: bool = False,
     **options: Any,
 ) -> Decode:
     make_placer = partial(
         CudaPlacer,
         num_programs=num_programs,
         long_run_bytes=long_run_bytes,
-        busy=lambda: busy,
+        is_busy=lambda: is_busy,
     )
     decode = Decode(
         lambda: nixl("D", device),
@@ -241,7 +241,7 @@ def assert_pulls(
         ({"block_size": 8}, {"block_size": 24, "order": "LCBHND"}),
         ({"tp": 1}, {"tp": 2, "long_run_bytes": 0}),
         ({"block_size": 8}, {"block_size": 24, "long_run_bytes": 0}),
-        ({"order": "LBCNHD"}, {"tp": 2, "busy": True}),
+        ({"order": "LBCNHD"}, {"tp": 2, "is_busy": True}),
     ],
 )
 def test_pull_from_another_process(to_close, source, target, p, d):

@@ -23,7 +23,7 @@ def scopes(draw: Any, case: Case) -> Scope:
         lease_id=f"{draw(st.integers(0, 2**64)):032x}",
         start=case.start,
         stop=case.stop,
-        samples=draw(st.booleans()),
+        is_sample=draw(st.booleans()),
         chunk_tokens=draw(st.integers(1, 64)),
     )
 
@@ -144,7 +144,7 @@ def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
     The sums have keys, because in a plain sum the two bits might cancel each other out.
     """
     case, scope = scoped_case
-    scope = replace(scope, samples=False)
+    scope = replace(scope, is_sample=False)
     ranks = ranks_with_tokens(case, case.d)
     assume(ranks)
     expected = prefill_digest(case, scope)
@@ -172,7 +172,7 @@ def test_digest_of_sampled_layers_detects_every_wrong_token(scoped_case, data):
     bytes in all heads and layers.
     """
     case, scope = scoped_case
-    scope = replace(scope, samples=True)
+    scope = replace(scope, is_sample=True)
     ranks = ranks_with_tokens(case, case.d)
     assume(ranks)
     expected = prefill_digest(case, scope)
@@ -188,7 +188,7 @@ def test_digest_of_sampled_layers_detects_every_wrong_token(scoped_case, data):
 
 def test_samples_of_many_leases_cover_all_layers():
     samples = [
-        Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)
+        Scope(f"{lease}", 300, 1000, is_sample=True).layers(40) for lease in range(200)
     ]
     # `layers` is [leases, sampled layers] of one chunk of tokens.
     for layers in np.stack(samples, axis=1):

@@ -32,7 +32,7 @@ from kvcache.layout import KVLayout
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
-from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.pulls.messages import PullSettings
 from model.config import load_config
 from model.parallel import Parallel
@@ -206,9 +206,9 @@ class Engine:
         self.coordinator = self._work.coordinator
         self.workers = self._work.workers
         for rank in self._work.ranks:
-            rank.offer()
+            rank.register_pool()
         rank_metadata = [
-            describe(pool, rank, agent.metadata())
+            describe_pool(pool, rank, agent.metadata())
             for rank, (pool, agent) in enumerate(zip(self.pools, agents, strict=True))
         ]
         engine_metadata = metadata(
@@ -225,7 +225,7 @@ class Engine:
             engine_metadata,
             secret,
             lease_clock,
-            digest=self.coordinator.digest,
+            start_digest=self.coordinator.digest,
             max_tokens=num_blocks * block_size * dcp,
         )
         self.leases.start()

@@ -348,7 +348,7 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) 
         into[element_map(case, case.d, d_rank, beyond)] = GARBAGE
     np.testing.assert_array_equal(into, memory_of(case, case.d, d_rank, case.start))
     reads = list(plan.reads)
-    assert plan.descriptors == sum(len(read.lengths) for read in reads)
+    assert plan.num_descriptors == sum(len(read.lengths) for read in reads)
     assert plan.bytes_read == sum(read.nbytes for read in reads)
     for read in reads:
         leased = leased_bytes(case, read.remote_rank)

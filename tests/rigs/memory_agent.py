@@ -162,7 +162,7 @@ class MemoryAgent(TransferAgent):
         network.late_runs = []
         for agent, runs in late_runs:
             agent._deliver(runs)
-        if handle.ended or network.stalled & {None, handle.peer}:
+        if handle.has_ended or network.stalled & {None, handle.peer}:
             return handle.state
         with _lock:
             is_closed = handle.peer not in _open_agents
@@ -189,7 +189,7 @@ class MemoryAgent(TransferAgent):
         self._network.active += change
 
     def release(self, handle: ReadHandle) -> None:
-        if not handle.ended:
+        if not handle.has_ended:
             raise RuntimeError(f"released an active READ from {handle.peer}")
         handle.key = None
 

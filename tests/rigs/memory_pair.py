@@ -17,7 +17,7 @@ from kvcache.layout import KVLayout
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -212,7 +212,7 @@ class Prefill:
             secret,
             self.clock,
             self.ended.set,
-            digest=lambda *args: self.digest(*args),
+            start_digest=lambda *args: self.digest(*args),
         )
         self.server.start()
 
@@ -228,7 +228,7 @@ class Prefill:
         agent.register(
             pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind
         )
-        return describe(pool, rank, agent.metadata())
+        return describe_pool(pool, rank, agent.metadata())
 
     def lease(
         self,

@@ -12,11 +12,16 @@ from kvcache import fp8
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import (
     NUM_PARAMETERS,
-    kind_of,
+    kernel_kind,
     piece_units,
     units_of,
 )
-from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
+from kvcache.transfer.move.peer_memory import (
+    Memory,
+    NotMappable,
+    bytes_at,
+    mappable_record,
+)
 from kvcache.transfer.move.place import ALL_BYTES, Placer
 from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.endpoint import IntArray
@@ -70,7 +75,7 @@ def place_units(
     """Do what `place` does, but with the kernel's index arithmetic. All arguments are
     on the CPU.
     """
-    kind = kind_of(copy.source, copy.target, scale_factors)
+    kind = kernel_kind(copy.source, copy.target, scale_factors)
     reads, writes, scales = (
         torch.from_numpy(array) for array in locate(copy, scale_factors)
     )
@@ -113,7 +118,7 @@ class MemoryPlacer(Placer):
         self.unmapped = threading.Event()
 
     def open(self, rank: RankMetadata) -> Memory:
-        offered(rank)
+        mappable_record(rank)
         if rank.pid != os.getpid():
             raise NotMappable("the memory belongs to another process")
         address = rank.base_address

@@ -25,7 +25,7 @@ class CudaError(Exception):
     """A driver call failed. The message names the call and the driver's reason."""
 
 
-def copies_batches() -> bool:
+def can_batch_copies() -> bool:
     """True if one call can begin many copies: CUDA 12.8 and later."""
     return hasattr(_library(), "cuMemcpyBatchAsync")
 

@@ -61,7 +61,7 @@ _BUSY_RUN_BYTES = 64 << 10
 _MAX_ENGINE_COPIES = 128
 
 
-class Kind(NamedTuple):
+class KernelKind(NamedTuple):
     """The constants for which a kernel is compiled."""
 
     source_dtype: str
@@ -83,12 +83,14 @@ class Units(NamedTuple):
             float32 bits of the scale factors.
     """
 
-    kind: Kind
+    kind: KernelKind
     units_per_piece: int
     parameters: IntArray
 
 
-def kind_of(source: KVLayout, target: KVLayout, scale_factors: ScaleFactors) -> Kind:
+def kernel_kind(
+    source: KVLayout, target: KVLayout, scale_factors: ScaleFactors
+) -> KernelKind:
     """The constants of the kernel that places a copy.
 
     The number of elements in a unit is the largest power of two that divides head_dim
@@ -97,10 +99,10 @@ def kind_of(source: KVLayout, target: KVLayout, scale_factors: ScaleFactors) -> 
     max_elements = UNIT_BYTES // max(source.itemsize, target.itemsize)
     largest_power_of_two = source.head_dim & -source.head_dim
     elements = min(max_elements, largest_power_of_two)
-    return Kind(source.dtype, target.dtype, elements, scale_factors is not None)
+    return KernelKind(source.dtype, target.dtype, elements, scale_factors is not None)
 
 
-def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
+def kernel_kinds_into(target: KVLayout, *, convert: bool) -> Iterator[KernelKind]:
     """Yields the constants of all kernels that may be needed to place KV of any peer.
 
     Args:
@@ -110,9 +112,9 @@ def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
     dtypes = tuple(ITEMSIZE) if convert else (target.dtype,)
     for dtype in dtypes:
         source = replace(target, dtype=dtype)
-        yield kind_of(source, target, None)
+        yield kernel_kind(source, target, None)
         if convert and FP8 in (dtype, target.dtype):  # only FP8 has scales
-            yield kind_of(source, target, (1.0,))
+            yield kernel_kind(source, target, (1.0,))
 
 
 def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
@@ -121,7 +123,7 @@ def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
     Raises:
         PlanError: one piece has more than MAX_UNITS units.
     """
-    kind = kind_of(copy.source, copy.target, scale_factors)
+    kind = kernel_kind(copy.source, copy.target, scale_factors)
     sizes = axes_of(copy)
     factor_strides = {"L": copy.source.num_components, "C": 1}
     units_per_piece = copy.source.head_dim // kind.unit_elements
@@ -143,7 +145,7 @@ def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
     return Units(kind, units_per_piece, parameters)
 
 
-def piece_units(copy: BlockCopy, kind: Kind) -> tuple[IntArray, IntArray]:
+def piece_units(copy: BlockCopy, kind: KernelKind) -> tuple[IntArray, IntArray]:
     """Offsets of the pieces at the source and at the target, in units."""
     return (
         copy.sources // (kind.unit_elements * copy.source.itemsize),
@@ -184,8 +186,8 @@ class CudaPlacer(Placer):
             device runs them.
         num_programs: thread blocks of one launch; see NUM_PROGRAMS.
         long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
-            `busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
-        busy: returns True while a batch is computed on this device.
+            `is_busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
+        is_busy: returns True while a batch is computed on this device.
     """
 
     launch_bytes = 1 << 30  # takes about 2.8 ms over NVLink
@@ -196,25 +198,25 @@ class CudaPlacer(Placer):
         *,
         num_programs: int = NUM_PROGRAMS,
         long_run_bytes: int = LONG_RUN_BYTES,
-        busy: Callable[[], bool] = lambda: False,
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(pool)
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
-        self._busy = busy
+        self._is_busy = is_busy
         # While a batch is computed, the kernel is not launched before this time (by
         # time.perf_counter).
         self._next_paced_launch_s = 0.0
         # Kernels that cannot be compiled, each with the reason.
-        self._failed: dict[Kind, str] = {}
+        self._failed: dict[KernelKind, str] = {}
 
     def compile(self, *, convert: bool) -> None:
-        """Compiles every kernel of `kinds_into`, before the first peer connects.
+        """Compiles every kernel of `kernel_kinds_into`, before the first peer connects.
 
         If a kernel cannot be compiled, a warning is logged. `open` then refuses peers
         that need the kernel, and torch places their KV out of staging memory.
         """
-        for kind in kinds_into(self._pool.layout, convert=convert):
+        for kind in kernel_kinds_into(self._pool.layout, convert=convert):
             try:
                 with torch.cuda.device(self._pool.device):
                     self._launch(kind, *[self._pool.base_address] * 5, 0)
@@ -232,7 +234,10 @@ class CudaPlacer(Placer):
     def open(self, rank: RankMetadata) -> Memory:
         source = KVLayout.from_record(rank.layout)
         target = self._pool.layout
-        for kind in (kind_of(source, target, None), kind_of(source, target, (1.0,))):
+        for kind in (
+            kernel_kind(source, target, None),
+            kernel_kind(source, target, (1.0,)),
+        ):
             if kind in self._failed:
                 reason = self._failed[kind]
                 raise NotMappable(
@@ -243,7 +248,7 @@ class CudaPlacer(Placer):
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
         if self._is_for_engines(copy, scale_factors):
             return _MAX_ENGINE_COPIES * copy.piece_bytes
-        if not self._busy():
+        if not self._is_busy():
             return ALL_BYTES
         now = time.perf_counter()
         if now < self._next_paced_launch_s:
@@ -257,10 +262,10 @@ class CudaPlacer(Placer):
     def _is_for_engines(self, copy: BlockCopy, scale_factors: ScaleFactors) -> bool:
         """True if copy engines, not the kernel, have to carry out this copy."""
         long_bytes = self._long_run_bytes
-        if self._busy():
+        if self._is_busy():
             long_bytes = min(long_bytes, _BUSY_RUN_BYTES)
         is_long = run_bytes_of(copy, scale_factors) >= max(long_bytes, 1)
-        return is_long and cuda.copies_batches()
+        return is_long and cuda.can_batch_copies()
 
     def _place(
         self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
@@ -299,7 +304,7 @@ class CudaPlacer(Placer):
             len(copy.sources) * units.units_per_piece,
         )
 
-    def _launch(self, kind: Kind, *numbers: int) -> None:
+    def _launch(self, kind: KernelKind, *numbers: int) -> None:
         from kvcache.transfer.move.place_kernel import launch  # needs Triton
 
         launch(*kind, self._num_programs, *numbers)

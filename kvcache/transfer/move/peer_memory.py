@@ -86,7 +86,7 @@ def host_id() -> str:
         return socket.gethostname()
 
 
-def offer(pool: KVPool) -> dict[str, Any]:
+def mappable_extra(pool: KVPool) -> dict[str, Any]:
     """The entries of RankMetadata.extra with which processes of this host map the pool.
 
     Empty, after a warning, if the pool cannot be shared.
@@ -109,7 +109,7 @@ def offer(pool: KVPool) -> dict[str, Any]:
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
 
-def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
+def describe_pool(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
     """The metadata with which peers read a rank's pool, over NIXL or by mapping it."""
     return RankMetadata(
         rank=rank,
@@ -119,12 +119,12 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
         device_id=pool.device_id,
         device_kind=pool.device.type,
         layout=pool.layout,
-        extra=offer(pool),
+        extra=mappable_extra(pool),
         pid=os.getpid(),
     )
 
 
-def offered(rank: RankMetadata) -> MappableRecord:
+def mappable_record(rank: RankMetadata) -> MappableRecord:
     """Reads the MappableRecord in a rank's metadata.
 
     Raises:
@@ -149,7 +149,7 @@ def open_host(rank: RankMetadata) -> Memory:
         NotMappable: the rank is on a different host, shares no host memory, or has
             ended.
     """
-    record = offered(rank)
+    record = mappable_record(rank)
     if rank.device_kind != "cpu" or record.fd < 0:
         raise NotMappable(
             f"the peer's KV is in {rank.device_kind} memory that is not shared"
@@ -173,7 +173,7 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
         NotMappable: the rank is on a different host, shares no GPU memory, or has
             ended; or `device` cannot access the memory.
     """
-    record = offered(rank)
+    record = mappable_record(rank)
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"the peer's KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)

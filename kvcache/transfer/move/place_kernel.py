@@ -43,7 +43,7 @@ def launch(
     """Queues the kernel on the current stream; compiles a variant at its first call.
 
     Args:
-        source, target, unit_elements, scaled: the fields of cuda_placer.Kind.
+        source, target, unit_elements, scaled: the fields of cuda_placer.KernelKind.
         num_programs: number of thread blocks.
         numbers: the kernel's arguments: the addresses of the two memories, of the
             parameters, and of the piece offsets on either side; the number of units.

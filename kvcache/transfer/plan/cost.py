@@ -69,9 +69,9 @@ class CostModel:
             overlaps=DEFAULT_COSTS[device].overlaps,
         )
 
-    def read_s(self, descriptors: int, nbytes: int) -> float:
-        """Seconds to read `nbytes` in `descriptors` runs."""
-        return descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
+    def read_s(self, num_descriptors: int, nbytes: int) -> float:
+        """Seconds to read `nbytes` in `num_descriptors` runs."""
+        return num_descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
     def staged_s(
         self, read_s: float, place_s: float, chunks: int, last_share: float
@@ -101,12 +101,12 @@ class Sample(NamedTuple):
     """One probe and its measured time.
 
     Attributes:
-        descriptors: number of runs.
+        num_descriptors: number of runs.
         ended_at_once: the READ ended within its post, because the posting thread itself
             copied the bytes.
     """
 
-    descriptors: int
+    num_descriptors: int
     nbytes: int
     seconds: float
     ended_at_once: bool = False
@@ -198,14 +198,19 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     Raises:
         ValueError: both samples have the same bytes per run.
     """
-    determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
+    determinant = (
+        long.num_descriptors * short.nbytes - short.num_descriptors * long.nbytes
+    )
     if determinant == 0:
+        run_bytes = long.nbytes // long.num_descriptors
         raise ValueError(
-            f"both probes have runs of {long.nbytes // long.descriptors} bytes, so the "
-            "cost of a descriptor cannot be separated from the cost of a byte"
+            f"both probes have runs of {run_bytes} bytes, so the cost of a descriptor "
+            "cannot be separated from the cost of a byte"
         )
     per_descriptor = long.seconds * short.nbytes - short.seconds * long.nbytes
-    per_byte = long.descriptors * short.seconds - short.descriptors * long.seconds
+    per_byte = (
+        long.num_descriptors * short.seconds - short.num_descriptors * long.seconds
+    )
     bytes_per_s = 1 / max(per_byte / determinant, 1e-13)
     reads_are_copies = long.ended_at_once and short.ended_at_once
     place_bytes_per_s = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s

@@ -63,7 +63,7 @@ class TransferPlan:
         return (read for step in self.steps for read in step.reads)
 
     @cached_property
-    def descriptors(self) -> int:
+    def num_descriptors(self) -> int:
         return sum(len(read.lengths) for read in self.reads)
 
     @property
@@ -86,9 +86,9 @@ class TransferPlan:
 
         Computes the READs of all steps.
         """
-        if not self.descriptors:
+        if not self.num_descriptors:
             return f"{self.path}: {self.reason}"
-        runs = describe_runs(self.descriptors, self.bytes_read, self.estimated_s)
+        runs = describe_runs(self.num_descriptors, self.bytes_read, self.estimated_s)
         return f"{self.path}: {runs}; {self.reason}"
 
 

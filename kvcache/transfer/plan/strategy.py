@@ -65,17 +65,17 @@ class Estimate(NamedTuple):
     """The estimated cost of moving a transfer by one strategy.
 
     Attributes:
-        descriptors: number of runs of the READs.
+        num_descriptors: number of runs of the READs.
         nbytes: bytes that the READs move.
     """
 
     strategy: TransferStrategy
-    descriptors: int
+    num_descriptors: int
     nbytes: int
     seconds: float
 
     def __str__(self) -> str:
-        return describe_runs(self.descriptors, self.nbytes, self.seconds)
+        return describe_runs(self.num_descriptors, self.nbytes, self.seconds)
 
 
 def describe_runs(num_runs: int, nbytes: int, seconds: float) -> str:
@@ -137,7 +137,9 @@ def cheapest_staged(
         extra_s_per_run = max(_MIN_RUN_S - costs.per_descriptor_s, 0.0)
     return min(
         estimates,
-        key=lambda estimate: estimate.seconds + extra_s_per_run * estimate.descriptors,
+        key=lambda estimate: (
+            estimate.seconds + extra_s_per_run * estimate.num_descriptors
+        ),
     )
 
 

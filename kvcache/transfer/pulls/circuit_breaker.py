@@ -64,13 +64,13 @@ class CircuitBreaker:
         self.num_failures = 0
         self.retry_at = 0.0
 
-    def allows_pull(self, now: float, *, busy: bool = False) -> bool:
+    def allows_pull(self, now: float, *, is_busy: bool = False) -> bool:
         """True if a pull may begin now.
 
         Args:
-            busy: a pull from the peer is already active. A half-open circuit breaker
+            is_busy: a pull from the peer is already active. A half-open circuit breaker
                 then allows no second pull.
         """
         if self.num_failures < MAX_FAILURES:
             return True
-        return not busy and now >= self.retry_at
+        return not is_busy and now >= self.retry_at

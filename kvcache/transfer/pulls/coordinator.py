@@ -41,7 +41,7 @@ from kvcache.transfer.pulls.peers import (
     PeerRecord,
     PeerTable,
     is_converted,
-    misfit_of,
+    reference_error,
     verification_of,
 )
 from kvcache.transfer.pulls.pull_state import (
@@ -83,7 +83,7 @@ class PullCoordinator:
     may call all other methods; they queue calls that rank 0's worker makes.
 
     Args:
-        ends: sockets to the workers of ranks 1 and up.
+        sockets: sockets to the workers of ranks 1 and up.
         compat: the compatibility record of this engine.
         secret: the cluster secret, for messages on the side channel.
         convert: accept peers with a different KV dtype or KV scales.
@@ -99,7 +99,7 @@ class PullCoordinator:
 
     def __init__(
         self,
-        ends: Sequence[socket],
+        sockets: Sequence[socket],
         compat: CompatRecord,
         secret: bytes,
         settings: PullSettings | None = None,
@@ -110,7 +110,7 @@ class PullCoordinator:
         block_size: int = 1,
         verify: str = "off",
     ) -> None:
-        self._num_ranks = len(ends) + 1
+        self._num_ranks = len(sockets) + 1
         self._settings = settings or PullSettings()
         self._clock = clock
         self._compat = compat
@@ -125,7 +125,7 @@ class PullCoordinator:
         # Each selector key's `data` is the function to call when its socket is ready.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ, self._run_calls)
-        self._ranks = RankLinks(ends, self._selector, self.report)
+        self._ranks = RankLinks(sockets, self._selector, self.report)
         self._commands: list[Command] = []  # commands that rank 0 has not received
         on_reply = partial(self._try, self._take_reply)
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
@@ -406,8 +406,8 @@ class PullCoordinator:
             return
         now = self._clock()
         metadata = peer.metadata
-        misfit = metadata and misfit_of(state.remote, metadata)
-        error = peer.error or misfit or self._circuit_error(state.remote)
+        mismatch = metadata and reference_error(state.remote, metadata)
+        error = peer.error or mismatch or self._circuit_error(state.remote)
         if error:
             self._perform(state, state.fail(error, now))
             return

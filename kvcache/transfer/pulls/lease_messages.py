@@ -90,6 +90,6 @@ def request_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest
         lease_id=remote.lease_id,
         token_start=scope.start,
         token_stop=scope.stop,
-        samples=scope.samples,
+        samples=scope.is_sample,
         reach=scope.reach,
     )

@@ -64,7 +64,7 @@ class Lookups:
         Does nothing while the handshake is in progress.
         """
         metadata = peer.metadata
-        if metadata is not None and peer.circuit.allows_pull(now, busy=True):
+        if metadata is not None and peer.circuit.allows_pull(now, is_busy=True):
             # GetMetadata comes first, because a lease server accepts a long message
             # only after an authentic short message over the same connection.
             self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))

@@ -152,7 +152,7 @@ class PullDone(msgspec.Struct, frozen=True):
 
     Attributes:
         nbytes: bytes of the wanted tokens, on all ranks together.
-        descriptors: number of runs of all READs.
+        num_descriptors: number of runs of all READs.
         seconds: time from `pull` until P has confirmed the lease (the fence).
         path: one of PATHS.
         fence_s: the part of `seconds` that was spent waiting for the fence.
@@ -163,7 +163,7 @@ class PullDone(msgspec.Struct, frozen=True):
 
     pull_id: str
     nbytes: int
-    descriptors: int
+    num_descriptors: int
     seconds: float
     path: str
     fence_s: float = 0.0
@@ -293,7 +293,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     complete: bool
     error: ErrorInfo | None = None
     nbytes: int = 0
-    descriptors: int = 0
+    num_descriptors: int = 0
     path: str = "none"
     part: DigestPart | None = None
 

@@ -115,7 +115,7 @@ class PeerRecord:
             return None
         if hangs:
             reason = "READs from the server hang"
-        elif not self.circuit.allows_pull(now, busy=is_busy):
+        elif not self.circuit.allows_pull(now, is_busy=is_busy):
             reason = "the latest pulls from the server failed"
         else:
             return None
@@ -276,7 +276,7 @@ def is_converted(local: CompatRecord, remote: CompatRecord) -> bool:
     return (local.kv_dtype, local.kv_scales) != (remote.kv_dtype, remote.kv_scales)
 
 
-def misfit_of(
+def reference_error(
     remote: RemotePrefill, metadata: EngineMetadata
 ) -> PeerIncompatible | None:
     """The error if a reference contradicts the metadata of its engine, else None."""

@@ -323,7 +323,7 @@ class PullState:
             order.lease_id,
             order.token_start,
             order.token_stop,
-            samples=self._verified == "sample",
+            is_sample=self._verified == "sample",
             reach=order.reach,
         )
         request = self._request_digest(self._scope, now)
@@ -490,7 +490,7 @@ class PullState:
         return PullDone(
             pull_id=self.pull_id,
             nbytes=sum(report.nbytes for report in self._reports),
-            descriptors=sum(report.descriptors for report in self._reports),
+            num_descriptors=sum(report.num_descriptors for report in self._reports),
             seconds=now - self._began,
             path=joint_path([report.path for report in self._reports]),
             fence_s=now - self._fence_began,

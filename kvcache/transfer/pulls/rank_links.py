@@ -33,12 +33,12 @@ class WorkerLink:
     Any thread may call `wake`; only the worker's thread calls all other methods.
     """
 
-    def __init__(self, end: socket) -> None:
+    def __init__(self, sock: socket) -> None:
         self._waker = Waker()
         self.wake = self._waker.wake
         self._selector = DefaultSelector()
         self._selector.register(self._waker, EVENT_READ)
-        self._wire: Wire | None = Wire(end, _MAX_BYTES)
+        self._wire: Wire | None = Wire(sock, _MAX_BYTES)
         self._selector.register(self._wire, EVENT_READ)
 
     def receive(self, timeout_s: float) -> list[Command]:
@@ -79,20 +79,20 @@ class RankLinks:
     """The coordinator's ends of the links to all ranks but rank 0.
 
     Args:
-        ends: one socket for each rank.
+        sockets: one socket for each rank.
         selector: the data of a key is the function to call when its socket is ready.
         on_report: called with each report; must not raise.
     """
 
     def __init__(
         self,
-        ends: Iterable[socket],
+        sockets: Iterable[socket],
         selector: BaseSelector,
         on_report: Callable[[Report], None],
     ) -> None:
         self._selector = selector
         self._on_report = on_report
-        self._wires = [Wire(end, _MAX_BYTES) for end in ends]
+        self._wires = [Wire(sock, _MAX_BYTES) for sock in sockets]
         for wire in self._wires:
             selector.register(wire, EVENT_READ, partial(self._receive, wire))
 

@@ -110,7 +110,7 @@ def reader(
 def test_reads_move_exactly_the_requested_runs(reader):
     runs = [(0, 4096, 100), (200, 0, 50), (NBYTES - 64, NBYTES - 64, 64), (300, 7, 1)]
     handle = reader.post(runs)
-    assert reader.finish(handle) is ReadState.DONE and handle.ended
+    assert reader.finish(handle) is ReadState.DONE and handle.has_ended
     expected = np.zeros(NBYTES, dtype=np.uint8)
     for local, remote, length in runs:
         expected[local : local + length] = reader.peer.memory[remote : remote + length]

@@ -87,7 +87,7 @@ def test_slow_link_is_measured_quickly_and_fast_link_by_long_reads(
     costs = fit_costs(*measured)
     assert costs.bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
     assert sum(sample.seconds for sample in truth) < max_s
-    assert measured[1] == truth[0] and (truth[0].descriptors, truth[0].nbytes) == (
+    assert measured[1] == truth[0] and (truth[0].num_descriptors, truth[0].nbytes) == (
         512,
         512 * 256,
     )

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
+from kvcache.transfer.move.cuda_placer import divisor, kernel_kind, run_bytes_of
 from kvcache.transfer.move.place import place, split_into_launches
 from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from tests.rigs.examples import examples
@@ -160,7 +160,10 @@ def test_units_are_as_wide_as_both_sides_allow(head_dim, source, target, element
     case = Case(
         p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4
     )
-    assert kind_of(case.layout(p, 0), case.layout(d, 0), None).unit_elements == elements
+    assert (
+        kernel_kind(case.layout(p, 0), case.layout(d, 0), None).unit_elements
+        == elements
+    )
 
 
 BLOCKS = {8: (3, 1, 5, 2), 16: (2, 4)}

@@ -92,7 +92,7 @@ def test_any_geometry_is_mapped(rig, p, d):
     )
     blocks = [8, 3, 1, 7, 2][: -(-37 // d.get("block_size", 8))]
     done = decode.pull("a", remote, 3, 37, blocks)
-    assert (done.path, done.descriptors) == ("mapped", 0)
+    assert (done.path, done.num_descriptors) == ("mapped", 0)
     assert done.nbytes == sum(34 * each.token_bytes for each in decode.layouts)
     assert (decode.tokens(blocks, 0, 3) == 0).all()
     assert prefill.outcomes() == ["completed"]
@@ -247,7 +247,7 @@ def test_unmappable_peer_is_read_by_the_agent_or_refused_if_only_mapping_is_allo
     caplog.set_level("INFO")
     prefill = rig(Prefill, **prefill_options)
     decode = rig(Decode, make_placer=make_placer)
-    assert pull(decode, prefill, "direct").descriptors > 0
+    assert pull(decode, prefill, "direct").num_descriptors > 0
     assert log_text in caplog.text
     error = pull(rig(Decode, make_placer=make_placer, maps_only=True), prefill, None)
     assert re.search(refusal, str(error)), error

@@ -90,7 +90,7 @@ def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
     now = 0.0
     waits = []
     assert not peer.record_pull_failure(now) and peer.circuit.allows_pull(
-        now, busy=True
+        now, is_busy=True
     )
     assert peer.record_pull_failure(now), "the second failure did not open the circuit"
     for _ in range(9):
@@ -104,7 +104,7 @@ def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
         )
         assert not peer.circuit.allows_pull(now + waits[-1] - 0.01)
         now += waits[-1]
-        assert not peer.circuit.allows_pull(now, busy=True), (
+        assert not peer.circuit.allows_pull(now, is_busy=True), (
             "a half-open circuit allowed a second pull"
         )
         assert not peer.record_pull_failure(now), (

@@ -41,7 +41,7 @@ def check_direct(case: Case, d_rank: int) -> None:
     tokens = case.d.stored_tokens(d_rank, np.arange(case.start, case.stop))
     if plan.bytes_read > plan.useful_bytes:
         tokens = np.concatenate([tokens, rest_of_block(case, d_rank)])
-    assert plan.descriptors == fewest_descriptors(case, d_rank, tokens)
+    assert plan.num_descriptors == fewest_descriptors(case, d_rank, tokens)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_cheaper_path_wins_and_explanation_names_the_rejected_path():
     assert "direct would read 256 runs" in descriptors_cost.explanation
     assert "staged would read" in bytes_cost.explanation
     neighbours = simple(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
-    assert neighbours.descriptors == round(neighbours.estimated_s) == 1
+    assert neighbours.num_descriptors == round(neighbours.estimated_s) == 1
 
 
 def test_staging_memory_below_two_peer_blocks_makes_the_path_direct():

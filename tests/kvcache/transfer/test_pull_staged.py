@@ -52,7 +52,7 @@ def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
     remote = prefill.lease([5, 2, 9], 21)
     done = decode.pull("a", remote, 0, 21, [3, 1, 7])
     assert done.path == "direct", done
-    assert done.descriptors == 3 * min(max(p_tp, d_tp), HEADS)
+    assert done.num_descriptors == 3 * min(max(p_tp, d_tp), HEADS)
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:

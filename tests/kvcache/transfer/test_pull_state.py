@@ -106,7 +106,7 @@ def ended(
         complete=complete,
         error=error,
         nbytes=10,
-        descriptors=2,
+        num_descriptors=2,
         path=path,
     )
 

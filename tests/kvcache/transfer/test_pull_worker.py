@@ -155,11 +155,11 @@ def test_stop_of_an_unknown_pull_is_answered(rig, rank):
 
 ONE_CORE = """
 import threading, torch
-from kvcache.transfer.worker import use_one_core
+from kvcache.transfer.worker import use_one_torch_thread
 torch.set_num_threads(2)
 torch.get_num_threads()
 def copy():
-    use_one_core()
+    use_one_torch_thread()
     print(torch.get_num_threads())
 thread = threading.Thread(target=copy)
 thread.start()

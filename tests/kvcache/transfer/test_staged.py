@@ -61,7 +61,7 @@ def test_chunks_between_gpus_are_fewer_if_each_chunk_cuts_the_runs_of_every_laye
     )
     plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
     assert len(plan.steps) == 4
-    assert plan.descriptors == 4 * 32
+    assert plan.num_descriptors == 4 * 32
 
 
 def test_steps_are_computed_on_first_use():

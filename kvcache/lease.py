@@ -114,7 +114,7 @@ class LeaseTable:
             seals: These are the last blocks.
 
         Returns:
-            False if the lease is gone. The blocks still belong to the caller then.
+            False if the lease is gone: `block_ids` then still belong to the caller.
         """
         self.expire(now)
         lease = self._held.get(lease_id)

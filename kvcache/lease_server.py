@@ -65,8 +65,8 @@ _MAX_LOOKUPS = 64
 _MAX_UNSENT_BYTES = 64 << 20  # unsent replies to one peer
 _MAX_UNAUTHENTICATED = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections accepted at a time
-# Digests computed concurrently. Beyond this number, a request for a digest gets no
-# answer, and the peer repeats the request.
+# Bound of the digests computed concurrently. Above the bound, a request for a digest
+# gets no answer, and the peer repeats the request.
 _MAX_DIGESTS = 64
 # Any host on the network can cause warnings about refused requests, so these warnings
 # are rate-limited.

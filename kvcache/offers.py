@@ -139,8 +139,8 @@ class Offers(Generic[R]):
             seals: These are the last blocks.
 
         Returns:
-            The id of the prompt's lease; empty if the lease has ended. The blocks still
-            belong to the caller then.
+            The id of the prompt's lease. Empty if the lease has ended: `block_ids` then
+            still belong to the caller.
         """
         offer = self._offers[transfer_id]
         if offer.has_ended:

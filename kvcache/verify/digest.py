@@ -102,7 +102,7 @@ class Digester:
         self._total_heads = total_kv_heads
         row_bytes = pool.layout.head_dim * pool.layout.itemsize
         word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
-        # [rows, words of a row]
+        # The pool's memory as [rows, words of a row].
         self._words = pool.flat_bytes.view(word).view(-1, row_bytes // word.itemsize)
         self._digests: deque[_Digest] = deque()
         self.values = _values

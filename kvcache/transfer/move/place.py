@@ -48,7 +48,7 @@ class Placer:
             )
 
     def bind_thread(self) -> None:
-        """Prepares the calling thread. Only this thread may use the placer afterwards."""
+        """Prepares the calling thread. Only this thread may then use the placer."""
         if self._stream is not None:
             torch.cuda.set_device(self._pool.device)
 
@@ -149,7 +149,7 @@ class StagingBuffer:
         self._launches: list[deque[Any]] = [deque() for _ in range(_MAX_SLOTS)]
 
     def bind_thread(self) -> None:
-        """Prepares the calling thread. Only this thread may use the memory afterwards."""
+        """Prepares the calling thread. Only this thread may then use the memory."""
         self._placer.bind_thread()
 
     @property

@@ -65,7 +65,7 @@ class Handshakes:
             self._on_decided(peer)
 
     def drop_lost(self, now: float) -> None:
-        """Fails pulls and handshakes if their address has had no connection too long."""
+        """Fails pulls and handshakes if an address had no connection for too long."""
         for address, since in self._leases.unconnected().items():
             if now - since >= self._side_channel_timeout_s:
                 self._drop(address)

@@ -258,7 +258,7 @@ def test_cheaper_path_wins_and_explanation_names_the_rejected_path():
     bytes_cost = case.plan(0, costs=CostModel(1e-12, 1e9, 1e3), staging_bytes=1 << 20)
     assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
     assert "direct path would read 256 runs" in descriptors_cost.explanation
-    assert "staged would read" in bytes_cost.explanation
+    assert "staged path would read" in bytes_cost.explanation
     neighbours = simple(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
     assert neighbours.num_descriptors == round(neighbours.estimated_s) == 1
 

@@ -58,8 +58,9 @@ class BlockState(IntEnum):
 
 
 # READs may write to blocks in these states.
-_EXPOSED = frozenset({BlockState.RECEIVING, BlockState.QUARANTINED})
-_HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
+_EXPOSED_STATES = frozenset({BlockState.RECEIVING, BlockState.QUARANTINED})
+# The bytes of blocks in these states may be read.
+_READABLE_STATES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
 
 
 class BlockError(RuntimeError):
@@ -326,13 +327,13 @@ class BlockAllocator:
         return ids
 
     def _holds_bytes(self, block: int) -> bool:
-        return self._states[block] in _HOLDS_BYTES
+        return self._states[block] in _READABLE_STATES
 
     def _is_receiving(self, block: int) -> bool:
         return self._states[block] is BlockState.RECEIVING
 
     def _is_exposed(self, block: int) -> bool:
-        return self._states[block] in _EXPOSED
+        return self._states[block] in _EXPOSED_STATES
 
     def _is_markable(self, block: int) -> bool:
         return not self._cached[block] and self._holds_bytes(block)
@@ -386,7 +387,7 @@ class BlockAllocator:
         must not be marked as cached.
         """
         state = self._states[block]
-        must_be_unreferenced = state in _EXPOSED or block == NULL_BLOCK
+        must_be_unreferenced = state in _EXPOSED_STATES or block == NULL_BLOCK
         expected = BlockState.FREE if must_be_unreferenced else state
         has_negative_count = self._uses[block] < 0 or self._leases[block] < 0
         if has_negative_count or self._derived_state(block) is not expected:

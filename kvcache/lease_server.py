@@ -62,9 +62,9 @@ _MAX_REQUEST_BYTES = 4 << 10
 # Lookups that wait for the engine. Any lookup beyond this number is answered at once,
 # as if no prefix matched.
 _MAX_LOOKUPS = 64
-_MAX_UNSENT_BYTES = 64 << 20  # unsent replies to one peer
-_MAX_UNAUTHENTICATED = 256  # connections without an authentic message yet
-_MAX_ACCEPTED = 16  # connections accepted at a time
+_MAX_UNSENT_BYTES = 64 << 20  # bound of the unsent replies to one peer
+_MAX_UNAUTHENTICATED = 256  # bound of connections without an authentic message so far
+_MAX_ACCEPTED = 16  # most connections that are accepted in one call of `_accept`
 # Bound of the digests computed concurrently. Above the bound, a request for a digest
 # gets no answer, and the peer repeats the request.
 _MAX_DIGESTS = 64
@@ -277,10 +277,11 @@ class LeaseServer:
         except WireClosed as error:
             logger.debug("side channel: %s", error)
             self._drop(wire)
-        except Exception:  # one bad message must not end every lease
+        # A bug in the handling of one message must not end this thread and all leases.
+        except Exception:
             logger.exception("side channel: a message failed; closing its connection")
             self._counters["internal_errors"] += 1
-            self._drop(wire)  # the message might fail again in the next round
+            self._drop(wire)  # else the same message might fail again and again
 
     def _send_to_readers(self) -> None:
         """Sends messages to readers in the calling thread.

@@ -63,7 +63,7 @@ class PrefaultThread(threading.Thread):
                     _MADV_POPULATE_WRITE,
                 )
                 if is_refused:
-                    return  # the kernel will refuse all other slices, too
+                    return  # the Linux kernel is too old, so it refuses every slice
                 is_in_use = self._pool.highest_block >= 0
                 pause_s = _BUSY_PAUSE_S if is_in_use else _IDLE_PAUSE_S
                 if self._stopping.wait(pause_s):

@@ -180,7 +180,7 @@ class UcxLog:
         if self._fd is None:
             return
         libc = ctypes.CDLL(None)
-        libc.fflush(None)  # UCX writes through C's buffers
+        libc.fflush(None)  # UCX's output may still be in buffers of the C library
         with self._lock:
             size = os.fstat(self._fd).st_size
             num_new = max(size - self._num_parsed_bytes, 0)

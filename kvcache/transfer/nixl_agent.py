@@ -137,7 +137,8 @@ class NixlAgent(TransferAgent):
         try:
             status = self._agent.postXferReq(request, b"")
             state = _STATES.get(status, ReadState.ERROR)
-        except Exception as error:  # some runs may have been posted
+        # Some runs may have been posted, so this is a failed READ, not an exception.
+        except Exception as error:
             logger.warning("cannot read %d runs from %s: %s", len(lengths), peer, error)
             state = ReadState.ERROR
         self._num_active += state is ReadState.ACTIVE

@@ -208,7 +208,7 @@ class PeerLink:
         )
         try:
             costs = fit_costs(long, short, on_gpu=self._rank.kind == "VRAM")
-        except ValueError as error:  # the null block has no runs of two lengths
+        except ValueError as error:  # both probes have runs of the same length
             logger.info(
                 "cannot measure the link to prefill server %s: %s; using default costs",
                 name,

@@ -85,7 +85,7 @@ class TransferWorker:
         self._link = WorkerLink(link) if isinstance(link, socket) else link
         rank.wake = self._link.wake
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
-        self._commands: list[Command] = []  # received, but not carried out
+        self._commands: list[Command] = []  # received, but not carried out yet
         self._peers: dict[PeerKey, Peer] = {}
         # The first job posts next; a job that has posted moves to the end.
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
@@ -125,7 +125,8 @@ class TransferWorker:
                 self._fail_jobs(error, *self._jobs.values())
             if len(self._failures) == num_failures:
                 self._failures.clear()
-            elif len(self._failures) >= _MAX_FAILURES:  # no job can end any more
+            # After so many failures, no job is expected to end any more.
+            elif len(self._failures) >= _MAX_FAILURES:
                 raise self._failures[-1]
         if not self._jobs:
             for peer in self._peers.values():
@@ -256,7 +257,7 @@ class TransferWorker:
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # the pull has ended, so no READ of the pull is active
+                else:  # the job has ended, so no READ of the pull is active
                     self.digester.stop(pull_id)
                     self._report_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
@@ -280,7 +281,7 @@ class TransferWorker:
         del self._jobs[job.pull_id]
         is_complete = not job.is_stopping
         error = job.error
-        if is_complete:  # the report comes first, because the fence waits for it
+        if is_complete:  # reported before the clean-up, because the pull waits for it
             self._report_complete(job)
         try:
             self._drive(job, job.release_staging)

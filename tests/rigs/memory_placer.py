@@ -13,7 +13,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import (
     NUM_PARAMETERS,
     kernel_kind,
-    piece_units,
+    piece_unit_offsets,
     units_of,
 )
 from kvcache.transfer.move.peer_memory import (
@@ -48,7 +48,7 @@ def locate(
         source = source + index * p[axis + 3]
         target = target + index * p[axis + 4]
         factor = factor + index * p[axis + 5]
-    sources, targets = piece_units(copy, kind)
+    sources, targets = piece_unit_offsets(copy, kind)
     source = source + sources[number]
     target = target + targets[number]
     if scale_factors is None:

@@ -39,8 +39,8 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # largest size of a unit: the largest word that a GPU thread moves
-NUM_PARAMETERS = 3 + 4 * 6  # without the scale factors
-MAX_UNITS = (1 << 31) - 1  # units of one launch: the kernel numbers them with int32
+NUM_PARAMETERS = 3 + 4 * 6  # of Units.parameters, not counting the scale factors
+MAX_UNITS = (1 << 31) - 1  # of one launch, because the kernel numbers units with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
@@ -66,7 +66,7 @@ class KernelKind(NamedTuple):
 
     source_dtype: str
     target_dtype: str
-    unit_elements: int  # elements of a unit, equal on both sides
+    unit_elements: int  # number of elements in a unit, the same on both sides
     scaled: bool  # elements are multiplied by scale factors
 
 
@@ -145,7 +145,7 @@ def units_of(copy: BlockCopy, scale_factors: ScaleFactors) -> Units:
     return Units(kind, units_per_piece, parameters)
 
 
-def piece_units(copy: BlockCopy, kind: KernelKind) -> tuple[IntArray, IntArray]:
+def piece_unit_offsets(copy: BlockCopy, kind: KernelKind) -> tuple[IntArray, IntArray]:
     """Offsets of the pieces at the source and at the target, in units."""
     return (
         copy.sources // (kind.unit_elements * copy.source.itemsize),
@@ -288,7 +288,7 @@ class CudaPlacer(Placer):
         if units.kind in self._failed:
             super()._place(copy, source, scale_factors)
             return
-        tables = (units.parameters, *piece_units(copy, units.kind))
+        tables = (units.parameters, *piece_unit_offsets(copy, units.kind))
         host_tables = torch.from_numpy(np.concatenate(tables)).pin_memory()
         # The device tables may be freed right after the launch: torch reuses their
         # memory only for later work on this stream.

@@ -74,7 +74,7 @@ def _divisor(p):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _axis(p):  # type: ignore[no-untyped-def]
-    """Loads an axis' three strides at p: of the source, the target and the factors."""
+    """Loads the three strides of an axis at p: source, target and scale factors."""
     return tl.load(p), tl.load(p + 1), tl.load(p + 2).to(tl.int32)
 
 

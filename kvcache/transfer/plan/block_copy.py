@@ -324,8 +324,8 @@ def check_blocks(
             f"{name} has {len(table)} blocks of {block_size} tokens; "
             f"{tokens.stop} tokens need {num_needed}"
         )
-    used = table[tokens.start // block_size : num_needed]
-    for block in (int(used.min()), int(used.max())):
+    needed_blocks = table[tokens.start // block_size : num_needed]
+    for block in (int(needed_blocks.min()), int(needed_blocks.max())):
         if not first <= block < num_blocks:
             raise PlanError(
                 f"{name} names block {block}; "

@@ -33,8 +33,8 @@ from kvcache.transfer.plan.block_copy import (
 )
 from kvcache.transfer.plan.endpoint import IntArray
 
-# Slots, and the memories in a slot, start at multiples of this number of bytes, because
-# placing copies words of up to 16 bytes.
+# Slots, and the memories in a slot, start at multiples of this number of bytes. KV is
+# copied out of a slot in words of up to 16 bytes, which must be aligned.
 ALIGN_BYTES = 64
 
 
@@ -43,7 +43,7 @@ class SlotMemory(NamedTuple):
 
     heads: range  # numbers of the model's KV heads
     layout: KVLayout
-    base: int  # bytes from the start of the slot
+    base: int  # bytes from the start of the slot to this part
 
 
 class Slot(NamedTuple):

@@ -9,7 +9,7 @@ The circuit breaker has three states:
   circuit breaker; a failure opens it again.
 """
 
-MAX_FAILURES = 2  # failures in a row that open the circuit breaker
+MAX_FAILURES = 2  # this many failures in a row open the circuit breaker
 
 
 def backoff_s(min_s: float, max_s: float, num_failures: int) -> float:

@@ -33,7 +33,7 @@ class DigestOrders:
         self._broadcast(order)
 
     def on_report(self, report: RankEnded) -> None:
-        """Adds a rank's part, and calls `reply` after the last part.
+        """Adds a rank's part. After the last part, calls the `reply` of the order.
 
         Ignores the report if it belongs to no open order.
         """

@@ -35,7 +35,7 @@ _MAX_REPLY_BYTES = 64 << 20
 # Most bytes that are read from one peer at a time, so that one peer does not delay the
 # replies of all others.
 _READ_BYTES = 1 << 20
-_MAX_UNSENT = 1000  # unsent requests to one peer
+_MAX_UNSENT = 1000  # bound of the unsent requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0

@@ -100,7 +100,7 @@ class PullState:
         # P still computes the prompt, and has not sent the reference.
         self._grows = remote.transfer_id is not None
         self._blocks = list(remote.block_ids)
-        self._ordered_stop = 0  # end of the tokens that ranks were ordered to read
+        self._ordered_stop = 0  # ranks were ordered to read the tokens before this one
         self._reading: set[int] = set()  # ranks that have not reported their end
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone

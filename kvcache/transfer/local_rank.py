@@ -139,7 +139,7 @@ class LocalRank:
         return self.costs is None and staging_bytes >= _MIN_MEASURED_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Prepares the calling thread (the transfer thread) to use agent and placers."""
+        """Prepares the calling thread to use the agent and the placers."""
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()

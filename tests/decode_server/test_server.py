@@ -31,7 +31,7 @@ _PROMPT = [5, 6, 7, 8, 9]
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=50)
 
 
-def _params(**changes: Any) -> dict[str, Any]:
+def _signed_params(**changes: Any) -> dict[str, Any]:
     return offer(_SECRET, _PROMPT, SamplingParams(temperature=0.5, seed=7), **changes)
 
 
@@ -62,7 +62,7 @@ def _prepare(
 
 
 def test_signed_reference_of_this_request_is_used_with_its_seed():
-    prepared = _prepare(_params())
+    prepared = _prepare(_signed_params())
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [FirstToken(42)]
     assert prepared.sampling.seed == 7, (
@@ -85,7 +85,7 @@ def test_reference_with_a_negative_seed_is_used_with_it():
 _ENDS_BANNED = SamplingParams(temperature=0.5, seed=7, min_tokens=3)
 _BANNED = {"sampling_digest": kv_params.sampling_digest(_ENDS_BANNED, [2])}
 _LOGPROBS = [FirstToken(42, TokenLogprobs(-0.5, [42], [-0.5]))]
-_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+_DIFFERENT_SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another temperature": ({}, {"temperature": 0.6}),
     "another seed": ({}, {"seed": 8}),
     "greedy here": ({}, {"temperature": 0}),
@@ -101,10 +101,10 @@ _OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("name", _OTHERWISE)
+@pytest.mark.parametrize("name", _DIFFERENT_SAMPLING)
 def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, policy):
-    fields, members = _OTHERWISE[name]
-    prepared = _prepare(_params(**fields), policy, **members)
+    fields, members = _DIFFERENT_SAMPLING[name]
+    prepared = _prepare(_signed_params(**fields), policy, **members)
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
     assert prepared.sampling.seed == members.get("seed", 99), (
@@ -113,7 +113,7 @@ def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, p
 
 
 def test_first_token_drawn_with_the_same_ends_banned_is_used():
-    remote = _prepare(_params(**_BANNED), min_tokens=1).remote
+    remote = _prepare(_signed_params(**_BANNED), min_tokens=1).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
 
@@ -127,7 +127,7 @@ def test_first_token_drawn_with_the_same_ends_banned_is_used():
     ],
 )
 def test_min_tokens_of_2_keeps_the_first_token(members):
-    remote = _prepare(_params(), **members).remote
+    remote = _prepare(_signed_params(), **members).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
 
@@ -138,40 +138,46 @@ def test_request_without_a_reference_is_served_locally(absent):
 
 
 def _forge(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    params = _params()
+    params = _signed_params()
     change(params)
     return params
 
 
-_LACKED = [FirstToken(42, TokenLogprobs(-0.5, [50], [-0.5]))]
+_LOGPROBS_OF_UNKNOWN_TOKEN = [FirstToken(42, TokenLogprobs(-0.5, [50], [-0.5]))]
 _ROWS = [None, *[TokenLogprobs(-0.5, [1], [-0.5])] * 4]
-_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+_WRONG_REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another host": (_forge(lambda p: p.update(remote_host="10.9.9.9")), {}),
     "another block": (_forge(lambda p: p["remote_block_ids"].__setitem__(0, 1)), {}),
     "another first token": (_forge(lambda p: p["first_tokens"][0].update(id=1)), {}),
     "another secret": (_forge(lambda p: p.update(signature="00" * 32)), {}),
     "another prompt": (
-        _params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])),
+        _signed_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])),
         {},
     ),
     "another salt": (
-        _params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 9], b"a")),
+        _signed_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 9], b"a")),
         {},
     ),
-    "another length": (_params(remote_num_tokens=6), {}),
-    "a token that this model lacks": (_params(first_tokens=[FirstToken(50)]), {}),
-    "another that this model lacks": (_params(first_tokens=_LACKED), {"logprobs": 1}),
-    "no logprobs of the prompt": (_params(), {"prompt_logprobs": 0}),
+    "another length": (_signed_params(remote_num_tokens=6), {}),
+    "a token that this model lacks": (
+        _signed_params(first_tokens=[FirstToken(50)]),
+        {},
+    ),
+    "another that this model lacks": (
+        _signed_params(first_tokens=_LOGPROBS_OF_UNKNOWN_TOKEN),
+        {"logprobs": 1},
+    ),
+    "no logprobs of the prompt": (_signed_params(), {"prompt_logprobs": 0}),
     "too few logprobs of the prompt": (
-        _params(prompt_logprobs=_ROWS),
+        _signed_params(prompt_logprobs=_ROWS),
         {"prompt_logprobs": 2},
     ),
 }
 
 
-@pytest.mark.parametrize("name", _WRONG)
+@pytest.mark.parametrize("name", _WRONG_REFERENCES)
 def test_wrong_reference_is_recomputed_or_refused(name):
-    offered, members = _WRONG[name]
+    offered, members = _WRONG_REFERENCES[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
     # A rejected reference is released at its server if it is signed. A forged one may
@@ -190,21 +196,21 @@ def test_wrong_reference_is_recomputed_or_refused(name):
 def test_authentic_references_of_a_refused_request_are_released():
     hooks = EitherLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
-    (message,) = hooks.release_messages([_params(), forged, "nonsense"])
+    (message,) = hooks.release_messages([_signed_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
     assert list(hooks.release_messages(None)) == []
     # Each check takes time, so the number is limited.
-    too_many = [_params()] * (MAX_PROMPTS + 1)
+    too_many = [_signed_params()] * (MAX_PROMPTS + 1)
     assert len(hooks.release_messages(too_many)) == MAX_PROMPTS
 
 
 @pytest.mark.parametrize("value", [True, False, None, "yes"])
 def test_sender_may_keep_the_release_of_a_lease(value):
-    lent = {**_params(), "sender_releases": value}
+    lent = {**_signed_params(), "sender_releases": value}
     remote = _prepare(lent).remote
     assert remote and remote.sender_releases is (value is True)
     assert kv_params.sender_releases([lent, lent]) is (value is True)
-    assert not kv_params.sender_releases([lent, _params()])
+    assert not kv_params.sender_releases([lent, _signed_params()])
     assert not any(
         kv_params.sender_releases(other) for other in (None, [], {}, "x", [None])
     )
@@ -215,14 +221,14 @@ def test_malformed_reference_is_a_400_under_any_policy(policy):
     with pytest.raises(KVParamsRejected, match="remote_port"):
         _prepare(_forge(lambda p: p.update(remote_port="http")), policy=policy)
     with pytest.raises(KVParamsRejected, match="2 objects for 1 prompt"):
-        _prepare([_params(), _params()], policy=policy)
+        _prepare([_signed_params(), _signed_params()], policy=policy)
 
 
 def test_reference_too_deep_to_print_is_rejected_without_a_server_error():
     deep: list[Any] = []
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
-    offered = {**_params(), "remote_engine_id": deep}
+    offered = {**_signed_params(), "remote_engine_id": deep}
     with pytest.raises(
         KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["
     ):
@@ -245,7 +251,7 @@ _HINT = KVHint(
 )
 
 
-def _sealed(age_s: int = 0) -> dict[str, Any]:
+def _signed_hint(age_s: int = 0) -> dict[str, Any]:
     return sealed(replace(_HINT, issued_s=int(time.time()) - age_s), _SECRET)
 
 
@@ -253,7 +259,7 @@ def _sealed(age_s: int = 0) -> dict[str, Any]:
     "leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"]
 )
 def test_signed_hint_is_passed_on_with_either_leg(leg):
-    prepared = _prepare({**leg, "hint": _sealed()}, max_tokens=1)
+    prepared = _prepare({**leg, "hint": _signed_hint()}, max_tokens=1)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (
         _HINT,
         bool(leg),
@@ -272,7 +278,7 @@ def test_signed_hint_is_passed_on_with_either_leg(leg):
     ],
 )
 def test_unsigned_or_old_hint_is_refused(age_s, changes, reported):
-    forged = {**_sealed(age_s), **changes}
+    forged = {**_signed_hint(age_s), **changes}
     prepared = _prepare({"hint": forged}, max_tokens=1)
     assert prepared.hint is None and re.search(reported, prepared.kv_rejected or "")
     with pytest.raises(KVParamsRejected, match=reported):

@@ -12,12 +12,12 @@ from protocol.settings.settings import (
 )
 
 
-def up(*argv: str) -> UpSettings:
+def up_settings(*argv: str) -> UpSettings:
     return load(UpSettings, argv)
 
 
 def test_each_server_gets_a_name_and_the_secret_by_environment():
-    settings = up("--prefill.count=2", "--decode.count", "1")
+    settings = up_settings("--prefill.count=2", "--decode.count", "1")
     values = server_commands(settings, secret="s" * 16, cores=8)
     assert [command.name for command in values] == [
         "prefill-0",
@@ -31,7 +31,7 @@ def test_each_server_gets_a_name_and_the_secret_by_environment():
 
 def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
     client, admin, proxy_key = "client-key-1", "admin-key-12", "the-proxy's-own"
-    settings = up(
+    settings = up_settings(
         f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k"
     )
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
@@ -53,7 +53,7 @@ def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
 
 
 def test_only_the_proxy_salts_the_cache_by_api_key():
-    settings = up("--api-key=client-key-1", "--cache-salt-by-key")
+    settings = up_settings("--api-key=client-key-1", "--cache-salt-by-key")
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
     assert "--cache-salt-by-key" in proxy_command(settings, urls, "s" * 16).argv
     for server in server_commands(settings, secret="s" * 16, cores=8):
@@ -61,7 +61,7 @@ def test_only_the_proxy_salts_the_cache_by_api_key():
 
 
 def test_options_reach_their_servers_and_no_others():
-    settings = up(
+    settings = up_settings(
         *(
             "--model=m",
             "--dtype=float32",
@@ -104,7 +104,7 @@ def test_options_reach_their_servers_and_no_others():
 
 
 def test_every_group_option_is_one_of_its_server():
-    settings = up()
+    settings = up_settings()
     for group, target in (
         (settings.prefill, PrefillSettings),
         (settings.decode, DecodeSettings),
@@ -113,7 +113,7 @@ def test_every_group_option_is_one_of_its_server():
 
 
 def test_the_proxy_gets_the_endpoint_and_all_urls():
-    settings = up(
+    settings = up_settings(
         "--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5"
     )
     urls = {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
@@ -135,10 +135,10 @@ def test_the_proxy_gets_the_endpoint_and_all_urls():
     ],
 )
 def test_servers_share_the_cores_of_a_large_machine_only(cores, argv, tp, threads):
-    assert default_threads(up(*argv), cores=cores, tp=tp) == threads
+    assert default_threads(up_settings(*argv), cores=cores, tp=tp) == threads
 
 
 def test_configured_threads_replace_the_default():
-    settings = up("--prefill.threads=3")
+    settings = up_settings("--prefill.threads=3")
     assert "--threads=3" in server_argv(settings, "prefill", cores=64)
     assert "--threads=32" in server_argv(settings, "decode", cores=64)

@@ -86,7 +86,7 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
     ]
     moved = dict(zip(theirs, map(str, ports), strict=False))
 
-    def here(value: str) -> str:
+    def localize(value: str) -> str:
         for name in services:
             value = re.sub(
                 rf"//{name}:(\d+)", lambda m: f"//127.0.0.1:{moved[m[1]]}", value
@@ -97,9 +97,11 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
     for name, service in services.items():
         program, command, *options = service["command"]
         assert program == "baton"
-        env = {key: here(str(value)) for key, value in service["environment"].items()}
+        env = {
+            key: localize(str(value)) for key, value in service["environment"].items()
+        }
         env |= {key: moved[env[key]] for key in PORTS if key in env}
-        result[name] = Service(name, [command, *map(here, options)], env)
+        result[name] = Service(name, [command, *map(localize, options)], env)
     return result
 
 

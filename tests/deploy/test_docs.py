@@ -41,7 +41,7 @@ DOCS = sorted(
 )
 # Options that the docs name but that are not Baton's: a placeholder, and options of
 # docker, argparse and pip.
-OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
+FOREIGN_OPTIONS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 ALL_PROGRAMS = {
     **PROGRAMS,
     "baton warm": PROGRAMS["baton up"],
@@ -53,16 +53,16 @@ ALL_FIELDS = [
     fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)
 ]
 # These files also name options of programs other than Baton's.
-OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
-OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
+FILES_WITH_FOREIGN_OPTIONS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
+BATON_DOCS = [path for path in DOCS if path.name not in FILES_WITH_FOREIGN_OPTIONS]
 
 
-@pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", BATON_DOCS, ids=lambda path: path.name)
 def test_every_option_that_a_text_names_is_one(path):
     names = set(map(option_name, ALL_FIELDS))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
-    assert named - names - OTHERS == set()
+    assert named - names - FOREIGN_OPTIONS == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -74,7 +74,7 @@ def test_every_file_that_a_text_names_exists(path):
     assert missing == set()
 
 
-@pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", BATON_DOCS, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path):
     names = set(map(variable_name, ALL_FIELDS))
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {
@@ -208,9 +208,9 @@ def _names(cell: str) -> list[str]:
     return re.findall(r"`(\w+)`", cell)
 
 
-def _leaves(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
+def _leaf_classes(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
     below = root.__subclasses__()
-    return {root} if not below else set().union(*map(_leaves, below))
+    return {root} if not below else set().union(*map(_leaf_classes, below))
 
 
 def test_the_table_of_errors_is_that_of_the_code():
@@ -219,7 +219,9 @@ def test_the_table_of_errors_is_that_of_the_code():
         for code, status, again, *_ in _rows("## Errors")
     }
     modules = (errors.__name__, proxy_errors.__name__)
-    kinds = {kind for kind in _leaves(errors.BatonError) if kind.__module__ in modules}
+    kinds = {
+        kind for kind in _leaf_classes(errors.BatonError) if kind.__module__ in modules
+    }
     matches = {(k.code, str(k.status), "yes" if k.retryable else "no") for k in kinds}
     assert message == matches
 

@@ -22,14 +22,14 @@ RULES = ROOT / "deploy" / "prometheus-rules.yml"
 ALERTS = ROOT / "tests" / "deploy" / "alerts.yml"
 
 
-def exposed(spec: Spec) -> str:
+def exposed_name(spec: Spec) -> str:
     return spec.name + ("_total" if spec.kind == "counter" else "")
 
 
 def row(spec: Spec) -> str:
     """Returns the line of docs/metrics.md for one metric."""
     labels = "{" + ", ".join(spec.labels) + "}" if spec.labels else ""
-    return f"| `{exposed(spec)}{labels}` | {spec.kind} | {spec.help} |"
+    return f"| `{exposed_name(spec)}{labels}` | {spec.kind} | {spec.help} |"
 
 
 def test_the_docs_have_a_row_for_every_metric():
@@ -47,7 +47,7 @@ TEXTS = [
     "file", [METRICS_DOC, *TEXTS, DASHBOARD, RULES, ALERTS], ids=str
 )
 def test_no_text_names_a_metric_that_is_not_there(file):
-    labels_by_name = {exposed(spec): spec for spec in TABLE}
+    labels_by_name = {exposed_name(spec): spec for spec in TABLE}
     for spec in TABLE:
         if spec.kind == "histogram":
             labels_by_name |= {
@@ -64,7 +64,7 @@ def rules() -> list[dict[str, str]]:
 
 
 def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
-    labels = {exposed(spec): spec.labels for spec in TABLE}
+    labels = {exposed_name(spec): spec.labels for spec in TABLE}
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]

@@ -28,16 +28,16 @@ def explain(
     return plan.explain(settings, model, "float32")
 
 
-def of_ranks(report: dict[str, Any], name: str) -> list[Any]:
+def values_of_ranks(report: dict[str, Any], name: str) -> list[Any]:
     return [rank[name] for rank in report["ranks"]]
 
 
 def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block():
     report = explain(LLAMA, geometry(tp=1), geometry(tp=2), tokens=1024)
-    assert of_ranks(report, "descriptors") == [16, 16]
-    assert of_ranks(report, "path") == ["direct"] * 2
-    assert of_ranks(report, "run_bytes_median") == [4 << 20] * 2
-    assert of_ranks(report, "heads") == ["0-3", "4-7"]
+    assert values_of_ranks(report, "descriptors") == [16, 16]
+    assert values_of_ranks(report, "path") == ["direct"] * 2
+    assert values_of_ranks(report, "run_bytes_median") == [4 << 20] * 2
+    assert values_of_ranks(report, "heads") == ["0-3", "4-7"]
     assert "runs of 4.0 MiB / 4.0 MiB / 4.0 MiB" in plan.text(report)
 
 
@@ -53,8 +53,8 @@ def test_token_major_blocks_cut_by_heads_are_staged_with_a_reason():
 
 def test_mla_latent_is_read_once_and_from_all_ranks_in_turn():
     report = explain(MLA, geometry(tp=4), geometry(tp=2), tokens=1024)
-    assert of_ranks(report, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
-    assert of_ranks(report, "remote_ranks") == [[0, 1, 2, 3]] * 2
+    assert values_of_ranks(report, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
+    assert values_of_ranks(report, "remote_ranks") == [[0, 1, 2, 3]] * 2
     assert report["idle_p_ranks"] == []
     # 64 tokens are one block of the peer. Both ranks of the peer have a copy, and one
     # is read.
@@ -68,26 +68,30 @@ def test_ranks_that_share_tokens_read_only_their_tokens():
     )
     # Each rank has three blocks of 64 tokens, except that the last block of the last
     # rank has 40.
-    assert of_ranks(report, "tokens") == [192, 192, 192, 168]
-    assert of_ranks(report, "bytes_read") == [
+    assert values_of_ranks(report, "tokens") == [192, 192, 192, 168]
+    assert values_of_ranks(report, "bytes_read") == [
         n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)
     ]
     assert "tp 4, dcp 4, BHLCND" in plan.text(report)
     assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(report)
     # 40 tokens are fewer than a stripe (a block of each rank).
     report = explain(LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40)
-    assert (of_ranks(report, "tokens"), of_ranks(report, "remote_ranks")) == (
-        [40, 0],
-        [[0], []],
-    )
+    assert (
+        values_of_ranks(report, "tokens"),
+        values_of_ranks(report, "remote_ranks"),
+    ) == ([40, 0], [[0], []])
     report = explain(LLAMA, geometry(block_size=16), geometry(tp=4, dcp=2), tokens=200)
-    assert of_ranks(report, "tokens") == [128, 72] * 2
-    assert of_ranks(report, "heads") == ["0-3", "0-3", "4-7", "4-7"]
+    assert values_of_ranks(report, "tokens") == [128, 72] * 2
+    assert values_of_ranks(report, "heads") == ["0-3", "0-3", "4-7", "4-7"]
 
 
 def test_a_full_hit_moves_nothing():
     report = explain(LLAMA, geometry(), geometry(), tokens=100, hit_tokens=100)
-    assert of_ranks(report, "descriptors") == of_ranks(report, "bytes_read") == [0]
+    assert (
+        values_of_ranks(report, "descriptors")
+        == values_of_ranks(report, "bytes_read")
+        == [0]
+    )
     assert report["estimated_s_per_1000_tokens"] == 0
 
 
@@ -113,7 +117,7 @@ def test_only_tokens_within_the_window_move():
         in plan.text(report)
     )
     hit = explain(gemma, geometry(), geometry(), tokens=100_000, hit_tokens=99_500)
-    assert of_ranks(hit, "useful_bytes") == [48 * layer_bytes * 500]
+    assert values_of_ranks(hit, "useful_bytes") == [48 * layer_bytes * 500]
 
 
 def test_explaining_needs_no_torch():
@@ -162,7 +166,7 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
     # The first costs have slow descriptors, the second have slow placing.
     for costs in ("1000,1000,1000", "0.000001,1000,0.001"):
         assert plan.main([*argv, f"--transfer-costs={costs}"]) == 0
-        paths += of_ranks(json.loads(capsys.readouterr().out), "path")
+        paths += values_of_ranks(json.loads(capsys.readouterr().out), "path")
     assert paths == ["staged", "direct"]
 
 

@@ -19,10 +19,10 @@ from tests.rigs.cluster import Server, start_decode, start_prefill, start_proxy,
 ANSWER_TOKENS = 60
 QUESTION_TOKENS = 40
 BLOCK_TOKENS = 32
-TURNS = 3
+NUM_TURNS = 3
 # As this number is odd, round robin sends consecutive turns of a conversation to
 # different servers.
-CONVERSATIONS = 3
+NUM_CONVERSATIONS = 3
 
 pytestmark = pytest.mark.slow
 
@@ -90,10 +90,10 @@ def test_turns_pull_what_another_server_has_computed(fleet, mode):
     routing = "auto" if mode == "auto" else "round_robin"
     argv = ["--routing", routing, "--disaggregate", mode]
     with started(lambda: start_proxy(servers[:2], servers[2:], *argv)) as (proxy,):
-        conversations = [fresh_prompt(600) for _ in range(CONVERSATIONS)]
+        conversations = [fresh_prompt(600) for _ in range(NUM_CONVERSATIONS)]
         num_computed = 0
         ideal = 0  # tokens that a single server would compute if it evicted nothing
-        for turn in range(TURNS):
+        for turn in range(NUM_TURNS):
             for index, prompt in enumerate(conversations):
                 answer = complete(proxy, prompt)
                 assert token_ids(answer) == token_ids(complete(lone_server, prompt))
@@ -109,7 +109,7 @@ def test_turns_pull_what_another_server_has_computed(fleet, mode):
         assert num_computed <= 1.1 * ideal
         leg = "decode" if mode == "never" else "prefill"
         hints = proxy.metrics()[f'baton_proxy_hints_total{{leg="{leg}"}}']
-        assert hints == (TURNS - 1) * CONVERSATIONS
+        assert hints == (NUM_TURNS - 1) * NUM_CONVERSATIONS
 
 
 def _evict(servers: list[Server]) -> None:

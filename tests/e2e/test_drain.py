@@ -25,7 +25,7 @@ from tests.rigs.cluster import (
 )
 from tests.rigs.plain_http import http
 
-_NUM = 24
+_NUM_REQUESTS = 24
 # The grace period is longer than any answer takes, so a server that ends sooner has
 # handed its answers over.
 _ARGV = (
@@ -158,7 +158,7 @@ def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
     with started(prefill, leaving, decode, decode) as servers:
         proxy = start_proxy(servers[:1], servers[1:], "--disaggregate", "always")
         with running(proxy):
-            bodies = [_body(index, 300 + 70 * index) for index in range(_NUM)]
+            bodies = [_body(index, 300 + 70 * index) for index in range(_NUM_REQUESTS)]
             figures = _drain_under_load(servers, proxy, bodies, end)
             print(json.dumps({"drain": figures}))
             assert figures["open"] > 0, "the server answered everything before it ended"

@@ -44,8 +44,8 @@ _SAMPLED = {
     "presence_penalty": 0.2,
 }
 _REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){4}"}}
-_LONG = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){150}"}}
-_WIDE = {"structured_outputs": {"regex": "[ä-üЖ-я€]{9}"}}
+_LONG_REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){150}"}}
+_MULTIBYTE_REGEX = {"structured_outputs": {"regex": "[ä-üЖ-я€]{9}"}}
 _TOOL = {
     "type": "function",
     "function": {
@@ -93,7 +93,7 @@ def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]
     if position in _MOMENTS:
         body["max_tokens"] = 600
         if kind == "structured":
-            body |= _LONG
+            body |= _LONG_REGEX
     else:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if position == "in a call":
@@ -112,7 +112,7 @@ def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]
         ids = _vocabulary(model)
         body["logit_bias"] = {str(ids[char]): 60 for char in "Ã©"}
     elif position == "in a character":
-        body |= _WIDE
+        body |= _MULTIBYTE_REGEX
     elif position == "in a grammar":
         body |= _REGEX
     return "/v1/completions", {
@@ -306,7 +306,7 @@ def test_every_answer_survives_every_fault_at_every_position(
     assert not _differences(fleet, cases[position], fault)
 
 
-_KILLS_S = 300.0
+_KILLING_SECONDS = 300.0
 _NUM_STREAMS = 24
 
 
@@ -337,7 +337,7 @@ def test_streams_survive_servers_killed_at_random_times(tiny_model):
 
         streams = [pool.submit(stream, index) for index in range(_NUM_STREAMS)]
         barrier.wait()
-        until_s = time.monotonic() + _KILLS_S
+        until_s = time.monotonic() + _KILLING_SECONDS
         while time.monotonic() < until_s and not any(one.done() for one in streams):
             kill(fleet, rng.choice(fleet.cutters))
             fleet.restarts.pop().result()

@@ -19,7 +19,7 @@ from tests.rigs.cluster import Cluster, assert_idle, cluster
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
 _SHARED = _ROOT.parent / "shared" / "eval"
-_KV = 'baton_kv_tokens_total{source="%s"}'
+_KV_TOKENS_METRIC = 'baton_kv_tokens_total{source="%s"}'
 
 
 def _evaluate(
@@ -71,7 +71,7 @@ def _kv_tokens(cluster: Cluster) -> dict[str, float]:
     """Return the decode server's counters of KV tokens, by source."""
     metrics = cluster.decode[0].metrics()
     return {
-        source: metrics.get(_KV % source, 0)
+        source: metrics.get(_KV_TOKENS_METRIC % source, 0)
         for source in ("transferred", "recomputed", "skipped")
     }
 

@@ -21,10 +21,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip(
     "playwright.async_api", reason="needs the extra `browser`"
 )
-SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
+RUN_SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
 WARMUP_SHARE = 0.25  # by this share of SECONDS, the histories of the page are full
-CLIENTS = 4
-STATE_REQUESTS = 200
+NUM_CLIENTS = 4
+NUM_STATE_REQUESTS = 200
 IDLE_S = 20.0
 
 
@@ -72,13 +72,13 @@ async def _update_share(proxy: Server, session: aiohttp.ClientSession) -> float:
     async with session.get(f"{proxy.url}/ui/state?since=0&epoch=") as answer:
         state = await answer.json()
     # The measured update has twice the changes of a usual interval.
-    changes = int(2 * state["number"] / SECONDS * state["interval_s"])
+    changes = int(2 * state["number"] / RUN_SECONDS * state["interval_s"])
     query = f"since={state['number'] - changes}&epoch={state['epoch']}"
     before = _cpu_s(proxy)
-    for _ in range(STATE_REQUESTS):
+    for _ in range(NUM_STATE_REQUESTS):
         async with session.get(f"{proxy.url}/ui/state?{query}") as answer:
             assert (await answer.json())["points"]
-    return (_cpu_s(proxy) - before) / STATE_REQUESTS / state["interval_s"]
+    return (_cpu_s(proxy) - before) / NUM_STATE_REQUESTS / state["interval_s"]
 
 
 async def _measure_page(
@@ -89,7 +89,7 @@ async def _measure_page(
     """
     console: list[str] = []
     proxy = running.proxy
-    until = asyncio.get_running_loop().time() + SECONDS
+    until = asyncio.get_running_loop().time() + RUN_SECONDS
     async with (
         playwright.async_playwright() as driver,
         aiohttp.ClientSession() as session,
@@ -102,9 +102,9 @@ async def _measure_page(
         page.on("pageerror", lambda error: console.append(str(error)))
         await page.goto(proxy.url)
         load = asyncio.gather(
-            *(_send_requests(proxy.url, session, until) for _ in range(CLIENTS))
+            *(_send_requests(proxy.url, session, until) for _ in range(NUM_CLIENTS))
         )
-        await asyncio.sleep(SECONDS * WARMUP_SHARE)
+        await asyncio.sleep(RUN_SECONDS * WARMUP_SHARE)
         memory = [await _page_memory(page) | {"proxy_mb": _rss_mb(proxy)}]
         num_requests = sum(await load)
         memory.append(await _page_memory(page) | {"proxy_mb": _rss_mb(proxy)})
@@ -120,7 +120,7 @@ async def _measure_page(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.timeout(RUN_SECONDS + 300)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_page_does_not_grow_and_costs_little_of_the_proxys_time(tiny_model):
     # This test is no coroutine, because coroutines have a shorter time limit.

@@ -19,7 +19,7 @@ from tests.rigs.cluster import (
 
 PREFIX_TOKENS = 512
 SUFFIX_TOKENS = 48
-CLIENTS = 12
+NUM_CLIENTS = 12
 
 
 def _computed(server: Server) -> float:
@@ -45,7 +45,7 @@ def _computed_share(
         proxy = start_proxy(servers[:num_prefills], servers[num_prefills:], *argv)
         with running(proxy):
             for _ in range(2):
-                warm_up = [fresh_prompt(PREFIX_TOKENS) for _ in range(CLIENTS)]
+                warm_up = [fresh_prompt(PREFIX_TOKENS) for _ in range(NUM_CLIENTS)]
                 complete_all(proxy.url, warm_up, 8)
             before = sum(map(_computed, servers))
             prefixes = [
@@ -55,8 +55,8 @@ def _computed_share(
                 prefixes[index % num_prefixes] + fresh_prompt(SUFFIX_TOKENS)
                 for index in range(num_prefixes * num_prompts)
             ]
-            for start in range(0, len(prompts), CLIENTS):
-                complete_all(proxy.url, prompts[start : start + CLIENTS], 8)
+            for start in range(0, len(prompts), NUM_CLIENTS):
+                complete_all(proxy.url, prompts[start : start + NUM_CLIENTS], 8)
             computed = sum(map(_computed, servers)) - before
     necessary = num_prefixes * (PREFIX_TOKENS + num_prompts * SUFFIX_TOKENS)
     return computed / necessary

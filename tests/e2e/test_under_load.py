@@ -91,21 +91,21 @@ def test_decode_continues_without_a_lost_peer_and_pulls_again_later(
         wait_until(lambda: all_ready(x))
         assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
         with _load(x.url, prompts, expected, 4) as load:
-            _wait_for_more(cluster, _pulls)
+            _wait_for_more(cluster, _num_pulls)
             hosts.drop_packets("d", "p")
-            _wait_for_more(cluster, _failures, 1)
+            _wait_for_more(cluster, _num_failures, 1)
             _wait_for_more(
                 cluster, lambda _: sum(client.num_right for client in load), 8
             )
             hosts.stop_dropping_packets("d", "p")
-            before = _pulls(cluster)
+            before = _num_pulls(cluster)
             wait_until(
-                lambda: p.child.exited.is_set() or _pulls(cluster) >= before + 4, 60
+                lambda: p.child.exited.is_set() or _num_pulls(cluster) >= before + 4, 60
             )
             if p.child.exited.is_set():
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
-                _wait_for_more(cluster, _pulls)
+                _wait_for_more(cluster, _num_pulls)
         assert_idle(p, d)
 
 
@@ -173,14 +173,14 @@ def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[_TokenTime]:
     return times
 
 
-def _pulls(cluster: Cluster) -> float:
+def _num_pulls(cluster: Cluster) -> float:
     name = 'baton_kv_transfers_total{outcome="done"'
     return sum(
         n for key, n in cluster.decode[0].metrics().items() if key.startswith(name)
     )
 
 
-def _failures(cluster: Cluster) -> float:
+def _num_failures(cluster: Cluster) -> float:
     name = 'baton_kv_transfer_failures_total{code="peer_unreachable"}'
     return cluster.decode[0].metrics().get(name, 0)
 
@@ -192,7 +192,7 @@ def _wait_for_more(
     wait_until(lambda: count(cluster) >= before + min_increase, 60)
 
 
-_CLIENTS = 6
+_NUM_CLIENTS = 6
 
 
 @pytest.fixture
@@ -220,13 +220,13 @@ def test_clients_do_not_notice_a_rolling_restart(tiny_model, tiny_reference, six
         cluster = Cluster(servers[:2], servers[2:], proxy, tiny_model)
         successors: list[Server] = []
         try:
-            with _load(proxy.url, prompts, expected, _CLIENTS) as load:
+            with _load(proxy.url, prompts, expected, _NUM_CLIENTS) as load:
 
                 def wait_for_answers() -> None:
                     _wait_for_more(
                         cluster,
                         lambda _: sum(client.num_right for client in load),
-                        4 * _CLIENTS,
+                        4 * _NUM_CLIENTS,
                     )
 
                 for server, start in zip(servers, starts, strict=True):

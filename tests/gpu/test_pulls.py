@@ -284,7 +284,7 @@ def test_pull_over_nixl(to_close, source, target, p, path):
 
 
 # 24 MiB, for which a kernel with a single thread block takes noticeably long.
-BIG = {"num_blocks": 4096, "block_size": 8}
+BIG_POOL = {"num_blocks": 4096, "block_size": 8}
 
 
 @pytest.mark.alone
@@ -294,10 +294,12 @@ def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
     to_close, source, target, long_run_bytes
 ):
     settings = {"side_channel_timeout_s": 0.5}
-    decode = decode_on(target, to_close, 1, long_run_bytes, settings=settings, **BIG)
+    decode = decode_on(
+        target, to_close, 1, long_run_bytes, settings=settings, **BIG_POOL
+    )
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info(source)[0]
-    prefill = prefill_on(source, to_close, **BIG)
+    prefill = prefill_on(source, to_close, **BIG_POOL)
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(20)]
 
@@ -327,8 +329,8 @@ def test_pulls_from_a_killed_peer_fail_and_its_memory_is_freed(
 def test_peer_that_frees_memory_during_a_copy_does_not_affect_other_pulls(
     to_close, source, target, long_run_bytes
 ):
-    prefill = prefill_on(source, to_close, **BIG)
-    decode = decode_on(target, to_close, 1, long_run_bytes, **BIG)
+    prefill = prefill_on(source, to_close, **BIG_POOL)
+    decode = decode_on(target, to_close, 1, long_run_bytes, **BIG_POOL)
     blocks = list(range(1, 4001))
     leases = [prefill.lease(blocks, 32_000) for _ in range(6)]
     for index, remote in enumerate(leases):

@@ -31,12 +31,14 @@ pytestmark = pytest.mark.gpu
 
 MODELS = trained_models()
 # Models with a head_dim that the kernels support.
-SERVED = [name for name in MODELS if "stories" not in name]
+SUPPORTED_MODELS = [name for name in MODELS if "stories" not in name]
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
-RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
+RESTRICTED_SAMPLING = SamplingParams(
+    temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5
+)
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
-BLOCKS = 512  # number of blocks in a pool
+NUM_BLOCKS = 512  # number of blocks in a pool
 
 
 def config_for(folder: Path, **options: Any) -> EngineConfig:
@@ -59,7 +61,7 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 @contextmanager
 def runner_for(
-    folder: Path, *, num_blocks: int = BLOCKS, **options: Any
+    folder: Path, *, num_blocks: int = NUM_BLOCKS, **options: Any
 ) -> Iterator[ModelRunner]:
     runner = ModelRunner(
         config_for(folder, **options), load_config(folder), Parallel(0, 1)
@@ -73,7 +75,9 @@ def runner_for(
 
 def tables_for(num_tokens: int, num_groups: int = 1) -> np.ndarray:
     width = -(-num_tokens // 16) * num_groups
-    order = 1 + np.random.default_rng(3).permutation(BLOCKS - 1)[: width * len(PROMPTS)]
+    order = (
+        1 + np.random.default_rng(3).permutation(NUM_BLOCKS - 1)[: width * len(PROMPTS)]
+    )
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 
@@ -159,7 +163,7 @@ def assert_same_but_for_ties(
 @pytest.mark.parametrize(
     ("backend", "bits"), [("torch", 16), ("auto", 16), ("torch", 8)], ids=str
 )
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 def test_flashinfer_in_graphs_equals_torch_and_eager_steps(name, backend, bits):
     options: dict[str, Any] = {}
     if bits == 8:
@@ -176,7 +180,7 @@ def test_flashinfer_in_graphs_equals_torch_and_eager_steps(name, backend, bits):
     assert_same_but_for_ties(tokens, logits, expected)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 @torch.inference_mode()
 def test_prompts_in_graphs_equal_eager_steps(name):
     """Steps have new and continued prompts of any size, and a sequence that decodes.
@@ -229,14 +233,14 @@ def continue_ahead(
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 def test_steps_launched_ahead_sample_the_same_tokens(name, enforce_eager):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         assert runner.depth == 1
         expected, _ = decode(runner, 24)
         assert continue_ahead(runner, 24, GREEDY) == expected
-        expected, _ = decode(runner, 12, sampling=RESTRICTED)
-        assert continue_ahead(runner, 12, RESTRICTED) == expected
+        expected, _ = decode(runner, 12, sampling=RESTRICTED_SAMPLING)
+        assert continue_ahead(runner, 12, RESTRICTED_SAMPLING) == expected
         with_logprobs = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
         tokens = continue_ahead(runner, 12, with_logprobs)
         assert tokens == continue_ahead(runner, 12, with_logprobs)
@@ -285,14 +289,14 @@ def assert_allowed(tokens: list[list[int]], vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 def test_masked_rows_sample_allowed_tokens_and_other_rows_are_unchanged(
     name, enforce_eager
 ):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         unmasked, _ = decode(runner, 12)
         greedy = continue_masked(runner, 12, GREEDY)
-        restricted = continue_masked(runner, 12, RESTRICTED)
+        restricted = continue_masked(runner, 12, RESTRICTED_SAMPLING)
         vocab_size = runner.model_config.vocab_size
         assert_allowed(greedy, vocab_size)
         assert_allowed(restricted, vocab_size)
@@ -308,9 +312,11 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
     ("sampling", "shaped", "masked"),
     [
         pytest.param(GREEDY, False, False, id="greedy"),
-        pytest.param(RESTRICTED, False, False, id="restricted"),
-        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, id="logprobs"),
-        pytest.param(RESTRICTED, True, False, id="penalties, bias and bans"),
+        pytest.param(RESTRICTED_SAMPLING, False, False, id="restricted"),
+        pytest.param(
+            replace(RESTRICTED_SAMPLING, num_logprobs=3), False, False, id="logprobs"
+        ),
+        pytest.param(RESTRICTED_SAMPLING, True, False, id="penalties, bias and bans"),
         pytest.param(GREEDY, True, True, id="masks"),
     ],
 )
@@ -325,7 +331,7 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
         context_lens = [40 + index] * len(PROMPTS)
         return step_of(parts, context_lens, sampling, shapes=shapes, is_masked=masked)
 
-    with runner_for(MODELS[SERVED[0]]) as runner:
+    with runner_for(MODELS[SUPPORTED_MODELS[0]]) as runner:
         words = -(-runner.model_config.vocab_size // 32)
         masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
         in_flight = []
@@ -367,7 +373,7 @@ def no_memory() -> Iterator[None]:
 
 
 def test_step_that_ran_out_of_memory_can_be_repeated():
-    with runner_for(MODELS[SERVED[0]]) as runner:
+    with runner_for(MODELS[SUPPORTED_MODELS[0]]) as runner:
         first = step_of(PROMPTS[:1], [70])
         expected = runner.execute(first).token_ids
         expected += runner.execute(step_of([expected], [71])).token_ids
@@ -382,7 +388,7 @@ def test_step_that_ran_out_of_memory_can_be_repeated():
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_sampling_under_masks_can_be_repeated_after_it_ran_out_of_memory(enforce_eager):
-    with runner_for(MODELS[SERVED[0]], enforce_eager=enforce_eager) as runner:
+    with runner_for(MODELS[SUPPORTED_MODELS[0]], enforce_eager=enforce_eager) as runner:
         masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
         first_ids = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
         expected = runner.execute(step_of([first_ids], [71])).token_ids
@@ -407,7 +413,7 @@ def test_float32_on_the_gpu_equals_the_cpu(name):
 
 
 @pytest.mark.alone  # otherwise tests in other processes would take memory of the GPU
-@pytest.mark.parametrize("name", SERVED[:1])
+@pytest.mark.parametrize("name", SUPPORTED_MODELS[:1])
 def test_pool_is_sized_by_the_free_memory(name):
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:
         total = torch.cuda.get_device_properties(0).total_memory

@@ -18,10 +18,10 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (
-    BLOCKS,
     MODELS,
-    RESTRICTED,
-    SERVED,
+    NUM_BLOCKS,
+    RESTRICTED_SAMPLING,
+    SUPPORTED_MODELS,
     assert_allowed,
     assert_same_but_for_ties,
     config_for,
@@ -39,7 +39,7 @@ NUM_STEPS = 16
 TIMEOUT_S = 120.0
 _KINDS = ("tp", "dcp", "ep")
 _JOBS = [
-    *((name, kind) for name in SERVED for kind in ("tp", "dcp")),
+    *((name, kind) for name in SUPPORTED_MODELS for kind in ("tp", "dcp")),
     ("moe", "tp"),
     ("moe", "ep"),
 ]
@@ -68,11 +68,11 @@ def _run_rank(
             _folder(name), tp=num_ranks, devices=list(range(num_ranks)), **sizes[kind]
         )
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
-        runner.allocate(BLOCKS)
+        runner.allocate(NUM_BLOCKS)
         runner.capture_graphs()
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
-        masked = continue_masked(runner, NUM_STEPS, RESTRICTED)
+        masked = continue_masked(runner, NUM_STEPS, RESTRICTED_SAMPLING)
         # Destroying a group that graphs refer to would block.
         runners.append(runner)
         outputs = (tokens, logits.cpu().numpy()) if rank == 0 else ()

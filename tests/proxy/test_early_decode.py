@@ -42,7 +42,7 @@ def fake(behave: Behave, name: str = "", **details: Any) -> Fake:
     return Fake(behave, details=all_details)
 
 
-def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
+def early_rig(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
     return Rig(prefill, decode, cluster_secret=SecretStr(SECRET), **settings)
 
 
@@ -70,7 +70,7 @@ async def test_decode_server_may_answer_before_the_prefill_server():
         await p.begun.wait()  # there is no KV to pull before that
         await decodes(call)
 
-    async with early([fake(p, "P")], [fake(reads)]) as rig:
+    async with early_rig([fake(p, "P")], [fake(reads)]) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
         assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
         (prefill_call,) = rig.prefill[0].calls
@@ -100,7 +100,7 @@ async def test_refusal_of_one_leg_is_the_answer_and_ends_the_other_leg(by_prefil
     other = Waits()
     prefill = refusing if by_prefill else other
     decode = other if by_prefill else refusing
-    async with early([fake(prefill)], [fake(decode)]) as rig:
+    async with early_rig([fake(prefill)], [fake(decode)]) as rig:
         request = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
         await other.begun.wait()
         refusing.go.set()
@@ -118,7 +118,7 @@ async def test_new_decode_leg_names_the_server_that_replaces_a_lost_prefill_serv
     behaviours = iter([first, decodes])
     prefill = [fake(lost, "P0"), fake(hangs, "P1")]
     decode = fake(lambda call: next(behaviours)(call))
-    async with early(prefill, [decode]) as rig:
+    async with early_rig(prefill, [decode]) as rig:
         request = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
         await first.begun.wait()
         lost.go.set()
@@ -148,7 +148,7 @@ async def test_refused_offer_is_followed_by_the_prefill_servers_params(
     refusing = fake(refuses_offers)
     other = fake(decodes)
     decode = [refusing, other]
-    async with early([fake(prefills)], decode, routing="round_robin") as rig:
+    async with early_rig([fake(prefills)], decode, routing="round_robin") as rig:
 
         async def count_offers(num_requests: int) -> list[int]:
             for _ in range(num_requests):
@@ -172,7 +172,7 @@ async def test_refused_offer_is_followed_by_the_prefill_servers_params(
 @pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
 async def test_server_without_early_decode_gets_the_prefill_servers_params(fails):
     """For example, a server of another version does not support early decode legs."""
-    async with early(
+    async with early_rig(
         [fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]
     ) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
@@ -193,7 +193,9 @@ async def test_server_without_early_decode_gets_the_prefill_servers_params(fails
 async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
     details, members
 ):
-    async with early([fake(prefills, **details)], [fake(decodes, **details)]) as rig:
+    async with early_rig(
+        [fake(prefills, **details)], [fake(decodes, **details)]
+    ) as rig:
         response = await rig.client.post("/v1/completions", json=BODY | members)
         assert response.json() == {"text": "onetwo"}
         (decode_call,) = rig.decode[0].calls
@@ -234,7 +236,7 @@ async def test_number_of_decode_servers_that_get_a_request_is_limited(
     """
     prefill = fake(prefills)
     decode = fails_in_turn(*outcomes)
-    async with early([prefill], decode, max_resumes=max_resumes) as rig:
+    async with early_rig([prefill], decode, max_resumes=max_resumes) as rig:
         body = (await rig.client.post("/v1/completions", json=BODY)).json()
         assert answer in (body.get("text"), body.get("error", {}).get("code"))
         calls = [call for server in rig.decode for call in server.calls]
@@ -253,7 +255,7 @@ async def test_no_kv_is_released_if_both_legs_succeed():
         p.go.set()
         await decodes(call)
 
-    async with early([fake(p)], [fake(streams)]) as rig:
+    async with early_rig([fake(p)], [fake(streams)]) as rig:
         response = await rig.client.post(
             "/v1/completions", json=BODY | {"stream": True}
         )
@@ -268,7 +270,7 @@ async def test_prefill_is_not_repeated_for_an_answer_that_has_begun(names):
     lost = Waits(drops)
     decode = Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     others = [fake(prefills, name) for name in names]
-    async with early([fake(lost, "P0"), *others], [fake(decode)]) as rig:
+    async with early_rig([fake(lost, "P0"), *others], [fake(decode)]) as rig:
         request = rig.client.stream(
             "POST", "/v1/completions", json=BODY | {"stream": True}
         )

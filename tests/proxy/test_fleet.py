@@ -33,7 +33,7 @@ READY_REPORT = HealthReport(True)
 STARTING = HealthReport(False, "the engine is starting")
 
 
-def failed_times(n: int, health: Health = READY) -> Health:
+def after_failures(n: int, health: Health = READY) -> Health:
     for _ in range(n):
         health = failed(health, 0.0)
     return health
@@ -66,10 +66,10 @@ def test_server_that_misses_few_health_checks_stays_ready():
 
 
 def test_failures_open_the_circuit_and_failed_trials_double_the_cooldown():
-    assert admits(failed_times(FAILURES - 1), 0.0)
-    recovered = succeeded(failed_times(FAILURES - 1))
-    assert admits(failed_times(FAILURES - 1, recovered), 0.0)
-    health = failed_times(FAILURES)
+    assert admits(after_failures(FAILURES - 1), 0.0)
+    recovered = succeeded(after_failures(FAILURES - 1))
+    assert admits(after_failures(FAILURES - 1, recovered), 0.0)
+    health = after_failures(FAILURES)
     now = 0.0
     cooldowns = []
     for _ in range(6):

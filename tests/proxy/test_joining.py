@@ -55,11 +55,11 @@ async def register(
     return await rig.client.post("/register", content=sealed)
 
 
-def names(rig: Rig) -> list[str]:
+def server_names(rig: Rig) -> list[str]:
     return [server.name for server in rig.app.fleet.servers]
 
 
-def ready(rig: Rig, *urls: str) -> Callable[[], bool]:
+def are_ready(rig: Rig, *urls: str) -> Callable[[], bool]:
     return lambda: (
         {server.url for server in rig.app.fleet.ready(Kind.DECODE)} == set(urls)
     )
@@ -77,19 +77,19 @@ async def test_registered_server_serves_and_leaves_without_losing_a_stream():
             fake.start()
         registrar = Registrar([rig.url], record(slow.url), SECRET.encode())
         registrar.start()
-        await until(ready(rig, slow.url))
+        await until(are_ready(rig, slow.url))
         stream = asyncio.create_task(rig.complete(stream=True))
         await slow.behave.begun.wait()  # type: ignore[attr-defined]
         await registrar.leave()
         assert (await register(rig, record(other.url))).json()["server"] == "decode-1"
-        await until(ready(rig, other.url))
+        await until(are_ready(rig, other.url))
         assert {(await rig.complete()).status_code for _ in range(3)} == {200}
         assert (len(slow.calls), len(other.calls)) == (1, 3)
         # decode-0 stays while it has a stream.
-        assert names(rig) == ["decode-0", "decode-1"]
+        assert server_names(rig) == ["decode-0", "decode-1"]
         slow.behave.go.set()  # type: ignore[attr-defined]
         assert (await stream).text == "data: 1\n\n" + END.decode()
-        await until(lambda: names(rig) == ["decode-1"])
+        await until(lambda: server_names(rig) == ["decode-1"])
         text = (await rig.client.get("/metrics")).text
         assert 'server="decode-1"' in text and 'server="decode-0"' not in text
         await asyncio.gather(slow.stop(), other.stop())
@@ -106,11 +106,11 @@ async def test_server_that_joins_during_a_prefill_can_generate_the_answer(detail
         for fake in (old, new):
             fake.start()
         await register(rig, record(old.url))
-        await until(ready(rig, old.url))
+        await until(are_ready(rig, old.url))
         request = asyncio.create_task(rig.complete())
         await slow.begun.wait()
         await register(rig, record(new.url))
-        await until(ready(rig, old.url, new.url))
+        await until(are_ready(rig, old.url, new.url))
         await register(rig, record(old.url, leaving=True))
         slow.go.set()
         answer = await request
@@ -128,7 +128,7 @@ async def test_registration_expires_unless_renewed_or_the_proxy_shuts_down(caplo
         rig.app.shut_down(60.0)
         assert (await register(rig, record("http://d:1", ttl_s=1.0))).status_code == 200
         logging.getLogger("baton.proxy").addHandler(handler)
-        await until(lambda: names(rig) == ["decode-0"])
+        await until(lambda: server_names(rig) == ["decode-0"])
         logging.getLogger("baton.proxy").removeHandler(handler)
     assert "the registration of decode server http://d:1 has expired" in caplog.text
     assert set(ids) == {None}, "log lines have the id of the registering request"
@@ -149,7 +149,7 @@ async def test_registration_renewed_while_the_proxy_is_suspended_does_not_expire
             client.setblocking(False)
             answer = await asyncio.get_running_loop().sock_recv(client, 1000)
         assert b" 200 " in answer
-        assert names(rig) == ["decode-0"] and "has expired" not in caplog.text
+        assert server_names(rig) == ["decode-0"] and "has expired" not in caplog.text
 
 
 async def test_invalid_registrations_are_refused_with_a_reason(caplog):
@@ -183,7 +183,7 @@ async def test_invalid_registrations_are_refused_with_a_reason(caplog):
         for body in (b"", b"{}", b'{"record": {"role": "both"}, "mac": "0"}'):
             answer = await rig.client.post("/register", content=body)
             assert (answer.status_code, "malformed" in answer.text) == (403, True)
-        assert names(rig) == []
+        assert server_names(rig) == []
     async with Rig() as without:
         answer = await register(without, record("http://d:1"))
         assert answer.status_code == 403
@@ -199,7 +199,7 @@ async def test_copy_of_a_record_is_refused_also_after_the_server_has_left():
         assert (await register(rig, last)).json() == {"status": "leaving"}
         for copy in (first, last):
             assert "is a copy" in (await register(rig, copy)).text
-        assert names(rig) == []
+        assert server_names(rig) == []
         assert (await register(rig, record("http://d:1"))).status_code == 200
 
 
@@ -242,10 +242,10 @@ async def test_registrar_tries_proxies_until_one_accepts(caplog):
         server_record = record("http://d:1", ttl_s=1.0)
         registrar = Registrar([unreachable, rig.url], server_record, SECRET.encode())
         registrar.start()
-        await until(lambda: names(rig) == ["decode-0"])
+        await until(lambda: server_names(rig) == ["decode-0"])
         await until(lambda: f"not registered with {unreachable}" in caplog.text)
         await registrar.leave()
-        assert names(rig) == []
+        assert server_names(rig) == []
 
 
 async def test_server_registers_with_every_proxy_behind_a_name(monkeypatch):
@@ -308,7 +308,7 @@ async def test_operator_drains_and_undrains_a_server():
         _, answer = await post("", role="prefill", url="http://p:1")
         assert answer["members"][0]["sources"] == ["operator"]
         assert (await post("/remove", server="http://p:1"))[0] == 200
-        assert names(rig) == ["decode-0", "decode-1"]
+        assert server_names(rig) == ["decode-0", "decode-1"]
         for action, body, expected_status, words in (
             (
                 "/drain",
@@ -380,15 +380,15 @@ async def test_file_is_reloaded_and_an_invalid_one_changes_nothing(tmp_path, cap
     async with rig_of(**options) as rig:
         for fake in fakes:
             fake.start()
-        await until(ready(rig, a))
+        await until(are_ready(rig, a))
         file.write_text(f"decode: [{a}, {b}]\nprefill: []")
-        await until(ready(rig, a, b))
+        await until(are_ready(rig, a, b))
         file.write_text("decode: [")
         await until(lambda: "not YAML" in caplog.text)
         assert (await rig.complete()).status_code == 200
         file.write_text(f"decode: [{b}]")
-        await until(ready(rig, b))
-        assert names(rig) == ["decode-1"]
+        await until(are_ready(rig, b))
+        assert server_names(rig) == ["decode-1"]
         await asyncio.gather(*(fake.stop() for fake in fakes))
 
 

@@ -36,7 +36,7 @@ sys.exit(main.main(sys.argv[1:]))
 Events = queue.Queue[lifecycle.Event]
 
 
-def start(
+def start_proxy(
     *argv: str, command: tuple[str, ...] = ("-m", "proxy")
 ) -> tuple[lifecycle.Child, Events]:
     events = Events()
@@ -47,7 +47,7 @@ def start(
 def test_proxy_reports_its_port_serves_and_ends_with_a_signal():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         unreachable = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    child, events = start("--prefill", unreachable, "--decode", unreachable)
+    child, events = start_proxy("--prefill", unreachable, "--decode", unreachable)
     try:
         ready = events.get(timeout=60)
         assert ready.kind == "ready"
@@ -77,7 +77,7 @@ def test_proxy_reports_its_port_serves_and_ends_with_a_signal():
 def test_failed_start_reports_what_is_missing(argv, words, status):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        child, events = start("--port", port, *argv)
+        child, events = start_proxy("--port", port, *argv)
         failed = events.get(timeout=60)
         ended = events.get(timeout=60)
     assert failed.kind == "failed"
@@ -103,7 +103,7 @@ async def proxy_of(
 ) -> AsyncIterator[tuple[lifecycle.Child, asyncio.StreamReader, asyncio.StreamWriter]]:
     """Yield a proxy process in front of one decode server, and a connection to it."""
     fake.start()
-    child, events = start("--decode", fake.url, *options, command=("-c", _PROXY))
+    child, events = start_proxy("--decode", fake.url, *options, command=("-c", _PROXY))
     try:
         ready = await asyncio.to_thread(events.get, timeout=60)
         assert ready.kind == "ready"

@@ -7,16 +7,19 @@ import pytest
 
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, prefills, until
 
-A = {"model": "a", "kv_digest": "1.1.1"}
-B = {"model": "b", "kv_digest": "2.1.1"}
+MODEL_A = {"model": "a", "kv_digest": "1.1.1"}
+MODEL_B = {"model": "b", "kv_digest": "2.1.1"}
 
 
 def two_models() -> Rig:
     prefill = [
-        Fake(prefills, details=A, max_model_len=90),
-        Fake(prefills, details=B, max_model_len=70),
+        Fake(prefills, details=MODEL_A, max_model_len=90),
+        Fake(prefills, details=MODEL_B, max_model_len=70),
     ]
-    decode = [Fake(decodes, details=details, max_model_len=90) for details in (A, B, A)]
+    decode = [
+        Fake(decodes, details=details, max_model_len=90)
+        for details in (MODEL_A, MODEL_B, MODEL_A)
+    ]
     return Rig(prefill, decode)
 
 
@@ -66,7 +69,7 @@ async def test_error_for_an_unknown_or_missing_model_lists_the_models(
 
 
 async def test_single_model_needs_no_name_and_is_listed_without_ready_servers():
-    async with Rig([], [Fake(decodes, details=A)], fixed_series=False) as rig:
+    async with Rig([], [Fake(decodes, details=MODEL_A)], fixed_series=False) as rig:
         response = await rig.client.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 200
         assert (await rig.complete(model="b")).status_code == 404

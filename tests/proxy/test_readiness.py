@@ -12,8 +12,8 @@ from proxy.health import HealthReport
 from proxy.membership import LISTED, Fleet, Kind
 from tests.proxy.fakes import Fake, Rig, decodes, prefills, until
 
-A = {"model": "a", "kv_digest": "1.1.1"}
-B = {"model": "b", "kv_digest": "2.1.1"}
+MODEL_A = {"model": "a", "kv_digest": "1.1.1"}
+MODEL_B = {"model": "b", "kv_digest": "2.1.1"}
 NO_PREFILL = "no prefill server is ready"
 
 
@@ -82,8 +82,11 @@ async def test_the_wait_for_a_prefill_server_is_bounded(caplog):
 
 
 async def test_each_model_waits_for_a_prefill_server_of_this_model():
-    prefill = [Fake(prefills, details=A), Fake(prefills, details=B, ready=False)]
-    decode = [Fake(decodes, details=A), Fake(decodes, details=B)]
+    prefill = [
+        Fake(prefills, details=MODEL_A),
+        Fake(prefills, details=MODEL_B, ready=False),
+    ]
+    decode = [Fake(decodes, details=MODEL_A), Fake(decodes, details=MODEL_B)]
     async with Rig(prefill, decode) as rig:
         await wait_for_polls(rig)
         assert await probe(rig) == (503, ['no prefill server of model "b" is ready'])
@@ -93,14 +96,16 @@ async def test_each_model_waits_for_a_prefill_server_of_this_model():
 
 
 async def test_model_without_a_prefill_server_waits_for_none():
-    decode = [Fake(decodes, details=A), Fake(decodes, details=B)]
-    async with Rig([Fake(prefills, details=A)], decode) as rig:
+    decode = [Fake(decodes, details=MODEL_A), Fake(decodes, details=MODEL_B)]
+    async with Rig([Fake(prefills, details=MODEL_A)], decode) as rig:
         assert await probe(rig) == (200, [])
 
 
 async def test_report_says_if_no_decode_server_can_read_the_kv():
-    other = {**A, "kv_digest": "1.2.1"}
-    async with Rig([Fake(prefills, details=other)], [Fake(decodes, details=A)]) as rig:
+    other = {**MODEL_A, "kv_digest": "1.2.1"}
+    async with Rig(
+        [Fake(prefills, details=other)], [Fake(decodes, details=MODEL_A)]
+    ) as rig:
         missing = "no prefill server has KV that a ready decode server can read"
         assert await probe(rig) == (503, [missing])
 

@@ -17,7 +17,7 @@ STREAM = (
     b'data: {"n": 1}\n\n: hi\r\n\r\ndata: a\ndata: b\n\n'
     b"event: x\ndata: c\n\ndata: [DONE]\n\n"
 )
-ENDS = [match.end() for match in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
+EVENT_ENDS = [match.end() for match in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6))
@@ -27,7 +27,7 @@ def test_events_are_passed_on_complete_and_unchanged(cuts):
     passed: list[bytes] = []
     for a, b in itertools.pairwise(edges):
         passed.append(events.feed(STREAM[a:b]))
-        complete_ends = [end for end in ENDS if end <= b]
+        complete_ends = [end for end in EVENT_ENDS if end <= b]
         num_complete = complete_ends[-1] if complete_ends else 0
         assert sum(map(len, passed)) == num_complete
     assert b"".join(passed) == STREAM

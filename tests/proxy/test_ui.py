@@ -83,7 +83,7 @@ async def poll_until(rig: Rig, condition: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "INTERVAL_S", 0.01)
     monkeypatch.setattr(state, "POLLS_PER_S", 1000)
 

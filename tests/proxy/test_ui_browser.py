@@ -29,9 +29,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]
 # The browser logs failed requests to the console, in addition to the page's report.
-STATUS = "Failed to load resource: the server responded"
-WICKED = '<img src=x onerror="document.title=1">'
-PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
+ALLOWED_LOG_LINE = "Failed to load resource: the server responded"
+HTML_INJECTION = '<img src=x onerror="document.title=1">'
+PHONE_OPTIONS = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
 
 
 @asynccontextmanager
@@ -51,32 +51,32 @@ async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
         yield page
         assert await page.title() == "Baton"
         await browser.close()
-    assert [text for text in messages if not text.startswith(STATUS)] == []
+    assert [text for text in messages if not text.startswith(ALLOWED_LOG_LINE)] == []
 
 
-@pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("options", [{}, PHONE_OPTIONS], ids=["desktop", "phone"])
 async def test_fifty_servers_fit_and_their_texts_are_escaped(options):
     fakes = [[Fake(behave) for _ in range(25)] for behave in (prefills, decodes)]
     for fake in (*fakes[0], *fakes[1]):
         stats = Stats(**{"baton_kv_blocks{state=free}": 9.0})
         fake.on_stats = stats
         stats.server = {
-            "model": WICKED,
-            "version": WICKED,
-            "kv_layout": WICKED,
+            "model": HTML_INJECTION,
+            "version": HTML_INJECTION,
+            "kv_layout": HTML_INJECTION,
             "block_size": 16,
         }
     async with Rig(*fakes) as rig:
         await fakes[1][-1].stop()
         for _ in range(4):
-            await rig.complete(headers={"x-request-id": WICKED})
+            await rig.complete(headers={"x-request-id": HTML_INJECTION})
         async with opened(rig, **options) as page:
             await page.wait_for_selector("#servers-table tbody tr:nth-child(50)")
             await page.wait_for_selector(".request:nth-child(4)")
             assert await page.inner_text("#status") == "degraded: 49 of 50 servers"
             await page.locator(".request summary").first.press("Enter")
-            assert WICKED in await page.inner_text(".request .detail p")
-            assert WICKED in await page.inner_text("#models")
+            assert HTML_INJECTION in await page.inner_text(".request .detail p")
+            assert HTML_INJECTION in await page.inner_text("#models")
             assert await page.locator("main img").count() == 0
             root = "document.documentElement"
             widths = f"[{root}.scrollWidth, {root}.clientWidth]"
@@ -131,11 +131,13 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
             await page.wait_for_selector(
                 "#requests-list .timeline[aria-label*=transfer]"
             )
-            rig.decode[0].behave = answers(400, {"error": {"message": f"no: {WICKED}"}})
+            rig.decode[0].behave = answers(
+                400, {"error": {"message": f"no: {HTML_INJECTION}"}}
+            )
             await page.fill("#chat-input", "Again")
             await page.click("#chat-send")
             await page.wait_for_selector(".message.error")
-            assert await page.inner_text(".message.error") == f"no: {WICKED}"
+            assert await page.inner_text(".message.error") == f"no: {HTML_INJECTION}"
             rig.decode[0].behave = Waits(
                 sends=b'data: {"choices": [{"delta": {"content": "z"}}]}\n\n'
             )

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]
-NEGATIVE = re.compile(r"[-−]\d[\d.]* (?:µs|ms|s)\b")  # noqa: RUF001
+NEGATIVE_TIME = re.compile(r"[-−]\d[\d.]* (?:µs|ms|s)\b")  # noqa: RUF001
 
 
 async def call(page: Any, module: str, expression: str) -> Any:
@@ -45,7 +45,7 @@ async def test_times_of_running_requests_are_never_negative():
             labels = await page.locator(".timeline").evaluate_all(
                 "all => all.map((one) => one.getAttribute('aria-label')).join()"
             )
-            assert not NEGATIVE.search(text + labels)
+            assert not NEGATIVE_TIME.search(text + labels)
         for task in tasks:
             task.cancel()
 

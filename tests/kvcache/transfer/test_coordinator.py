@@ -67,7 +67,7 @@ def coordinator() -> Iterator[Driven]:
     coordinator.close()
 
 
-def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
+def rank_ended(pull_id: str, *, complete: bool = True) -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=0, complete=complete)
 
 
@@ -84,8 +84,8 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
 
     monkeypatch.setattr(PullState, "on_report", broken)
     coordinator.read(rig(Prefill), "broken", "fine")
-    coordinator.report(ended("broken"))
-    coordinator.report(ended("fine"))
+    coordinator.report(rank_ended("broken"))
+    coordinator.report(rank_ended("fine"))
     (failed,) = coordinator.drain()
     assert (
         isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
@@ -93,7 +93,7 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
     assert isinstance(failed.error, InternalError)
     # The coordinator stops the pull on the rank, which answers in any case.
     assert StopPull("broken") in coordinator.receive(0.0)
-    coordinator.report(ended("broken", complete=False))
+    coordinator.report(rank_ended("broken", complete=False))
     (failed,) = coordinator.drain()
     assert (
         isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
@@ -112,16 +112,16 @@ def test_successful_pull_does_not_close_the_circuit_while_a_second_pull_hangs(
     coordinator.clock.skip(1.0)
     (hung,) = coordinator.next_events()
     assert isinstance(hung, PullFailed) and not hung.drained
-    coordinator.report(ended("fine"))
+    coordinator.report(rank_ended("fine"))
     (done,) = coordinator.next_events()
     assert isinstance(done, PullDone)
     coordinator.pull("later", prefill.lease([4], 8), 0, 8, [2])
     (failed,) = coordinator.next_events()
     assert isinstance(failed, PullFailed) and isinstance(failed.error, PullCircuitOpen)
-    coordinator.report(ended("hangs", complete=False))
+    coordinator.report(rank_ended("hangs", complete=False))
     assert coordinator.next_events() == [PullDrained("hangs")]
     coordinator.read(prefill, "again")
-    coordinator.report(ended("again"))
+    coordinator.report(rank_ended("again"))
     assert isinstance(coordinator.next_events()[0], PullDone)
 
 

@@ -166,11 +166,11 @@ def test_units_are_as_wide_as_both_sides_allow(head_dim, source, target, element
     )
 
 
-BLOCKS = {8: (3, 1, 5, 2), 16: (2, 4)}
+BLOCK_TABLES = {8: (3, 1, 5, 2), 16: (2, 4)}
 
 
 def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
-    return Side(tp, order, size, BLOCKS[size], 6)
+    return Side(tp, order, size, BLOCK_TABLES[size], 6)
 
 
 @pytest.mark.parametrize(

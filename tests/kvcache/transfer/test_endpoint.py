@@ -41,31 +41,39 @@ def test_ranks_hold_every_head_in_order(tp, total):
         assert sum(len(heads) for heads in held) == total
 
 
-HERE = endpoints(1, 4)[0]
+LOCAL_ENDPOINT = endpoints(1, 4)[0]
 
 
 @pytest.mark.parametrize(
     ("local", "peer", "message"),
     [
-        (HERE, endpoints(2, 4, num_layers=3), "num_layers is 2 here and 3 on the peer"),
         (
-            HERE,
+            LOCAL_ENDPOINT,
+            endpoints(2, 4, num_layers=3),
+            "num_layers is 2 here and 3 on the peer",
+        ),
+        (
+            LOCAL_ENDPOINT,
             endpoints(2, 4, num_components=1),
             "num_components is 2 here and 1 on the peer",
         ),
-        (HERE, endpoints(2, 4, head_dim=16), "head_dim is 8 here and 16 on the peer"),
         (
-            HERE,
+            LOCAL_ENDPOINT,
+            endpoints(2, 4, head_dim=16),
+            "head_dim is 8 here and 16 on the peer",
+        ),
+        (
+            LOCAL_ENDPOINT,
             endpoints(2, 4, dtype="bfloat16"),
             "KV dtype is float32 here and bfloat16 on the",
         ),
         (
-            HERE,
+            LOCAL_ENDPOINT,
             endpoints(2, 6),
             "num_heads is 3 on rank 0; with 4 KV heads and tp 2 it must be 2",
         ),
         (
-            HERE,
+            LOCAL_ENDPOINT,
             [endpoints(2, 4)[0], endpoints(2, 4, block_size=32)[1]],
             "ranks 0 and 1 differ in block_size: 16 and 32",
         ),

@@ -33,8 +33,8 @@ from protocol.messages import RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
-BLOCKS = 6
-RANKS = 2
+NUM_BLOCKS = 6
+NUM_RANKS = 2
 FOREIGN = "content of another lease"
 RARELY = st.sampled_from([False, False, False, True])
 
@@ -48,8 +48,8 @@ class Engine:
         self.offers: Offers[Pulling] = Offers(self.table)
         # By transfer id: the computed blocks of a prompt that is still being computed.
         self.growing: dict[str, list[int]] = {}
-        self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
-        self.free = list(range(BLOCKS))
+        self.content = dict.fromkeys(range(NUM_BLOCKS), FOREIGN)
+        self.free = list(range(NUM_BLOCKS))
         self.is_alive = True
 
     def collect(self) -> None:
@@ -198,7 +198,7 @@ class FenceMachine(RuleBasedStateMachine):
         state = PullState(
             f"pull {number}",
             remote,
-            RANKS,
+            NUM_RANKS,
             PullSettings(),
             f"attempt {number}",
             self.d_now,
@@ -250,7 +250,7 @@ class FenceMachine(RuleBasedStateMachine):
                 case Pull():
                     cut = slice(action.token_start // 16, -(-action.token_stop // 16))
                     blocks = action.remote_block_ids[cut]
-                    pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
+                    pulling.unread = {rank: list(blocks) for rank in range(NUM_RANKS)}
                 case LeaseRequest() | Subscribe():
                     self.requests.append(Message(pulling, action))
                 case PullDone():
@@ -260,7 +260,9 @@ class FenceMachine(RuleBasedStateMachine):
                     assert pulling.read_content == [lease_name] * len(
                         pulling.read_content
                     )
-                    assert len(pulling.read_content) == RANKS * remote.num_tokens // 16
+                    assert (
+                        len(pulling.read_content) == NUM_RANKS * remote.num_tokens // 16
+                    )
                     pulling.is_done = True
 
     # -- between them

@@ -13,7 +13,7 @@ from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, pulled
 from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.process_pair import run_program
 
-BLOCKS = [3, 1, 7]
+BLOCK_TABLE = [3, 1, 7]
 
 
 def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
@@ -28,9 +28,9 @@ def test_failed_read_writes_nothing_after_its_pull_has_drained(rig):
     """
     prefill = rig(Prefill)
     decode = rig(Decode)
-    pulled(decode, prefill, "first", BLOCKS)
+    pulled(decode, prefill, "first", BLOCK_TABLE)
     decode.agents[0].fail()
-    decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCKS)
+    decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCK_TABLE)
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and isinstance(
         failed.error, TransferFailed
@@ -39,7 +39,7 @@ def test_failed_read_writes_nothing_after_its_pull_has_drained(rig):
         decode.wait(PullDrained, pull_id="a")
     decode.fill(-1.0)
     pulled(decode, prefill, "b", [2, 4, 6])
-    assert is_filled(decode, BLOCKS, -1.0)
+    assert is_filled(decode, BLOCK_TABLE, -1.0)
 
 
 def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkeypatch):
@@ -48,7 +48,7 @@ def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkey
     other = rig(Prefill)
     decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})
     decode.agents[0].stall(hung.agents[0].name)
-    decode.coordinator.pull("a", hung.lease([6, 4, 8], 24), 0, 24, BLOCKS)
+    decode.coordinator.pull("a", hung.lease([6, 4, 8], 24), 0, 24, BLOCK_TABLE)
     decode.until(lambda: decode.agents[0].active == 1)
     decode.skip(100.0)
     assert isinstance(decode.wait(PullFailed), PullFailed)
@@ -56,8 +56,8 @@ def test_blocks_of_a_hanging_read_are_returned_and_not_written_again(rig, monkey
     decode.fill(-1.0)
     decode.agents[0].resume()
     pulled(decode, other, "b", [2, 4, 6])
-    assert is_filled(decode, BLOCKS, -1.0)
-    pulled(decode, hung, "c", BLOCKS)
+    assert is_filled(decode, BLOCK_TABLE, -1.0)
+    pulled(decode, hung, "c", BLOCK_TABLE)
 
 
 class _Dropped(MemoryAgent):
@@ -81,7 +81,7 @@ def test_unreachable_peer_delays_no_other_peer_and_holds_no_blocks(rig):
     decode = rig(Decode, lambda: agent, connect_timeout_s=DEADLINE_S)
     agent.unreachable += [unreachable.agents[0].metadata()]
     remote = unreachable.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
+    decode.coordinator.pull("a", remote, 0, 24, BLOCK_TABLE)
     worker = decode.workers[0]
     decode.until(lambda: any(job.waits_for_link for job in worker._jobs.values()))
     pulled(decode, other, "b", [2, 4, 6])
@@ -109,7 +109,7 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig):
     prefill = rig(Prefill)
     decode = rig(Decode, make_placer=stalled)
     remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
+    decode.coordinator.pull("a", remote, 0, 24, BLOCK_TABLE)
     worker = decode.workers[0]
     decode.until(lambda: bool(worker._jobs))
     (peer,) = worker._peers.values()

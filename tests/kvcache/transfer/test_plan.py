@@ -185,11 +185,13 @@ REMEMBERED = partial(
 )
 
 
-LAWS = [(DIRECT, 500), (REMEMBERED, 150)]
-LAWS += [pytest.param(law, 10_000, marks=pytest.mark.slow) for law, _ in LAWS]
+PROPERTIES = [(DIRECT, 500), (REMEMBERED, 150)]
+PROPERTIES += [
+    pytest.param(law, 10_000, marks=pytest.mark.slow) for law, _ in PROPERTIES
+]
 
 
-@pytest.mark.parametrize(("check_law", "count"), LAWS)
+@pytest.mark.parametrize(("check_law", "count"), PROPERTIES)
 def test_plans_move_exactly_the_tokens_and_direct_plans_are_minimal(check_law, count):
     examples(count, suppress_health_check=list(HealthCheck))(check_law())()
 

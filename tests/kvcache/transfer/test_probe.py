@@ -23,7 +23,7 @@ from tests.rigs.memory_pair import (
     pulled,
 )
 
-BLOCKS = [3, 1, 7]
+BLOCK_TABLE = [3, 1, 7]
 
 
 def measured(decode: Decode) -> Any:
@@ -84,7 +84,7 @@ def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
     while peer.link is not None:  # until the link is closed
         decode.has_event.wait(0.001)
     decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
-    pulled(decode, prefill, "b", BLOCKS)
+    pulled(decode, prefill, "b", BLOCK_TABLE)
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
@@ -95,13 +95,13 @@ def test_costs_are_measured_and_logged_once_and_used_for_plans(
     prefill = rig(Prefill, make_agent)
     decode = rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
-    pulled(decode, prefill, "a", BLOCKS)
+    pulled(decode, prefill, "a", BLOCK_TABLE)
     # Measuring writes nothing into the pool.
-    assert decode.is_only_written_at(BLOCKS, 0, 24)
+    assert decode.is_only_written_at(BLOCK_TABLE, 0, 24)
     costs = measured(decode)
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
-    pulled(decode, prefill, "b", BLOCKS)
+    pulled(decode, prefill, "b", BLOCK_TABLE)
     assert planned_with == [costs] * 2
     lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
     assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
@@ -115,7 +115,7 @@ def test_configured_costs_are_logged_and_used_without_measuring(
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill = rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, costs=costs)
-    pulled(decode, prefill, "a", BLOCKS)
+    pulled(decode, prefill, "a", BLOCK_TABLE)
     assert planned_with == [costs] and measured(decode) is None
     assert (
         "costs of every link: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
@@ -134,7 +134,7 @@ def test_failing_probe_fails_only_the_pulls_that_wait_for_it(rig):
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerUnreachable)
     assert "UCX_NET_DEVICES" in failed.error.message
-    pulled(decode, prefill, "b", BLOCKS)
+    pulled(decode, prefill, "b", BLOCK_TABLE)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ def test_failing_probe_fails_only_the_pulls_that_wait_for_it(rig):
 def test_nothing_is_measured_with_little_staging_memory_or_mapped_peers(rig, options):
     prefill = rig(Prefill)
     decode = rig(Decode, **options)
-    pulled(decode, prefill, "a", BLOCKS)
+    pulled(decode, prefill, "a", BLOCK_TABLE)
     assert measured(decode) is None
     assert bool(decode.workers[0]._rank.links) is ("make_placer" not in options)

@@ -28,8 +28,8 @@ from tests.rigs.memory_pair import (
 )
 from tests.rigs.process_pair import Child, digest, digest_of, run_program
 
-BLOCKS = 2048  # 48 MiB of this geometry
-TOKENS = (BLOCKS - 1) * 8
+NUM_BLOCKS = 2048  # 48 MiB of this geometry
+NUM_TOKENS = (NUM_BLOCKS - 1) * 8
 
 
 def agent() -> NixlAgent:
@@ -38,27 +38,27 @@ def agent() -> NixlAgent:
 
 @pytest.fixture
 def prefill(port: int) -> Iterator[Child]:
-    child = Child("prefill", num_blocks=BLOCKS, port=port)
+    child = Child("prefill", num_blocks=NUM_BLOCKS, port=port)
     yield child
     child.close()
 
 
-def whole(child: Child, **options: Any) -> Any:
-    return child.lease(list(range(1, BLOCKS)), TOKENS, **options)
+def lease_all_blocks(child: Child, **options: Any) -> Any:
+    return child.lease(list(range(1, NUM_BLOCKS)), NUM_TOKENS, **options)
 
 
 def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
     limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"side_channel_timeout_s": 0.3, **PATIENT}
-    decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
-    blocks = list(range(1, BLOCKS))[::-1]
-    remote = whole(prefill)
-    decode.coordinator.pull("a", remote, 0, TOKENS, blocks)
+    decode = Decode(agent, limits=limits, settings=settings, num_blocks=NUM_BLOCKS)
+    blocks = list(range(1, NUM_BLOCKS))[::-1]
+    remote = lease_all_blocks(prefill)
+    decode.coordinator.pull("a", remote, 0, NUM_TOKENS, blocks)
     decode.until(lambda: decode.workers[0].counters["posts"] >= 3)
     prefill.close()
     assert decode.wait_for_error().retryable
 
-    successor = Child("prefill", num_blocks=BLOCKS, port=port)
+    successor = Child("prefill", num_blocks=NUM_BLOCKS, port=port)
     fresh = successor.lease([3, 4], 16)
     decode.pull("b", fresh, 0, 16, [8, 7])
     successor.close()
@@ -104,18 +104,22 @@ STOPPED = """
 import os, signal
 from tests.rigs.memory_pair import *
 from tests.kvcache.transfer.test_pull_processes import *
-prefill = Child("prefill", num_blocks=BLOCKS, engine_id="P")
-other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
+prefill = Child("prefill", num_blocks=NUM_BLOCKS, engine_id="P")
+other = Child("prefill", num_blocks=NUM_BLOCKS, engine_id="other")
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
 limits = ReadWindow(max_bytes=1 << 20)  # more READs hang than may be active at once
 decode = Decode(
-    agent, settings=settings, num_blocks=BLOCKS, limits=limits, staging_bytes=1 << 20
+    agent,
+    settings=settings,
+    num_blocks=NUM_BLOCKS,
+    limits=limits,
+    staging_bytes=1 << 20,
 )
 
 
 def pull_that_hangs(pull_id, tokens):
     posts = decode.workers[0].counters["posts"]
-    decode.coordinator.pull(pull_id, remote, 0, tokens, list(range(1, BLOCKS)))
+    decode.coordinator.pull(pull_id, remote, 0, tokens, list(range(1, NUM_BLOCKS)))
     while decode.workers[0].counters["posts"] == posts:
         decode.has_event.wait(0.01)
     decode.skip(100.0)
@@ -124,10 +128,10 @@ def pull_that_hangs(pull_id, tokens):
 
 decode.pull("a", prefill.lease([3, 4], 16), 0, 16, [8, 7])
 
-remote = whole(prefill)
+remote = lease_all_blocks(prefill)
 spare = prefill.lease([5], 8)
 prefill.signal(signal.SIGSTOP)
-failed = pull_that_hangs("b", TOKENS - 3)
+failed = pull_that_hangs("b", NUM_TOKENS - 3)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 assert decode.settle() == []  # no PullDrained while a READ may still deliver
 elsewhere = other.lease([5, 9, 6], 21)
@@ -140,9 +144,9 @@ prefill.signal(signal.SIGCONT)
 assert decode.wait(*ENDINGS) == PullDrained("b")
 decode.pull("c", spare, 0, 8, [1])
 
-remote = whole(prefill)
+remote = lease_all_blocks(prefill)
 prefill.signal(signal.SIGSTOP)
-failed = pull_that_hangs("d", TOKENS)
+failed = pull_that_hangs("d", NUM_TOKENS)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 prefill.close()  # killed
 print(decode.wait(*ENDINGS), flush=True)

@@ -54,7 +54,7 @@ from tests.rigs.memory_pair import REMOTE, pull_command
 SETTINGS = PullSettings(
     pull_timeout_s=30, fence_timeout_s=5, fence_retry_s=1, drain_grace_s=0.25
 )
-RIGHT = bytes(range(8))  # a digest
+RIGHT_DIGEST = bytes(range(8))  # a digest
 ERROR = ErrorInfo("transfer_failed", "broken")
 ORDER = pull_command("a", REMOTE, 0, 16, [1])
 LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
@@ -79,7 +79,7 @@ def state(
     return PullState("a", remote, ranks, SETTINGS, "attempt", now)
 
 
-def reading(ranks: int = 2) -> PullState:
+def reading_pull(ranks: int = 2) -> PullState:
     pull = state(ranks)
     assert pull.tick(0.0) == [RENEW]
     pull.pull(ORDER, now=1.0)
@@ -87,9 +87,9 @@ def reading(ranks: int = 2) -> PullState:
     return pull
 
 
-def fencing() -> PullState:
+def fencing_pull() -> PullState:
     """Returns a pull that has requested the fence."""
-    pull = reading(1)
+    pull = reading_pull(1)
     assert pull.on_report(ended(0), now=2.0) == [COMPLETE]
     return pull
 
@@ -117,7 +117,7 @@ def failure(actions: list[Action]) -> PullFailed:
 
 
 def test_the_fence_waits_for_every_rank():
-    pull = reading()
+    pull = reading_pull()
     assert pull.on_report(ended(1), now=2.0) == []
     assert pull.on_report(ended(1), now=2.0) == []  # a report counts once
     assert pull.on_report(ended(0), now=3.0) == [COMPLETE]
@@ -138,7 +138,7 @@ def test_the_fence_waits_for_every_rank():
     ],
 )
 def test_path_is_mixed_if_ranks_read_by_several_paths(first, second, expected_path):
-    pull = reading()
+    pull = reading_pull()
     pull.on_report(ended(0, path=first), now=2.0)
     pull.on_report(ended(1, path=second), now=2.0)
     (done,) = pull.on_reply(FENCED, now=2.0)
@@ -146,13 +146,13 @@ def test_path_is_mixed_if_ranks_read_by_several_paths(first, second, expected_pa
 
 
 def test_ended_lease_at_the_fence_fails_drained_without_an_abort():
-    (failed,) = fencing().on_reply(FENCE_LEASE_ENDED, now=2.0)
+    (failed,) = fencing_pull().on_reply(FENCE_LEASE_ENDED, now=2.0)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, LeaseGone)
 
 
 def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout():
-    pull = fencing()
+    pull = fencing_pull()
     assert pull.tick(2.9) == []
     for now in (3.0, 4.0, 5.0, 6.0):
         assert pull.deadline() == now
@@ -177,13 +177,13 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading():
 
 
 def test_ended_lease_at_a_renewal_fails_early_but_not_while_fencing():
-    pull = reading(1)
+    pull = reading_pull(1)
     assert pull.on_reply(RENEWED, now=2.0) == []
     assert pull.on_reply(RENEW_LEASE_ENDED, now=2.0) == [STOP]
     assert isinstance(
         failure(pull.on_report(ended(0, complete=False), now=2.1)).error, LeaseGone
     )
-    pull = fencing()
+    pull = fencing_pull()
     assert pull.on_reply(RENEW_LEASE_ENDED, now=2.0) == []
     assert pull.on_reply(FENCED, now=2.0) != []
 
@@ -194,12 +194,12 @@ def test_ended_lease_at_a_renewal_fails_early_but_not_while_fencing():
 def test_local_failures_are_not_counted_against_the_peer(error):
     info = ErrorInfo.from_error(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
-        actions = reading(1).on_report(report, now=2.0)
+        actions = reading_pull(1).on_report(report, now=2.0)
         assert actions and PEER_FAILURE not in actions
 
 
 def test_the_pull_timeout_counts_from_the_first_read():
-    pull = reading(1)
+    pull = reading_pull(1)
     pull.tick(30.9)
     assert {STOP, PEER_FAILURE} <= set(pull.tick(31.0))
     failed = failure(pull.tick(31.25))
@@ -307,7 +307,11 @@ class PullMachine(RuleBasedStateMachine):
         self.perform(self.pull.on_peer_ready(self.now, self.verified))
 
     @precondition(lambda self: self.digest_request)
-    @rule(sums=st.sampled_from([RIGHT, RIGHT, RIGHT[::-1], b"", None]))
+    @rule(
+        sums=st.sampled_from(
+            [RIGHT_DIGEST, RIGHT_DIGEST, RIGHT_DIGEST[::-1], b"", None]
+        )
+    )
     def lender_replies(self, sums: bytes | None) -> None:
         self.reply_with_digest(sums)
 
@@ -325,7 +329,9 @@ class PullMachine(RuleBasedStateMachine):
         data=st.data(),
         complete=st.sampled_from([True, True, True, False]),
         has_error=st.booleans(),
-        sums=st.sampled_from([RIGHT, RIGHT, RIGHT, RIGHT[::-1]]),
+        sums=st.sampled_from(
+            [RIGHT_DIGEST, RIGHT_DIGEST, RIGHT_DIGEST, RIGHT_DIGEST[::-1]]
+        ),
     )
     def rank_ends(
         self, data: st.DataObject, complete: bool, has_error: bool, sums: bytes
@@ -340,14 +346,14 @@ class PullMachine(RuleBasedStateMachine):
         for rank in sorted(self.reading):
             self.end(rank)
         if self.digest_request:
-            self.reply_with_digest(RIGHT)
+            self.reply_with_digest(RIGHT_DIGEST)
 
     def end(
         self,
         rank: int,
         complete: bool = True,
         has_error: bool = False,
-        sums: bytes = RIGHT,
+        sums: bytes = RIGHT_DIGEST,
     ) -> None:
         self.reading.discard(rank)
         self.is_incomplete |= not complete

@@ -55,7 +55,7 @@ def links() -> Iterator[Links]:
     links.close()
 
 
-def ended(rank: int, pull_id: str = "p") -> RankEnded:
+def rank_ended(rank: int, pull_id: str = "p") -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=rank, complete=True)
 
 
@@ -76,7 +76,7 @@ def test_end_of_a_rank_is_not_an_error(links):
     links.links.close()
     # For a rank, the end of rank 0 is not an error either.
     assert stays.receive(DEADLINE_S) == []
-    stays.report(ended(1))
+    stays.report(rank_ended(1))
     links.links = stays
 
 
@@ -84,7 +84,7 @@ def test_delayed_reports_reach_rank_0_without_a_second_command(links):
     link = links.ranks[0]
     num_reports = 0
     while link._wire is None or not link._wire.has_unsent:
-        link.report(ended(0, "p" * 1000))
+        link.report(rank_ended(0, "p" * 1000))
         num_reports += 1
     stopping = threading.Event()
 

@@ -19,7 +19,7 @@ from tests.kvcache.transfer.test_plan import scattered, side, simple
 from tests.rigs.geometry import GARBAGE, STAGE_ALL, Case, Side, execute_reads, memory_of
 from tests.rigs.memory_placer import MemoryPlacer
 
-TOKENS = 4096
+NUM_TOKENS = 4096
 BLOCK_BYTES = 16 * 8 * 2 * 2 * 4 * 4  # of P
 BETWEEN_GPUS = CostModel(1e-7, 1e9, 4e9)
 ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
@@ -28,15 +28,15 @@ ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     """Returns the number of P's blocks in each chunk of a pull of 256 blocks."""
     case = simple(
-        scattered(side(1, 16, tokens=TOKENS)),
-        scattered(side(1, 64, tokens=TOKENS)),
-        stop=TOKENS,
+        scattered(side(1, 16, tokens=NUM_TOKENS)),
+        scattered(side(1, 64, tokens=NUM_TOKENS)),
+        stop=NUM_TOKENS,
     )
     plan = case.plan(0, costs=costs, staging_bytes=staging_blocks * BLOCK_BYTES)
     assert plan.path == "staged"
     assert plan.slot_bytes * 2 <= staging_blocks * BLOCK_BYTES
     chunk_blocks = [step.bytes_read // BLOCK_BYTES for step in plan.steps]
-    assert sum(chunk_blocks) == TOKENS // 16
+    assert sum(chunk_blocks) == NUM_TOKENS // 16
     return chunk_blocks
 
 
@@ -65,7 +65,9 @@ def test_chunks_between_gpus_are_fewer_if_each_chunk_cuts_the_runs_of_every_laye
 
 
 def test_steps_are_computed_on_first_use():
-    case = simple(side(1, 16, tokens=TOKENS), side(1, 64, tokens=TOKENS), stop=TOKENS)
+    case = simple(
+        side(1, 16, tokens=NUM_TOKENS), side(1, 64, tokens=NUM_TOKENS), stop=NUM_TOKENS
+    )
     plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
     first, second, *_ = plan.steps
     assert first.reads is first.reads and first.copies is first.copies

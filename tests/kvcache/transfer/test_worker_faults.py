@@ -26,8 +26,8 @@ from tests.rigs.coordinator_stub import CoordinatorStub
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import HEADS, Prefill, expected, layout, pull_command
 
-TOKENS = 24  # of a pull
-BLOCKS = 3  # of a pull
+NUM_TOKENS = 24  # of a pull
+NUM_BLOCKS = 3  # of a pull
 
 
 class Faults:
@@ -108,7 +108,9 @@ class Rank:
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )
         self.worker = TransferWorker(local, self.link.worker_end)
-        self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
+        self._free = [
+            [1 + NUM_BLOCKS * i + j for j in range(NUM_BLOCKS)] for i in range(10)
+        ]
         self._reading: dict[str, tuple[Any, list[int]]] = {}
         self.num_complete = 0
 
@@ -119,10 +121,10 @@ class Rank:
         blocks = self._free.pop(self._rng.randrange(len(self._free)))
         self._rng.shuffle(blocks)
         self.pool.canonical[blocks] = -1
-        lease = prefill.lease(self._rng.sample(range(1, 32), BLOCKS), TOKENS)
+        lease = prefill.lease(self._rng.sample(range(1, 32), NUM_BLOCKS), NUM_TOKENS)
         self._reading[pull_id] = lease, blocks
         self.link.send(AddPeer(prefill.metadata))
-        self.link.send(pull_command(pull_id, lease, 0, TOKENS, blocks))
+        self.link.send(pull_command(pull_id, lease, 0, NUM_TOKENS, blocks))
 
     def wait(self) -> None:
         """Waits until every pull has ended."""
@@ -137,8 +139,8 @@ class Rank:
             if report.complete:
                 self.num_complete += 1
                 rows = self.pool.canonical[blocks].permute(0, 4, 1, 2, 3, 5)
-                result = rows.flatten(0, 1)[:TOKENS].numpy()
-                assert np.array_equal(result, expected(lease, 0, TOKENS)), report
+                result = rows.flatten(0, 1)[:NUM_TOKENS].numpy()
+                assert np.array_equal(result, expected(lease, 0, NUM_TOKENS)), report
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -130,7 +130,7 @@ def test_one_document_is_not_enough_to_compare_accuracies():
     assert len(compare_scores(task, task, 0.5)["differences"]) == 1
 
 
-def test_scores_that_are_no_accuracies_are_reported_but_not_checked():
+def test_scores_other_than_accuracies_are_reported_but_not_checked():
     reference = _scored_task(-2.5, -3.5)
     result = compare_scores(reference, _scored_task(-9.0, -4.0), 0.1)
     assert result["differences"] == []

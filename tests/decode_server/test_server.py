@@ -102,7 +102,9 @@ _DIFFERENT_SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("name", _DIFFERENT_SAMPLING)
-def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, policy):
+def test_first_token_drawn_with_other_parameters_is_redrawn_with_the_pulled_kv(
+    name, policy
+):
     fields, members = _DIFFERENT_SAMPLING[name]
     prepared = _prepare(_signed_params(**fields), policy, **members)
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
@@ -112,7 +114,7 @@ def test_first_token_drawn_differently_is_drawn_again_with_the_pulled_kv(name, p
     )
 
 
-def test_first_token_drawn_with_the_same_ends_banned_is_used():
+def test_first_token_drawn_with_the_same_banned_end_tokens_is_used():
     remote = _prepare(_signed_params(**_BANNED), min_tokens=1).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 

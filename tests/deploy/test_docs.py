@@ -58,7 +58,7 @@ BATON_DOCS = [path for path in DOCS if path.name not in FILES_WITH_FOREIGN_OPTIO
 
 
 @pytest.mark.parametrize("path", BATON_DOCS, ids=lambda path: path.name)
-def test_every_option_that_a_text_names_is_one(path):
+def test_every_option_in_the_docs_exists(path):
     names = set(map(option_name, ALL_FIELDS))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
@@ -66,7 +66,7 @@ def test_every_option_that_a_text_names_is_one(path):
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_file_that_a_text_names_exists(path):
+def test_every_file_in_the_docs_exists(path):
     text = path.read_text()
     named = set(re.findall(r"`((?:tests|docs|deploy|benchmarks)/[\w./-]+)`", text))
     linked = {str((path.parent / link).relative_to(ROOT)) for link in _links(text)}
@@ -75,7 +75,7 @@ def test_every_file_that_a_text_names_exists(path):
 
 
 @pytest.mark.parametrize("path", BATON_DOCS, ids=lambda path: path.name)
-def test_every_variable_that_a_text_names_is_read(path):
+def test_every_variable_in_the_docs_is_read(path):
     names = set(map(variable_name, ALL_FIELDS))
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {
         "BATON_UPPER_CASE"
@@ -84,7 +84,7 @@ def test_every_variable_that_a_text_names_is_read(path):
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_source_that_a_text_names_exists(path):
+def test_every_source_file_in_the_docs_exists(path):
     sources = [f"/{one.relative_to(ROOT)}" for one in ROOT.glob("[a-z]*/**/*.py")]
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
     assert {
@@ -99,7 +99,7 @@ def test_every_make_target_in_the_docs_exists(path):
     assert set(named) <= set(targets)
 
 
-def test_the_models_of_the_text_are_those_of_the_code():
+def test_models_in_the_docs_match_the_code():
     text = (ROOT / "docs" / "models.md").read_text()
     served = text.partition("Served are")[2].partition(". Refused")[0]
     kinds = ("ForCausalLM", "ForConditionalGeneration")
@@ -112,7 +112,7 @@ def test_the_models_of_the_text_are_those_of_the_code():
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_command_of_a_text_is_accepted(path, monkeypatch):
+def test_every_command_in_the_docs_is_accepted(path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "the texts set it before the command")
     # This joins commands that are split over several lines.
     text = re.sub(r"\\\n\s*", "", path.read_text())
@@ -175,7 +175,7 @@ def test_the_requests_of_the_readme_are_accepted():
     assert len(validate(ChatRequest, given).messages) == len(given["messages"])
 
 
-def test_the_fields_of_responses_are_in_the_text():
+def test_fields_of_responses_are_documented():
     text = (
         (ROOT / "docs" / "structured_output.md")
         .read_text()
@@ -213,7 +213,7 @@ def _leaf_classes(root: type[errors.BatonError]) -> set[type[errors.BatonError]]
     return {root} if not below else set().union(*map(_leaf_classes, below))
 
 
-def test_the_table_of_errors_is_that_of_the_code():
+def test_table_of_errors_matches_the_code():
     message = {
         (_names(code)[0], status, again)
         for code, status, again, *_ in _rows("## Errors")
@@ -226,7 +226,7 @@ def test_the_table_of_errors_is_that_of_the_code():
     assert message == matches
 
 
-def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
+def test_tables_of_kv_transfer_params_match_the_code():
     orders = {"do_remote_prefill", "do_remote_decode"}
     from_p = [name for row in _rows("From P, to D") for name in _names(row[0])]
     assert len(from_p) == len(set(from_p))
@@ -239,7 +239,7 @@ def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
     assert to_p == {*orders, "transfer_id", HINT}
 
 
-def test_every_path_of_the_document_is_in_the_text():
+def test_every_path_of_the_openapi_document_is_documented():
     assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(
         re.findall(r"/[\w/{}]+", API)
     )

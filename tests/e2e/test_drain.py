@@ -165,7 +165,7 @@ def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
 
 
 @pytest.mark.slow
-def test_answers_wait_for_capacity_or_return_when_all_others_are_full(tiny_model):
+def test_answers_wait_or_return_if_all_other_servers_are_full(tiny_model):
     small = ["--shutdown-grace-s", "600", "--kv-cache-tokens", "768"]
     decode = partial(start_decode, tiny_model, *small)
     prefill = partial(start_prefill, tiny_model)

@@ -84,7 +84,7 @@ def _listens(server: Server) -> bool:
     return True
 
 
-def test_prefill_server_killed_during_a_transfer_costs_no_answer(
+def test_prefill_server_killed_during_a_transfer_loses_no_answer(
     tiny_model, tiny_reference, prompt, ports
 ):
     argv = (

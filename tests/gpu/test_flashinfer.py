@@ -226,7 +226,7 @@ def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, hopper):
 
 @pytest.mark.alone  # 64 GiB
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
-def test_blocks_beyond_32_bits_of_elements(kv_dtype):
+def test_pool_with_more_than_2_to_the_32_elements(kv_dtype):
     """The pool has more than 2**32 elements, so 32-bit offsets of blocks would
     overflow.
     """

@@ -55,7 +55,7 @@ def test_second_sequence_publishes_its_blocks_after_those_of_the_first_are_evict
     index.check_integrity()
 
 
-def test_receiving_block_can_not_be_published_or_matched():
+def test_receiving_block_cannot_be_published_or_matched():
     allocator, index = make()
     tokens = list(range(8))
     blocks = allocator.allocate(2)
@@ -69,7 +69,7 @@ def test_receiving_block_can_not_be_published_or_matched():
 
 
 @pytest.mark.parametrize("tokens", [[], list(range(7)), list(range(50, 58))])
-def test_published_block_can_not_be_published_for_other_tokens(tokens):
+def test_published_block_cannot_be_published_for_other_tokens(tokens):
     _, index = make()
     blocks = published(index, list(range(8)))
     with pytest.raises(BlockStateError, match="cannot"):

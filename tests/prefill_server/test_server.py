@@ -49,7 +49,7 @@ def test_only_do_remote_decode_retains_the_kv_of_every_prompt():
     ("is_reachable", "dcp", "fix"),
     [(False, 1, "--side-channel-host"), (True, 2, "--dcp")],
 )
-def test_prompt_is_refused_where_no_server_could_read_its_kv(is_reachable, dcp, fix):
+def test_prompt_is_refused_if_no_server_could_read_its_kv(is_reachable, dcp, fix):
     request = validate(
         CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _REQUEST}
     )

@@ -380,8 +380,8 @@ async def test_answer_without_a_stream_is_handed_over_too(is_refused):
 
 
 async def test_answer_with_too_long_a_history_is_generated_again(monkeypatch):
-    """The proxy has not recorded all its tokens, so no server could use the KV that is
-    handed over.
+    """The proxy has not recorded all tokens of the answer, so no server can use the KV
+    that is handed over.
     """
     monkeypatch.setattr(resume, "MAX_HISTORY_BYTES", 40)
     both = _in_turn(_hands_over_answer(), decodes)

@@ -149,7 +149,7 @@ def test_start_of_a_pull_does_not_inspect_the_other_open_pulls(rig, coordinator)
     assert num_inspections == 0
 
 
-def test_call_that_raises_stops_no_later_call_and_events_are_notified_once(coordinator):
+def test_calls_after_one_that_raises_run_and_events_are_notified_once(coordinator):
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")

@@ -165,7 +165,7 @@ def test_leases_end_without_a_fence(server, clock, ending):
 
 
 @pytest.mark.parametrize("offer_first", [False, True])
-def test_lease_ends_when_its_reader_gave_up_before_it_knew_the_lease(
+def test_lease_ends_if_its_reader_cancelled_before_it_received_the_lease(
     server, offer_first
 ):
     """The reader cancels its subscription before it has received the name of the lease.

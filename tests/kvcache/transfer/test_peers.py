@@ -85,7 +85,7 @@ def test_number_of_remembered_peers_is_bounded():
     assert len(peers._peers) < 1100
 
 
-def test_circuit_opens_after_two_failures_for_a_time_that_doubles():
+def test_circuit_opens_after_two_failures_and_its_open_time_doubles():
     peer = table().find_or_add(REMOTE)
     now = 0.0
     waits = []

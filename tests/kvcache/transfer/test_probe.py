@@ -33,7 +33,7 @@ def measured(decode: Decode) -> Any:
 
 
 @pytest.fixture
-def planned_with(monkeypatch: Any) -> list[CostModel]:
+def costs_of_plans(monkeypatch: Any) -> list[CostModel]:
     """A list of the costs that each plan was made with, in order."""
     used_costs: list[CostModel] = []
     plan = Planner.plan
@@ -89,7 +89,7 @@ def test_peer_with_an_unanswered_probe_is_unreachable_until_it_answers(rig):
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_costs_are_measured_and_logged_once_and_used_for_plans(
-    rig, make_agent, planned_with, caplog
+    rig, make_agent, costs_of_plans, caplog
 ):
     caplog.set_level(logging.INFO)
     prefill = rig(Prefill, make_agent)
@@ -102,21 +102,21 @@ def test_costs_are_measured_and_logged_once_and_used_for_plans(
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
     pulled(decode, prefill, "b", BLOCK_TABLE)
-    assert planned_with == [costs] * 2
+    assert costs_of_plans == [costs] * 2
     lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
     assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
     assert decode.settle() == []
 
 
 def test_configured_costs_are_logged_and_used_without_measuring(
-    rig, planned_with, caplog
+    rig, costs_of_plans, caplog
 ):
     caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill = rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, costs=costs)
     pulled(decode, prefill, "a", BLOCK_TABLE)
-    assert planned_with == [costs] and measured(decode) is None
+    assert costs_of_plans == [costs] and measured(decode) is None
     assert (
         "costs of every link: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
         in caplog.text

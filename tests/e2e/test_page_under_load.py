@@ -22,7 +22,7 @@ playwright = pytest.importorskip(
     "playwright.async_api", reason="needs the extra `browser`"
 )
 RUN_SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
-WARMUP_SHARE = 0.25  # by this share of SECONDS, the histories of the page are full
+WARMUP_SHARE = 0.25  # after this share of RUN_SECONDS, the page's histories are full
 NUM_CLIENTS = 4
 NUM_STATE_REQUESTS = 200
 IDLE_S = 20.0

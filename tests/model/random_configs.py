@@ -192,7 +192,7 @@ def _add_ropes(draw: random.Random, architecture: str, raw: Raw) -> None:
     forms += ["kinds"] * 8 + ["flat"] if has_kinds else ["flat"] * 8 + ["kinds"]
     form = draw.choice(forms)
     if draw.random() < 0.5 or form == "theta":
-        # If this is not the default, versions of transformers differ for Olmo 3.
+        # For Olmo 3, versions of transformers differ if rope_theta is not its default.
         is_plain = architecture.startswith("Olmo3") and draw.random() < 0.8
         raw["rope_theta"] = 500000.0 if is_plain else draw.choice((100.0, 10000.0))
     if form in ("none", "theta"):

@@ -266,7 +266,9 @@ async def test_no_kv_is_released_if_both_legs_succeed():
 
 @pytest.mark.parametrize("names", ["", "1"])
 async def test_prefill_is_not_repeated_for_an_answer_that_has_begun(names):
-    """The request must not be counted as decode-only either."""
+    """The prefill server is lost after the first event of the answer. The request must
+    not be counted as decode-only.
+    """
     lost = Waits(drops)
     decode = Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     others = [fake(prefills, name) for name in names]

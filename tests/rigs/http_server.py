@@ -165,7 +165,7 @@ serving_harmony = partial(
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    """Return a copy of the tokenizer with another chat template."""
+    """Return a copy of the tokenizer with the chat template `source`."""
     copy = object.__new__(Tokenizer)
     copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
     return copy

@@ -108,7 +108,7 @@ class _Server:
         client = EngineClient(settings, caches_prefixes=settings.enable_prefix_caching)
         self.api = Api(client, settings, hooks(self.secret), self.secret)
         self.api.client.on_progress = self._report_progress
-        self.api.on_drain = self._end
+        self.api.on_drain = self._request_stop
         self.server = HttpServer(
             create_app(self.api),
             settings,
@@ -152,9 +152,9 @@ class _Server:
             self.processes.kill()
             lifecycle.report_failure("received a second signal during shutdown: killed")
             lifecycle.exit_now(_KILLED_STATUS)
-        self._end()
+        self._request_stop()
 
-    def _end(self) -> None:
+    def _request_stop(self) -> None:
         if not self.stop.done():
             self.stop.set_result(None)
 
@@ -176,7 +176,7 @@ class _Server:
         api = self.api
         client = api.client
         client.progress = "looking for the model"
-        model_dir = await self._or_stop(self._resolve_model())
+        model_dir = await self._await_unless_stopped(self._resolve_model())
         prepared = prepare(self.settings, self.secret, model_dir)
         with self.processes.start(prepared.config) as link:
             self._report_progress("loading the model")
@@ -193,7 +193,7 @@ class _Server:
             watching = asyncio.create_task(api.access.watch())
             try:
                 await api.grammars.start()
-                await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+                await self._await_unless_stopped(client.wait_ready(_START_TIMEOUT_S))
                 return await self._serve(listener.getsockname()[1], serving)
             finally:
                 watching.cancel()
@@ -215,7 +215,7 @@ class _Server:
         pool.shutdown(wait=False)
         return resolving
 
-    async def _or_stop(self, work: Any) -> Any:
+    async def _await_unless_stopped(self, work: Any) -> Any:
         """Awaits `work` and returns its result. If the server is stopped or its engine
         ends first, cancels `work` and raises StartFailure."""
         task = asyncio.ensure_future(work)
@@ -247,13 +247,13 @@ class _Server:
         lifecycle.report_ready({"port": port})
         unregister = self._register(port, client)
         watching = asyncio.ensure_future(self._watch_for_hang(client))
-        await _first_of(serving, self.stop, self.failure)
+        await _wait_for_first(serving, self.stop, self.failure)
         watching.cancel()
         # Unregister first, because this server refuses new requests from now on.
         await unregister()
         deadline_s = self.loop.time() + self.settings.shutdown_grace_s / 2
         handing_over = asyncio.ensure_future(client.hand_over(deadline_s))
-        await _first_of(serving, self.failure, handing_over)
+        await _wait_for_first(serving, self.failure, handing_over)
         handing_over.cancel()
         # No new connections are accepted; open requests may finish during the drain.
         self.server.should_exit = True
@@ -291,7 +291,7 @@ class _Server:
         that is leased to them. Stops waiting when the engine fails or the deadline has
         passed."""
         timeout_s = max(0.0, deadline_s - self.loop.time())
-        await _first_of(serving, self.failure, timeout_s=timeout_s)
+        await _wait_for_first(serving, self.failure, timeout_s=timeout_s)
         while client.stats.get(LEASES, 0) and not self.failure.done():
             if self.loop.time() >= deadline_s:
                 return
@@ -324,7 +324,7 @@ class _Server:
         self._engine_ended(reason)
 
 
-async def _first_of(
+async def _wait_for_first(
     *futures: asyncio.Future[Any], timeout_s: float | None = None
 ) -> None:
     """Waits until one of the futures is done, or the timeout has passed."""

@@ -91,18 +91,18 @@ class EngineCore(CoreServices):
     def run(self) -> None:
         """Serves until the transport is closed."""
         self._report_stats()  # a server without requests must report its capacity
-        progressed = False
+        has_progressed = False
         check_due_s = 0.0
         while True:
-            timeout_s = 0.0 if progressed else _IDLE_WAIT_S
+            timeout_s = 0.0 if has_progressed else _IDLE_WAIT_S
             messages, is_closed = self.transport.receive(timeout_s)
             if is_closed:
                 return
-            progressed = self.round(messages)
+            has_progressed = self.round(messages)
             if self._is_closed:
                 return
             self._report_stats()
-            if progressed or messages or not self.is_idle:
+            if has_progressed or messages or not self.is_idle:
                 check_due_s = time.monotonic() + _IDLE_BEFORE_CHECK_S
             elif time.monotonic() >= check_due_s:
                 check_due_s = math.inf

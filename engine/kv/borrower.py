@@ -237,15 +237,15 @@ class Borrower(KVConnector):
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
 
-    def _release_remote(self, sequence: Sequence, *, lend: bool = False) -> None:
+    def _release_remote(self, sequence: Sequence, *, keep_lease: bool = False) -> None:
         """Ends the pull of a sequence, or gives up a pull that has not begun. The lease
         on the prefill server is released once no READ is in flight.
 
         Args:
-            lend: keeps the lease instead, so that another decode server may use it.
+            keep_lease: keeps the lease, so that another decode server may use it.
         """
         del self._remote[sequence.request_id]
-        self._coordinator.cancel(sequence.request_id, lend=lend)
+        self._coordinator.cancel(sequence.request_id, lend=keep_lease)
 
     # -- events -------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Borrower(KVConnector):
                 # The failure of an earlier sequence in this loop ended this sequence.
                 continue
             if sequence.pull is not None:
-                self._release_remote(sequence, lend=True)
+                self._release_remote(sequence, keep_lease=True)
             self._counters.count_quarantine_timeout()
             explanation = self._quarantine.explanation(scheduler)
             self.core.fail(sequence, Overloaded(explanation))
@@ -398,7 +398,8 @@ class Borrower(KVConnector):
     def _give_up_waiting_pull(self, sequence: Sequence, error: BatonError) -> None:
         """Gives up a pull before its first READ. If the request then fails, another
         server may use the lease."""
-        self._release_remote(sequence, lend=not self._may_recompute(sequence))
+        may_recompute = self._may_recompute(sequence)
+        self._release_remote(sequence, keep_lease=not may_recompute)
         self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:

@@ -32,7 +32,7 @@ class _Link:
 
     bytes_per_s: float
     latency_s: float
-    created_at: float
+    created_s: float
 
 
 class Rates:
@@ -104,7 +104,7 @@ class Rates:
     def _link(self, peer: PeerKey) -> _Link:
         now = self._clock()
         link = self._links.pop(peer, None)
-        if link is None or now - link.created_at > _ESTIMATE_LIFETIME_S:
+        if link is None or now - link.created_s > _ESTIMATE_LIFETIME_S:
             link = _Link(self._default_bytes_per_s, _DEFAULT_LATENCY_S, now)
         self._links[peer] = link
         if len(self._links) > _MAX_PEERS:

@@ -256,7 +256,7 @@ class EngineClient:
         self._was_active = False
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._hung_up = False
+        self._has_hung_up = False
 
     @property
     def healthy(self) -> bool:
@@ -266,7 +266,7 @@ class EngineClient:
     def is_lost(self) -> bool:
         """Whether the engine failed or closed the link, so that its processes should
         exit soon."""
-        return self._hung_up or not self.healthy
+        return self._has_hung_up or not self.healthy
 
     async def start(self, link: socket.socket) -> None:
         """Begin to read from the engine. Must be called on the event loop that serves
@@ -470,7 +470,7 @@ class EngineClient:
                 self._take(decode_output(await reader.readexactly(length)))
         except (OSError, asyncio.IncompleteReadError):
             # EngineProcesses reports why the engine's process ended.
-            self._hung_up = True
+            self._has_hung_up = True
         except Exception as error:
             log.exception("the engine's messages cannot be read")
             self.fail(f"its messages cannot be read: {error}")

@@ -31,7 +31,7 @@ class EngineProcesses:
         self._on_failure = on_failure
         self._children: list[lifecycle.Child] = []
         self._lock = threading.Lock()
-        self._stopping = False
+        self._is_stopping = False
         self._folder = tempfile.mkdtemp(prefix="baton-engine-")
 
     def start(self, config: EngineConfig) -> socket.socket:
@@ -42,7 +42,7 @@ class EngineProcesses:
         config = config.model_copy(
             update={"rendezvous_file": f"{self._folder}/meeting"}
         )
-        data = config.model_dump_json().encode()
+        config_json = config.model_dump_json().encode()
         link, http = socket.socketpair()
         rank_sockets = [[http]]
         for _ in range(1, config.tp):
@@ -58,7 +58,7 @@ class EngineProcesses:
                 argv,
                 name=name,
                 env=_OPENMP_ENV,
-                stdin=data,
+                stdin=config_json,
                 capture=False,
                 on_event=self._on_event,
                 files=files,
@@ -72,8 +72,8 @@ class EngineProcesses:
         if event.kind != "exited":
             return
         with self._lock:
-            was_stopping = self._stopping
-            self._stopping = True
+            was_stopping = self._is_stopping
+            self._is_stopping = True
         if not was_stopping:
             self._on_failure(
                 f"engine process {event.child.name}: {event.child.reason()}"
@@ -88,6 +88,6 @@ class EngineProcesses:
     def stop(self, grace_s: float) -> None:
         """End every rank: SIGTERM first, SIGKILL after `grace_s`. Idempotent."""
         with self._lock:
-            self._stopping = True
+            self._is_stopping = True
         lifecycle.terminate(self._children, grace_s, lifecycle.ALARM)
         shutil.rmtree(self._folder, ignore_errors=True)

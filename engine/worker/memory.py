@@ -293,8 +293,8 @@ def _capacity(
     num_blocks = None
     option = ""
     if config.kv_cache_tokens is not None:
-        per_group = -(-config.kv_cache_tokens // config.tokens_per_block)
-        num_blocks = per_group * groups.count
+        blocks_per_group = -(-config.kv_cache_tokens // config.tokens_per_block)
+        num_blocks = blocks_per_group * groups.count
         option = "--kv-cache-tokens"
     elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
@@ -303,18 +303,19 @@ def _capacity(
         _check_requested_pool(config, num_blocks, block_bytes, free_bytes, option)
         return num_blocks, option
     if config.device != "cuda":
-        budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
-        per_sequence = groups.num_blocks_for(
+        budget_bytes = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
+        blocks_per_sequence = groups.num_blocks_for(
             requested_len, _window_slack_tokens(config), config.tokens_per_block
         )
-        max_useful = per_sequence * config.max_num_seqs
-        return min(budget // block_bytes, max_useful), "a share of the free memory"
+        max_useful_blocks = blocks_per_sequence * config.max_num_seqs
+        num_blocks = min(budget_bytes // block_bytes, max_useful_blocks)
+        return num_blocks, "a share of the free memory"
     source = f"{_UTILIZATION} {config.gpu_memory_utilization}"
-    missing = 2 * block_bytes - free_bytes  # for one block and the null block
-    if missing > 0:
+    missing_bytes = 2 * block_bytes - free_bytes  # for one block and the null block
+    if missing_bytes > 0:
         raise MemoryTooSmall(
             f"the model's weights and its largest step leave no memory for KV under "
-            f"{source}: {missing / 2**20:.0f} MiB are missing for one block of "
+            f"{source}: {missing_bytes / 2**20:.0f} MiB are missing for one block of "
             f"{config.tokens_per_block} tokens; raise {_UTILIZATION} or --tp, lower "
             f"{options_of_step_memory(config)}, or free the GPU"
         )

@@ -78,7 +78,7 @@ class LaunchedStep:
         self._scores = scores
         self._draw = draw
         self._drawn: SampledTokens | None = None
-        self._finished: Any = None
+        self._end_event: Any = None
         if draw is None:
             self._start_copy(drawn)
 
@@ -97,20 +97,20 @@ class LaunchedStep:
             )
         if self._device.type == "cuda":
             new_event: Any = torch.cuda.Event
-            self._finished = new_event()
-            self._finished.record(torch.cuda.current_stream(self._device))
+            self._end_event = new_event()
+            self._end_event.record(torch.cuda.current_stream(self._device))
 
     def has_ended(self) -> bool:
         """Whether the device has finished the step. May be called from any thread. On a
         CPU, the launch itself has computed the step."""
         if self._device.type != "cuda":
             return True
-        return self._finished is not None and bool(self._finished.query())
+        return self._end_event is not None and bool(self._end_event.query())
 
     def result(self) -> StepOutput:
         assert self._draw is None, "the tokens of a masked step must be drawn first"
-        if self._finished is not None:
-            self._finished.synchronize()
+        if self._end_event is not None:
+            self._end_event.synchronize()
         scores = self._scores.result()
         if self._drawn is None:
             return StepOutput([], [], scores)

@@ -79,14 +79,16 @@ class PromptAccounting:
                 None.
         """
         cached_tokens = self.num_skipped + self.num_transferred
-        prefill: dict[str, int] = {}
+        prefill_counts: dict[str, int] = {}
         if remote is not None and remote.transfer_id is None:
             cached_tokens = min(
                 remote.cached_tokens, self.num_prompt_tokens - self.num_computed_here
             )
-            prefill["prefill_transferred"] = remote.transferred_tokens
-            prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
-            prefill["prefill_skipped"] = (
+            prefill_counts["prefill_transferred"] = remote.transferred_tokens
+            prefill_counts["prefill_recomputed"] = (
+                remote.num_tokens - remote.cached_tokens
+            )
+            prefill_counts["prefill_skipped"] = (
                 remote.cached_tokens - remote.transferred_tokens
             )
         return KVUsage(
@@ -94,5 +96,5 @@ class PromptAccounting:
             recomputed=self.num_computed_here,
             skipped=self.num_skipped,
             cached_tokens=cached_tokens,
-            **prefill,
+            **prefill_counts,
         )

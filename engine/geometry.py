@@ -186,13 +186,13 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     check_supported(
         config.attention_backend,
         attention_spec(config, model, num_q_heads),
-        step_limits(config, model, of_group=False),
+        step_limits(config, model, is_for_dcp_group=False),
     )
     if config.dcp > 1:
         check_supported(
             config.attention_backend,
             attention_spec(config, model, num_q_heads * config.dcp),
-            step_limits(config, model, of_group=True),
+            step_limits(config, model, is_for_dcp_group=True),
         )
 
 
@@ -218,16 +218,16 @@ def attention_spec(
 
 
 def step_limits(
-    config: EngineConfig, model: ModelConfig, *, of_group: bool
+    config: EngineConfig, model: ModelConfig, *, is_for_dcp_group: bool
 ) -> StepLimits:
     """The limits of the steps that a rank's attention backend computes.
 
     Args:
-        of_group: whether the backend computes the heads of all ranks that share tokens.
-            Only decode steps use such a backend.
+        is_for_dcp_group: whether the backend computes the heads of all ranks that share
+            tokens. Only decode steps use such a backend.
     """
     max_seqs = config.max_num_seqs
-    if of_group:
+    if is_for_dcp_group:
         return StepLimits(max_seqs, max_seqs, 0)
     max_tokens = max(config.max_num_batched_tokens, max_seqs)
     max_context = config.max_model_len or model.max_position

@@ -45,7 +45,7 @@ _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's sta
 # that clients and logs get.
 _ENDING_TIMEOUT_S = 5.0
 _KILLED_STATUS = 130  # exit status after a second signal, as for `baton up`
-RANK = "engine.worker.worker"  # the module that a rank process runs
+RANK_MODULE = "engine.worker.worker"  # run by each rank process
 # Name of the thread that finds, downloads or converts the model.
 _RESOLVER_THREAD = "resolve-model"
 _LISTEN_BACKLOG = 2048
@@ -54,7 +54,7 @@ HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster sec
 
 
 def run_server(
-    settings: EngineSettings, hooks: HooksFactory, module: str = RANK
+    settings: EngineSettings, hooks: HooksFactory, module: str = RANK_MODULE
 ) -> int:
     """Runs a server until a signal or POST /drain ends it. Returns the exit status.
 

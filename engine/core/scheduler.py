@@ -62,13 +62,13 @@ class Scheduler:
         limits: SchedulerLimits,
         num_blocks: int,
         *,
-        cached: bool,
+        caches_prefixes: bool,
         step_times: StepTimes | None = None,  # if they were measured
     ) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(num_blocks)
         self.prefix: PrefixIndex | None = None
-        if cached:
+        if caches_prefixes:
             self.prefix = PrefixIndex(self.allocator, limits.block_size, limits.groups)
         self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()

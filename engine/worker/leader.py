@@ -98,10 +98,14 @@ def _build(
     )
     connector = rank.service.make_connector(metadata, transport.wake)
     executor = RankExecutor(rank.runner, links)
-    cached = config.enable_prefix_caching
     times = executor.measure_steps(limits.step_target)
     core = EngineCore(
-        Scheduler(limits, rank.num_blocks, cached=cached, step_times=times),
+        Scheduler(
+            limits,
+            rank.num_blocks,
+            caches_prefixes=config.enable_prefix_caching,
+            step_times=times,
+        ),
         executor,
         connector,
         transport,

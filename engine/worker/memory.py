@@ -81,7 +81,7 @@ def make_memory(
         shared_with: AttentionBackend | None = None,
     ) -> AttentionBackend:
         limits = step_limits(
-            config, model_config, of_group=num_q_heads > spec.num_q_heads
+            config, model_config, is_for_dcp_group=num_q_heads > spec.num_q_heads
         )
         return create_backend(
             config.attention_backend,
@@ -190,7 +190,7 @@ def size_pool(
     num_blocks, source = _capacity(
         config, block_bytes, requested_len, free_bytes, groups
     )
-    num_tokens = longest_in(config, groups, num_blocks, requested_len)
+    num_tokens = max_sequence_tokens_in(config, groups, num_blocks, requested_len)
     if config.max_model_len and num_tokens < requested_len:
         raise MemoryTooSmall(
             f"the KV pool holds {num_tokens} tokens ({source}), fewer than one "
@@ -217,7 +217,7 @@ def size_pool(
     )
 
 
-def longest_in(
+def max_sequence_tokens_in(
     config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int
 ) -> int:
     """Tokens of the longest sequence that `num_blocks` blocks can hold. If a group has
@@ -262,7 +262,9 @@ def decide_max_model_len(
         model_max_len: tokens of the longest sequence that the model's positions allow.
     """
     logger.info("%s", size.explanation)
-    pool_tokens = longest_in(config, groups, num_blocks - 1, size.max_model_len)
+    pool_tokens = max_sequence_tokens_in(
+        config, groups, num_blocks - 1, size.max_model_len
+    )
     max_len = min(size.max_model_len, pool_tokens)
     if max_len < (config.max_model_len or model_max_len):
         logger.warning(

@@ -155,8 +155,8 @@ def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tok
 )
 def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):
     config = _changed(**options)
-    assert step_limits(config, _LATENT_MODEL, of_group=False) == rank_limits
-    assert step_limits(config, _LATENT_MODEL, of_group=True) == group_limits
+    assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=False) == rank_limits
+    assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=True) == group_limits
 
 
 def test_steps_over_latents_that_are_too_large_for_a_plan_are_refused():

@@ -24,7 +24,7 @@ from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.lender import Lender
 from engine.kv.rates import Borrow, Rates
-from engine.worker.memory import longest_in, make_memory
+from engine.worker.memory import make_memory, max_sequence_tokens_in
 from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
@@ -83,7 +83,7 @@ def min_num_blocks(groups: KVGroups, step: int, size: int, max_len: int) -> int:
     """
     config = make_config(max_num_batched_tokens=step, block_size=size)
     num_blocks = 1
-    while longest_in(config, groups, num_blocks, max_len) < max_len:
+    while max_sequence_tokens_in(config, groups, num_blocks, max_len) < max_len:
         num_blocks += 1
     return num_blocks
 

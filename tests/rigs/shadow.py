@@ -416,7 +416,7 @@ def make_core(
         step_target=step_target,
         groups=groups,
     )
-    scheduler = Scheduler(limits, num_blocks, cached=prefix_caching)
+    scheduler = Scheduler(limits, num_blocks, caches_prefixes=prefix_caching)
     if executor is None and groups.drops_blocks:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)

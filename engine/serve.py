@@ -97,7 +97,7 @@ class _Server:
 
     Attributes:
         failure: completes with the reason if the engine ends or hangs.
-        stop: completes when the server is asked to shut down.
+        stop_requested: completes when the server is asked to shut down.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Server:
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
-        self.stop: asyncio.Future[None] = self.loop.create_future()
+        self.stop_requested: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> int:
         """Serves until the server ends. Returns the exit status.
@@ -148,15 +148,15 @@ class _Server:
     def _on_signal(self) -> None:
         """The first signal starts an orderly shutdown. A second one kills all processes
         immediately."""
-        if self.stop.done():
+        if self.stop_requested.done():
             self.processes.kill()
             lifecycle.report_failure("received a second signal during shutdown: killed")
             lifecycle.exit_now(_KILLED_STATUS)
         self._request_stop()
 
     def _request_stop(self) -> None:
-        if not self.stop.done():
-            self.stop.set_result(None)
+        if not self.stop_requested.done():
+            self.stop_requested.set_result(None)
 
     def _engine_ended(self, reason: str) -> None:
         def set_failure() -> None:
@@ -220,7 +220,8 @@ class _Server:
         ends first, cancels `work` and raises StartFailure."""
         task = asyncio.ensure_future(work)
         await asyncio.wait(
-            {task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED
+            {task, self.stop_requested, self.failure},
+            return_when=asyncio.FIRST_COMPLETED,
         )
         if task.done():
             return task.result()
@@ -247,7 +248,7 @@ class _Server:
         lifecycle.report_ready({"port": port})
         unregister = self._register(port, client)
         watching = asyncio.ensure_future(self._watch_for_hang(client))
-        await _wait_for_first(serving, self.stop, self.failure)
+        await _wait_for_first(serving, self.stop_requested, self.failure)
         watching.cancel()
         # Unregister first, because this server refuses new requests from now on.
         await unregister()

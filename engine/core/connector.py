@@ -38,6 +38,7 @@ class KVConnector:
     """
 
     def bind(self, core: CoreServices) -> None:
+        """Connects this object to the core. Called once, before all other methods."""
         self.core = core
 
     def on_add(self, sequence: Sequence) -> None:

@@ -126,7 +126,7 @@ class EngineCore(CoreServices):
         for sequence, error in self.grammars.take_overdue():
             self.fail(sequence, error)
         plan = self.scheduler.schedule()
-        self._begin(plan)
+        self._apply_plan(plan)
         if plan.scheduled:
             self._steps.run(plan.scheduled)
         self.finish_steps(self.executor.depth if plan.scheduled else 0)
@@ -144,7 +144,7 @@ class EngineCore(CoreServices):
         results."""
         self._steps.finish_steps(num_left)
 
-    def _begin(self, plan: Plan) -> None:
+    def _apply_plan(self, plan: Plan) -> None:
         """Carries out a plan, except for its step."""
         for sequence in plan.stuck:
             capacity = self.scheduler.allocator.capacity
@@ -259,7 +259,7 @@ class EngineCore(CoreServices):
             self._handle(message)
         self.connector.poll()
         if len(self.scheduler.waiting) > num_waiting:
-            self._begin(self.scheduler.admit_remote())
+            self._apply_plan(self.scheduler.admit_remote())
         self.flush()
 
     def flush(self) -> None:
@@ -299,7 +299,7 @@ class EngineCore(CoreServices):
             sequence.prompt_logprobs.add(scores)
             self._output.add_prompt_logprobs(sequence)
         draws = [
-            self._draw(choice, token_id, logprobs)
+            self._append_draw(choice, token_id, logprobs)
             for choice, (token_id, logprobs) in zip(item.draws, tokens, strict=True)
             if not choice.choice_state.has_ended
         ]
@@ -318,7 +318,7 @@ class EngineCore(CoreServices):
         if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
             self._end_choices([(choice, "length") for choice in sequence.choices])
 
-    def _draw(
+    def _append_draw(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
     ) -> Draw:
         """Appends a drawn token to its choice. If the choice ends with this token,

@@ -417,11 +417,11 @@ class Scheduler:
     # -- steps --------------------------------------------------------------------
 
     def step_launched(self, scheduled: Sequenceable[Scheduled]) -> None:
-        self.steps.launch(scheduled)
+        self.steps.record_launch(scheduled)
 
     def step_finished(self, seconds: float | None = None) -> None:
         """Records that the oldest launched step has ended on every rank."""
-        self.steps.finish(seconds)
+        self.steps.record_finish(seconds)
 
     def draw_failed(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Records that the only launched step has ended without drawing its tokens. Its

@@ -91,7 +91,7 @@ class Sequence:
     num_computed: int = 0  # tokens with KV, from finished steps, cache hits or pulls
     num_launched: int = 0  # tokens after `num_computed`, in unfinished steps
     num_awaited: int = 0  # outputs that the unfinished steps draw
-    awaited_row: int = 0  # index of the draw, in its step, that gives the awaited token
+    awaited_row: int = 0  # index of the awaited token among the draws of its step
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     times: PhaseTimes = field(default_factory=PhaseTimes)

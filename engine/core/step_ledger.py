@@ -34,7 +34,7 @@ class StepLedger:
         # first.
         self.deferred_releases: list[tuple[int, list[int]]] = []
 
-    def launch(self, scheduled: Sequenceable[Scheduled]) -> None:
+    def record_launch(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Records that a step was launched. Updates the launched tokens and the awaited
         draws of its sequences."""
         self._loads.append(load_of(scheduled))
@@ -49,7 +49,7 @@ class StepLedger:
                 sequence.awaited_row = row
                 row += len(item.draws)
 
-    def finish(self, seconds: float | None) -> None:
+    def record_finish(self, seconds: float | None) -> None:
         """Records that the oldest launched step no longer reads or writes any block, on
         any rank. Releases the blocks that waited for this.
 

@@ -105,7 +105,7 @@ class BlockTables:
             table, [range(start, stop)] * groups.count, self._block_size
         )
 
-    def full(self, sequence: Sequence, num_full: int) -> list[int]:
+    def first_blocks(self, sequence: Sequence, num_full: int) -> list[int]:
         """The table of the first `num_full` blocks of each group."""
         return sequence.block_ids[: num_full * self._groups.count]
 
@@ -115,7 +115,7 @@ class BlockTables:
         partially.
         """
         count = self._groups.count
-        table = self.full(sequence, num_full)
+        table = self.first_blocks(sequence, num_full)
         for group, (window, first) in enumerate(
             zip(self._groups.windows, sequence.complete_from, strict=False)
         ):

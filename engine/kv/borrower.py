@@ -81,7 +81,7 @@ class Borrower(KVConnector):
         # id.
         self._looking_up: dict[str, Sequence] = {}
         # Sequences with a pull that has not ended, by request id.
-        self._remote: dict[str, Sequence] = {}
+        self._pulling: dict[str, Sequence] = {}
         # Blocks that READs of an ended pull may still write to, by request id.
         self._undrained: dict[str, list[int]] = {}
         self._deadlock = DeadlockTimer()
@@ -175,7 +175,7 @@ class Borrower(KVConnector):
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
         """Renews the lease on the remote KV from now on, and enqueues the sequence as
         soon as this KV can be pulled."""
-        self._remote[sequence.request_id] = sequence
+        self._pulling[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._enqueue_when_ready(sequence, remote)
 
@@ -207,7 +207,7 @@ class Borrower(KVConnector):
             sequence.pull.remote,
             start,
             stop,
-            scheduler.tables.full(sequence, num_blocks),
+            scheduler.tables.first_blocks(sequence, num_blocks),
             reach=scheduler.tables.resume_limit(sequence, stop),
         )
 
@@ -222,7 +222,7 @@ class Borrower(KVConnector):
 
     def on_abort(self, sequence: Sequence) -> bool:
         self._looking_up.pop(sequence.request_id, None)
-        if self._remote.get(sequence.request_id) is not sequence:
+        if self._pulling.get(sequence.request_id) is not sequence:
             return False
         self._release_remote(sequence)
         if sequence.phase is Phase.RECEIVING:
@@ -244,7 +244,7 @@ class Borrower(KVConnector):
         Args:
             keep_lease: keeps the lease, so that another decode server may use it.
         """
-        del self._remote[sequence.request_id]
+        del self._pulling[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, lend=keep_lease)
 
     # -- events -------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Borrower(KVConnector):
     def _on_decided(self, event: PeerDecided) -> None:
         """Handles the end of a handshake: enqueues the sequences that waited for the
         handshake, or gives up their pulls if the handshake failed."""
-        new_sequences = [s for s in self._remote.values() if s.phase is Phase.NEW]
+        new_sequences = [s for s in self._pulling.values() if s.phase is Phase.NEW]
         for sequence in new_sequences:
             pull = sequence.pull
             if pull is None or key_of(pull.remote) != event.peer:
@@ -323,7 +323,7 @@ class Borrower(KVConnector):
     def _on_begun(self, event: PullBegun) -> None:
         """Records the lease that the other engine has granted for an offer, because it
         has computed the first part of the prompt. Enqueues the sequence if possible."""
-        sequence = self._remote.get(event.pull_id)
+        sequence = self._pulling.get(event.pull_id)
         if sequence is None or sequence.pull is None:
             return  # the request was aborted
         sequence.pull.begin(event.lease_id)
@@ -332,7 +332,7 @@ class Borrower(KVConnector):
     def _on_sealed(self, event: PullSealed) -> None:
         """Accepts the first tokens of an offer once the prefill server has drawn them.
         The client receives the tokens before all KV has been pulled."""
-        sequence = self._remote.get(event.pull_id)
+        sequence = self._pulling.get(event.pull_id)
         if sequence is None:
             return
         request = sequence.request
@@ -358,7 +358,7 @@ class Borrower(KVConnector):
             self.core.accept_first_tokens(sequence)
 
     def _on_done(self, event: PullDone) -> None:
-        sequence = self._remote.pop(event.pull_id, None)
+        sequence = self._pulling.pop(event.pull_id, None)
         if sequence is None:
             return  # the request was aborted; PullDrained follows
         self._counters.count_transfer(event)
@@ -376,7 +376,7 @@ class Borrower(KVConnector):
         that READs may still write to."""
         if isinstance(event.error, KVCorrupt):
             self._counters.count_verify_failure()
-        sequence = self._remote.pop(event.pull_id, None)
+        sequence = self._pulling.pop(event.pull_id, None)
         if sequence is None:
             return
         sequence.times.pulled = time.monotonic()

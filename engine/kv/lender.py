@@ -144,7 +144,7 @@ class Lender(KVConnector):
         transfer_id = self._transfer_id(sequence)
         block_ids, lease_id = self._lease_table(sequence, transfer_id, table)
         try:
-            params = self._params(sequence, block_ids, lease_id, num_tokens)
+            params = self._kv_transfer_params(sequence, block_ids, lease_id, num_tokens)
         except Exception:
             self._leases.abort(lease_id)  # no reader gets a reference to this lease
             raise
@@ -173,7 +173,7 @@ class Lender(KVConnector):
         self._lease_ids[sequence.request_id] = lease_id
         return table, lease_id
 
-    def _params(
+    def _kv_transfer_params(
         self, sequence: Sequence, block_ids: list[int], lease_id: str, num_tokens: int
     ) -> dict[str, Any]:
         """Returns the kv_transfer_params of the response, with a signed reference."""

@@ -54,8 +54,8 @@ class DeadlockTimer:
         """Returns the waiting sequence that must give up its pull now, or None. Must be
         called once in each round of the core.
 
-        Once a deadlock has lasted _DEADLOCK_S, each round returns a sequence. If other
-        sequences run, only one is returned each time the deadlock has lasted that long.
+        Once a deadlock has lasted _DEADLOCK_S, each round returns a sequence. While
+        other sequences run, at most one sequence is returned every _DEADLOCK_S.
         """
         now = time.monotonic()
         if not scheduler.is_deadlocked:

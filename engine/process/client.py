@@ -68,11 +68,11 @@ class Subscription:
         self._queue_entry = queue_entry
         requests = tuple(requests)
         # For each request id, the number of choices without a terminal delta.
-        self._open: dict[str, int] = {}
+        self._num_open_choices: dict[str, int] = {}
         for request in requests:
             num_ended = sum(choice.has_ended for choice in request.resumed_choices)
-            self._open[request.request_id] = request.num_choices - num_ended
-        num_choices = min(sum(self._open.values()), MAX_UNREAD_CHOICES)
+            self._num_open_choices[request.request_id] = request.num_choices - num_ended
+        num_choices = min(sum(self._num_open_choices.values()), MAX_UNREAD_CHOICES)
         self._max_unread = MAX_UNREAD * num_choices
         # Requests that retain their KV until the client has the answer that refers to
         # it.
@@ -85,7 +85,7 @@ class Subscription:
 
     async def next_batch(self) -> list[TokenDelta]:
         """Wait for deltas. An empty batch means that all requests have ended."""
-        if not self._pending and self._open:
+        if not self._pending and self._num_open_choices:
             self._has_news.clear()
             await self._has_news.wait()
         batch = self._pending
@@ -103,12 +103,12 @@ class Subscription:
         self._pending.append(delta)
         num_alternatives = sum(len(top.top_ids) for top in delta.logprobs or ())
         self._num_unread += 1 + num_alternatives
-        self._open[delta.request_id] -= delta.finish_reason is not None
+        self._num_open_choices[delta.request_id] -= delta.finish_reason is not None
         if delta.finish_reason == MOVED:
             self._retaining.append(delta.request_id)
-        has_ended = not self._open[delta.request_id]
+        has_ended = not self._num_open_choices[delta.request_id]
         if delta.error is not None or has_ended:  # an error ends all choices
-            del self._open[delta.request_id]
+            del self._num_open_choices[delta.request_id]
         self._has_news.set()
         if self._num_unread > self._max_unread:
             self.fail(
@@ -119,7 +119,7 @@ class Subscription:
             )
 
     def on_grammar_compiled(self, request_id: str) -> None:
-        """Record that a request now waits for its first token.
+        """Record that a request no longer waits for its grammar, but for a token.
 
         EngineClient calls this method.
         """
@@ -128,14 +128,14 @@ class Subscription:
 
     def is_open(self, request_id: str) -> bool:
         """Whether more deltas may come for a request."""
-        return request_id in self._open
+        return request_id in self._num_open_choices
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Ask the engine to end a request, or one choice of it.
 
         Each aborted choice still gets a delta with the finish reason "abort".
         """
-        if request_id in self._open:
+        if request_id in self._num_open_choices:
             self._engine.send(AbortRequest(request_id, choice))
 
     def allow_migration(
@@ -150,7 +150,7 @@ class Subscription:
                 stays here even during a hand-over, because no other server has taken
                 it.
         """
-        if request_id := next(iter(self._open), None):
+        if request_id := next(iter(self._num_open_choices), None):
             self._engine.movable[request_id] = may_move
             if self._engine.is_handing_over and not is_resumed:
                 self._engine.migrate()
@@ -167,8 +167,8 @@ class Subscription:
 
         The error replaces the deltas that were not read.
         """
-        if self._open:
-            request_id = next(iter(self._open))
+        if self._num_open_choices:
+            request_id = next(iter(self._num_open_choices))
             self.close()
             self._pending.append(
                 TokenDelta(request_id=request_id, error=ErrorInfo.from_error(error))
@@ -185,10 +185,10 @@ class Subscription:
 
         KV stays retained only after `confirm_delivery`. Idempotent.
         """
-        for request_id in dict.fromkeys([*self._open, *self._retaining]):
+        for request_id in dict.fromkeys([*self._num_open_choices, *self._retaining]):
             self._engine.forget(request_id)
             self._engine.send(AbortRequest(request_id))
-        self._open.clear()
+        self._num_open_choices.clear()
         self._retaining.clear()
         self._pending.clear()
 

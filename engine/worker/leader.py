@@ -86,17 +86,7 @@ def _build(
         step_target=config.step_target,
         groups=rank.runner.groups,
     )
-    metadata = EngineMetadata(
-        protocol_version=PROTOCOL_VERSION,
-        engine_id=config.engine_id,
-        incarnation=config.incarnation,
-        compat=rank.compat,
-        tp_size=config.tp,
-        dcp_size=config.dcp,
-        ranks=rank.metadata,
-        digests=DIGEST_VERSION,
-    )
-    connector = rank.service.make_connector(metadata, transport.wake)
+    connector = rank.service.make_connector(_metadata(config, rank), transport.wake)
     executor = RankExecutor(rank.runner, links)
     times = executor.measure_steps(limits.step_target)
     core = EngineCore(
@@ -124,3 +114,17 @@ def _build(
         },
     )
     return core, rank, ready
+
+
+def _metadata(config: EngineConfig, rank: Rank) -> EngineMetadata:
+    """The description of this engine that peers receive in handshakes."""
+    return EngineMetadata(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=config.engine_id,
+        incarnation=config.incarnation,
+        compat=rank.compat,
+        tp_size=config.tp,
+        dcp_size=config.dcp,
+        ranks=rank.metadata,
+        digests=DIGEST_VERSION,
+    )

@@ -187,7 +187,7 @@ def size_pool(
         MemoryTooSmall: not even one sequence of the requested length fits.
     """
     requested_len = config.max_model_len or model_max_len
-    num_blocks, source = _capacity(
+    num_blocks, source = _decide_num_blocks(
         config, block_bytes, requested_len, free_bytes, groups
     )
     num_tokens = max_sequence_tokens_in(config, groups, num_blocks, requested_len)
@@ -196,14 +196,14 @@ def size_pool(
             f"the KV pool holds {num_tokens} tokens ({source}), fewer than one "
             f"sequence of max_model_len {requested_len}: "
             f"{requested_len - num_tokens} tokens are missing; "
-            f"raise {_more_memory(config)}, or lower --max-model-len"
+            f"raise {_options_for_larger_pool(config)}, or lower --max-model-len"
         )
     max_len = min(requested_len, num_tokens)
     if max_len < 2:
         raise MemoryTooSmall(
             f"the KV pool holds only {num_tokens} tokens ({source}), because one block "
-            f"takes {block_bytes} bytes; raise {_more_memory(config)}, or lower "
-            "--block-size"
+            f"takes {block_bytes} bytes; raise {_options_for_larger_pool(config)}, or "
+            "lower --block-size"
         )
     return PoolSize(
         num_blocks=num_blocks + 1,
@@ -273,13 +273,13 @@ def decide_max_model_len(
             "limit with --max-model-len %d.",
             max_len,
             model_max_len,
-            _more_memory(config),
+            _options_for_larger_pool(config),
             max_len,
         )
     return max_len
 
 
-def _capacity(
+def _decide_num_blocks(
     config: EngineConfig,
     block_bytes: int,
     requested_len: int,
@@ -363,7 +363,7 @@ def options_of_step_memory(config: EngineConfig) -> str:
     return "--max-num-batched-tokens or --max-num-seqs"
 
 
-def _more_memory(config: EngineConfig) -> str:
+def _options_for_larger_pool(config: EngineConfig) -> str:
     """The options that make the pool larger."""
     has_size_option = (
         config.kv_cache_tokens is not None or config.kv_cache_bytes is not None

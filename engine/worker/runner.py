@@ -256,7 +256,7 @@ class ModelRunner:
         """
         self.step_watch.launching()
         with self._raising_step_failed():
-            pending = self._begin(step)
+            pending = self._launch_step(step)
             self.step_watch.launched(pending.has_ended)
         return pending
 
@@ -277,11 +277,11 @@ class ModelRunner:
             self.step_watch.launched(lambda: True)
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
-    def _begin(self, step: StepInput) -> LaunchedStep:
+    def _launch_step(self, step: StepInput) -> LaunchedStep:
         if self.device.type == "cpu":
             self.memory.pool.mark_used(int(step.block_tables.max()))
         if len(step.sampled_sequences) == 0:
-            return self._begin_without_draws(step)
+            return self._launch_without_draws(step)
         # Upload before the launch of the step, because a later upload might wait for
         # the step.
         shaping = self.shaper.prepare(step.shapes)
@@ -305,7 +305,7 @@ class ModelRunner:
             drawn = self._share_draws(SampledTokens(zeros))
         return LaunchedStep(drawn, step.sampling, self.device, computed.scores, draw)
 
-    def _begin_without_draws(self, step: StepInput) -> LaunchedStep:
+    def _launch_without_draws(self, step: StepInput) -> LaunchedStep:
         # Without scores only the KV is needed, so one row of hidden states suffices.
         rows = None if step.scores else np.zeros(1, np.int64)
         hidden = self.forward(self.memory, step, rows)

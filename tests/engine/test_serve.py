@@ -127,7 +127,7 @@ async def _serve(
 async def test_engine_that_ends_during_the_shutdown_is_no_failure(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
-        server.stop.set_result(None)
+        server.stop_requested.set_result(None)
         assert await _serve(server, listener, tokenizer, engine) == 0
         assert server.failure.done()
 
@@ -149,7 +149,7 @@ async def test_server_unregisters_before_it_refuses_requests(tokenizer):
     async with _made(engine, register=(proxy.url,)) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         await until(lambda: bool(registrations))
-        server.stop.set_result(None)
+        server.stop_requested.set_result(None)
         assert await serving == 0
     await proxy.stop()
     assert registrations == [(False, 200), (True, 200)]
@@ -158,7 +158,7 @@ async def test_server_unregisters_before_it_refuses_requests(tokenizer):
 async def test_server_keeps_its_engine_during_shutdown_while_kv_is_leased(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
-        server.stop.set_result(None)
+        server.stop_requested.set_result(None)
         engine.stats["baton_leases_held"] = 1.0
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         ended, _ = await asyncio.wait({serving}, timeout=0.5)
@@ -179,7 +179,7 @@ async def test_client_that_still_sends_its_request_gets_503_at_the_shutdown(
         writer.write(head + b"expect: 100-continue\r\n\r\n{")
         # The server has begun to read the body.
         assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
-        server.stop.set_result(None)
+        server.stop_requested.set_result(None)
         response = await reader.read()
         writer.close()
         assert await serving == 0

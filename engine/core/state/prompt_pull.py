@@ -64,17 +64,17 @@ class PromptPull:
         return min(self.remote.num_tokens, num_usable)
 
     def num_to_pull(self, num_tokens: int) -> int:
-        """Returns the number of tokens with KV that is pulled into a sequence of
+        """Returns how many tokens have their KV pulled, if the sequence has
         `num_tokens` tokens.
 
-        For an offer this is the whole prompt, because it is not yet known which server
-        draws the first token.
+        For an offer these are all prompt tokens, because it is not yet known which
+        server draws the first token.
         """
         if self.is_offer:
             return self._num_prompt_tokens
         return self.num_to_receive(num_tokens)
 
     def num_to_hold(self, num_tokens: int) -> int:
-        """Returns the number of tokens that must have blocks before the pull into a
-        sequence of `num_tokens` tokens starts."""
+        """Returns how many tokens must have blocks before the pull starts, if the
+        sequence has `num_tokens` tokens."""
         return max(self._num_prompt_tokens, self.num_to_receive(num_tokens))

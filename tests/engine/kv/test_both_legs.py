@@ -68,7 +68,8 @@ def test_kv_is_used_even_if_the_first_token_is_not(pair, monkeypatch, fault):
         options["p_sampling"] = SamplingParams(temperature=0.0, repetition_penalty=2.0)
     else:
         monkeypatch.setattr(
-            "engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"}
+            "engine.kv.lender.Lender._kv_transfer_params",
+            lambda *_: {"remote_port": "http"},
         )
     _, name = pair.submit_to_both(PROMPT, **options)
     assert pair.answer(name) == expected_output(PROMPT, 6)

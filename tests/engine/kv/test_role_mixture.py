@@ -239,14 +239,14 @@ class _Mixture:
         scheduler.prefix.publish = check_and_publish  # type: ignore[method-assign]
 
     def _let_draws_fail(self, probability: float) -> None:
-        draw = self.core._draw
+        draw = self.core._append_draw
 
         def draw_or_fail(*args: Any) -> Any:
             if self.rng.random() < probability:
                 raise RuntimeError(FAULT)
             return draw(*args)
 
-        self.core._draw = draw_or_fail  # type: ignore[method-assign]
+        self.core._append_draw = draw_or_fail  # type: ignore[method-assign]
 
     # -- the workload
 

@@ -113,7 +113,8 @@ def make_memory(
         Stripe(context.rank, context.size, config.block_size),
         context,
         pool,
-        # check_parallelism (model/sizes.py) refuses models with special attention.
+        # No layer has attention options, because check_parallelism (model/sizes.py)
+        # refuses models that need them.
         partial(make, layers=()),
         num_q_heads=spec.num_q_heads,
         **sizes,

@@ -22,8 +22,8 @@ from engine.core.budget.step_times import (
 # alone. Prompts therefore progress even if the streams alone exceed the target.
 _MIN_PROMPT_SHARE: Final = 0.25
 _MIN_PROMPT_TOKENS: Final = 16
-# A step may always take this many times as long as with _MIN_PROMPT_TOKENS, because on
-# a GPU several hundred prompt tokens take hardly longer than 16.
+# A step may always take this many times as long as a step with _MIN_PROMPT_TOKENS
+# prompt tokens, because on a GPU several hundred tokens take hardly longer than 16.
 _NEGLIGIBLE_FACTOR: Final = 1.1
 # Only steps with an expected or actual duration of at least this share of the target
 # correct the expected durations. Shorter steps deviate for reasons of their own.

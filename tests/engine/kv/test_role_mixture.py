@@ -380,7 +380,7 @@ class _Mixture:
         scheduler = self.core.scheduler
         assert not (scheduler.waiting or scheduler.running or scheduler.receiving)
         assert not self.core.grammars.compiling
-        assert not (self.role._remote or self.role._undrained)
+        assert not (self.role._pulling or self.role._undrained)
         for request in self.requests.values():
             self._check(request)
         return self.core

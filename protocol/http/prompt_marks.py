@@ -111,7 +111,7 @@ class SharedPrefixes:
         self._payers: dict[int, WaitingPrompt] = {}  # by the span's key
         # Length of the computed spans by key, the least recently used span first.
         self._computed = OrderedDict[int, int]()
-        self._num_computed = 0  # tokens in `_computed`
+        self._num_computed_tokens = 0  # sum of the lengths in `_computed`
 
     def __len__(self) -> int:
         """Returns the number of tracked spans."""
@@ -167,13 +167,13 @@ class SharedPrefixes:
             self._share(payer, num_tokens)
         if key not in self._computed:
             self._computed[key] = num_tokens
-            self._num_computed += num_tokens
+            self._num_computed_tokens += num_tokens
 
     def _forget_excess(self) -> None:
         """Forgets the least recently used spans beyond the capacity of the cache."""
-        while self._num_computed > self.capacity_tokens:
+        while self._num_computed_tokens > self.capacity_tokens:
             key, num_tokens = self._computed.popitem(last=False)
-            self._num_computed -= num_tokens
+            self._num_computed_tokens -= num_tokens
             self._charge_oldest(key, num_tokens)
 
     def _charge_oldest(self, key: int, num_tokens: int) -> None:

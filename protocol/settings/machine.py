@@ -144,7 +144,7 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     try:
         quota, period = cgroup.read_text().split()[:2]
         limit = int(quota) / int(period)
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return cores or 1
     return max(1, min(cores or 1, int(limit)))
 

@@ -180,7 +180,7 @@ def test_each_span_is_charged_once_in_any_order_of_events(data):
         keys = {mark.key for prompt in waiting for mark in prompt.marks}
         spans = keys - prefixes._computed.keys()
         assert counted == SPAN_TOKENS * len(spans) + sum(waiting.values())
-        assert prefixes._num_computed <= prefixes.capacity_tokens
+        assert prefixes._num_computed_tokens <= prefixes.capacity_tokens
         assert len(prefixes) == len(keys | prefixes._computed.keys())
 
 

@@ -10,7 +10,7 @@ from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
 # The itl_target_s that GET /ready reports if the engine has no target. Proxies then
-# expect steps of up to this length.
+# expect that steps take up to this time.
 _UNLIMITED_STEP_S: Final = 1.0
 
 
@@ -78,7 +78,7 @@ class EngineConfig(KVOptions, ModelOptions):
 
     @property
     def _longest_step_s(self) -> float:
-        """The duration of a step with streams that a proxy should expect."""
+        """The duration that a proxy should expect of steps that decode."""
         target = self.step_target
         return _UNLIMITED_STEP_S if target is None else target.seconds
 

@@ -170,9 +170,8 @@ def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationCo
     fields = defaults.model_dump(exclude_unset=True)
     if fields:
         logger.info(
-            "Requests that omit these fields get %s, from the model's "
-            "generation_config.json. Use --generation-config none for OpenAI's "
-            "defaults.",
+            "Defaults of request fields, from the model's generation_config.json: %s. "
+            "Use --generation-config none for OpenAI's defaults.",
             ", ".join(f"{name} {value:g}" for name, value in fields.items()),
         )
     return defaults

@@ -26,7 +26,7 @@ class CoreServices(Protocol):
         terminal event of the request."""
 
     def wake(self) -> None:
-        """Makes the core run another round. May be called from any thread."""
+        """Makes the core's loop run, if it sleeps. May be called from any thread."""
 
 
 class KVConnector:

@@ -145,7 +145,8 @@ class EngineCore(CoreServices):
         self._steps.finish_steps(num_left)
 
     def _apply_plan(self, plan: Plan) -> None:
-        """Carries out a plan, except for its step."""
+        """Starts the pulls of a plan, counts its admissions, and fails its stuck
+        requests. The caller runs the plan's step."""
         for sequence in plan.stuck:
             capacity = self.scheduler.allocator.capacity
             error = Overloaded(

@@ -27,7 +27,7 @@ class Scheduled:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether these are prompt tokens. Otherwise this is the one token of a stream
+        """Whether these are prompt tokens. If not, this is the one token of a sequence
         that decodes."""
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 

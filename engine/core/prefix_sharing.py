@@ -61,7 +61,7 @@ class PrefixSharing:
         if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:
-            # This code runs in each round, so it must not compare all tokens again.
+            # This code runs for each plan, so it must not compare all tokens again.
             producer, stop = sequence.awaited_prefix
             if producer.phase is Phase.RUNNING and producer.num_computed < stop:
                 return True

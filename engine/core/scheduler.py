@@ -301,7 +301,7 @@ class Scheduler:
         sequence.block_ids = table
         sequence.num_computed = start
         if self.limits.groups.drops_blocks:
-            sequence.prefix_cursor = PrefixCursor()  # the index may have lost blocks
+            sequence.prefix_cursor = PrefixCursor()  # publish from the start again
         sequence.accounting.count_admission(start)
         if sequence.pull is not None:
             self.allocator.receive(fresh_blocks)

@@ -51,12 +51,12 @@ def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
 def _completed_shares(
     waiting: deque[Sequence], sequence: Sequence
 ) -> tuple[list[int], int]:
-    """For each request, returns the work that its key has completed once this request
-    has been served.
+    """Returns, for each request, how much work the request's API key has been given
+    once the request has been served.
 
-    Returns one value for each request of `waiting`, and the value of `sequence` if it
-    is served last. If requests are served in ascending order of these values, all keys
-    get equal shares of work.
+    The first result has one value for each request of `waiting`. The second is the
+    value of `sequence`, if that is served last. If requests are served in ascending
+    order of these values, all keys get equal shares of work.
     """
     completed = Counter[str]()
     shares = []
@@ -69,7 +69,7 @@ def _completed_shares(
 
 
 def _competes_by_key(later: Sequence, earlier: Sequence) -> bool:
-    """Whether two sequences are equally urgent and have different keys."""
+    """Whether two sequences are equally urgent and have different API keys."""
     has_same_key = later.request.share == earlier.request.share
     return _urgency(later) == _urgency(earlier) and not has_same_key
 

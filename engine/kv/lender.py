@@ -42,7 +42,7 @@ class Lender(KVConnector):
         # belongs to the later request.
         self._offering_requests: dict[str, str] = {}
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
-        # Whether the scheduler was deadlocked in the last round.
+        # Whether the scheduler was deadlocked at the last call of `poll`.
         self._was_deadlocked = False
 
     def offer_prompt(self, sequence: Sequence) -> None:
@@ -269,7 +269,7 @@ class Lender(KVConnector):
             lookup, reader = self._leases.lookups.popleft()
             result = LookupResult(nonce=lookup.nonce, remote=self._look_up(lookup))
             self._leases.answer_lookup(reader, result)
-        self.core.wake()  # more lookups wait for the next round
+        self.core.wake()  # so that the next call of `poll` answers more lookups
 
     def _advance_leased_prompts(self) -> None:
         """Moves a waiting prompt to the head of the queue, if leases keep every waiting

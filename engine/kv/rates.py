@@ -22,7 +22,7 @@ _MIN_SAMPLE_TOKENS = 16
 # single bad measurement must not replace the estimate, because the first measurements
 # of a link include the setup of the link.
 _WORSE_WEIGHT = 0.3
-_ESTIMATE_LIFETIME_S = 60.0  # an unused link gets the default estimate after this time
+_ESTIMATE_LIFETIME_S = 60.0  # then the estimates of a link return to the defaults
 _MAX_PEERS = 1024
 
 

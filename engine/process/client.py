@@ -141,7 +141,8 @@ class Subscription:
     def allow_migration(
         self, may_move: Callable[[], bool], *, is_resumed: bool
     ) -> None:
-        """Let the only request migrate to another server while `may_move` returns True.
+        """Let the call's only request migrate to another server, while `may_move`
+        returns True.
 
         If this server is handing its requests over, the request migrates now.
 

@@ -290,8 +290,8 @@ def _decide_num_blocks(
     """The number of blocks without the null block, and the option or rule that decided
     it.
 
-    On a GPU the null block counts towards the free memory, because an allocation that
-    exceeds the GPU's memory fails immediately.
+    On a GPU the null block must also fit into the free memory, because an allocation
+    that exceeds the GPU's memory fails immediately.
     """
     num_blocks = None
     option = ""

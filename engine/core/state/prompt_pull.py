@@ -64,8 +64,8 @@ class PromptPull:
         return min(self.remote.num_tokens, num_usable)
 
     def num_to_pull(self, num_tokens: int) -> int:
-        """Returns how many tokens have their KV pulled, if the sequence has
-        `num_tokens` tokens.
+        """Returns for how many tokens KV is pulled, if the sequence has `num_tokens`
+        tokens.
 
         For an offer these are all prompt tokens, because it is not yet known which
         server draws the first token.

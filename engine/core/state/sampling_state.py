@@ -17,9 +17,9 @@ class SamplingState:
     Invariant: an unsent first token is the only output of its choice.
 
     Attributes:
-        params: the parameters that each draw sends to the ranks. The bias and the
-            grammar are left out: `ShapeBook` sends the bias once, and rank 0 alone has
-            the grammar.
+        params: the parameters that are sent to the ranks for each draw, without bias
+            and grammar: `ShapeBook` sends the bias once, and only rank 0 needs the
+            grammar.
         unsent_first_token: the first token, if another server has drawn it and the
             client does not have it. The output processor sends it.
         first_logprobs: logprobs of the first output, if it was drawn here.

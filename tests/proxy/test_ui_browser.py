@@ -86,7 +86,7 @@ async def test_fifty_servers_fit_and_their_texts_are_escaped(options):
             await page.wait_for_selector(
                 "#servers-table tr:not([hidden]) >> text=decode-24"
             )
-            assert await page.inner_text("#servers-told") == "1 of 50"
+            assert await page.inner_text("#servers-count") == "1 of 50"
 
 
 async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
@@ -123,7 +123,7 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
             await page.keyboard.press("Enter")
             await page.keyboard.type("Hello")
             await page.keyboard.press("Enter")
-            await page.wait_for_selector(".told >> text=7 / 0 / 1")
+            await page.wait_for_selector(".times >> text=7 / 0 / 1")
             assert await page.inner_text(".answer .message") == "a b c "
             await page.wait_for_selector(
                 '.answer .timeline[aria-label*="decode-0 fence"]'

@@ -118,17 +118,17 @@ async def test_page_mentions_keys_that_servers_require():
 
 async def test_nouns_are_singular_or_plural_as_their_number_requires():
     async with Rig() as rig, opened(rig) as page:
-        await page.wait_for_selector("#track-told >> text=no request has ended yet")
+        await page.wait_for_selector("#track-summary >> text=no request has ended yet")
         await rig.complete()
         one = "the latest request went from a prefill server to a decode server"
-        await page.wait_for_selector(f"#track-told >> text={one}")
-        assert await page.inner_text("#requests-told") == ""
+        await page.wait_for_selector(f"#track-summary >> text={one}")
+        assert await page.inner_text("#requests-count") == ""
         assert await page.inner_text("#status") == "ready: 2 of 2 servers"
         await rig.complete()
         two = "of the latest 2 requests, 2 went from a prefill server to a decode "
         two += "server and 0 to"
-        await page.wait_for_selector(f"#track-told >> text={two}")
-        assert await page.inner_text("#requests-told") == "the latest 2"
+        await page.wait_for_selector(f"#track-summary >> text={two}")
+        assert await page.inner_text("#requests-count") == "the latest 2"
     async with Rig([]) as rig, opened(rig) as page:
         await page.wait_for_selector("#status >> text=ready: 1 of 1 server")
         assert await page.inner_text("#status") == "ready: 1 of 1 server"

@@ -36,7 +36,7 @@ export function derive(point, points, interval_s) {
   const both = (name) => (point.prefill[name] ?? 0) + (point.decode[name] ?? 0);
   const blocks = STATES.map((state) => both(`baton_kv_blocks{state=${state}}`));
   const total = blocks.reduce((sum, number) => sum + number, 0);
-  const looked = ["transferred", "recomputed", "skipped"].map((source) => gain("decode", `baton_kv_tokens_total{source=${source}}`));
+  const lookedUp = ["transferred", "recomputed", "skipped"].map((source) => gain("decode", `baton_kv_tokens_total{source=${source}}`));
   const prompt = ["prefill", "decode"].map((part) => each(part, "baton_kv_tokens_total{source=recomputed}"));
   return {
     raw: point,
@@ -48,7 +48,7 @@ export function derive(point, points, interval_s) {
     kv: [each("decode", "baton_kv_transfer_bytes")],
     blocks: total ? blocks.map((number) => number / total) : STATES.map(() => null),
     disaggregated: [share(gain("", "pd"), gain("", "pd") + gain("", "alone"))],
-    cached: [share(gain("decode", "baton_cached_prompt_tokens_total"), looked.reduce((sum, n) => sum + n, 0))],
+    cached: [share(gain("decode", "baton_cached_prompt_tokens_total"), lookedUp.reduce((sum, n) => sum + n, 0))],
     queues: ["waiting", "receiving", "running"].map((name) => both(`baton_requests_${name}`)),
     ended: [each("", "ended"), each("", "failed")],
   };
@@ -64,12 +64,12 @@ const GAP_WIDTH = 3; // intervals; every gap is this wide on the axis, however l
  */
 export function positions(points, interval_s) {
   let shift = 0;
-  const found = points.map((point) => point.at);
+  const places = points.map((point) => point.at);
   for (let at = points.length - 1; at >= 0; at -= 1) {
-    found[at] += shift;
+    places[at] += shift;
     if (at > 0 && points[at].isGap) shift += Math.max(0, points[at].at - points[at - 1].at - GAP_WIDTH * interval_s);
   }
-  return found;
+  return places;
 }
 
 const bound = (name) => (name.includes("Inf") ? Infinity : Number(name.slice(ITL.length, -1)));
@@ -101,10 +101,10 @@ const CHARTS = [
   { id: "tokens", title: "Tokens", labels: ["generated", "of prompts"], colors: ["decode", "prefill"], format: rate },
   { id: "kv", title: "KV moved", labels: [""], colors: ["transfer"], format: bytes },
   { id: "queues", title: "Sequences", labels: ["waiting", "receiving", "running"], colors: ["queue", "fence", "decode"], format: count },
-  { id: "disaggregated", title: "Disaggregated", labels: [""], colors: ["transfer"], format: percent, most: 1 },
-  { id: "cached", title: "Prompt tokens found in a cache", labels: [""], colors: ["prefill"], format: percent, most: 1 },
+  { id: "disaggregated", title: "Disaggregated", labels: [""], colors: ["transfer"], format: percent, max: 1 },
+  { id: "cached", title: "Prompt tokens found in a cache", labels: [""], colors: ["prefill"], format: percent, max: 1 },
   { id: "ended", title: "Requests ended", labels: ["all", "failed"], colors: ["stream", "quarantined"], format: rate },
-  { id: "blocks", title: "KV blocks by state", labels: STATES, colors: STATES, format: percent, most: 1, isStacked: true },
+  { id: "blocks", title: "KV blocks by state", labels: STATES, colors: STATES, format: percent, max: 1, isStacked: true },
 ];
 
 class Chart {
@@ -129,7 +129,7 @@ class Chart {
     const axis = { stroke: color("faint"), font: "10px system-ui", grid: { stroke: color("line"), width: 0.5 }, ticks: { show: false } };
     const series = spec.labels.map((label, at) => {
       const stroke = color(spec.colors[at]);
-      return { label, stroke, width: spec.isStacked ? 0 : 1.5, fill: spec.isStacked ? stroke : `${stroke}22`, points: { show: !spec.isStacked, size: 3, filter: alone } };
+      return { label, stroke, width: spec.isStacked ? 0 : 1.5, fill: spec.isStacked ? stroke : `${stroke}22`, points: { show: !spec.isStacked, size: 3, filter: isolatedPoints } };
     });
     this.chart?.destroy();
     this.chart = new uPlot({
@@ -137,7 +137,7 @@ class Chart {
       padding: [6, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { setScale: false, x: false }, sync: { key: "page" }, points: { show: !spec.isStacked } },
-      scales: { y: { range: (_, __, most) => [0, spec.most ?? ((most || 0) * 1.15 || 1)] } },
+      scales: { y: { range: (_, __, max) => [0, spec.max ?? ((max || 0) * 1.15 || 1)] } },
       axes: [
         { ...axis, size: 18, gap: 2, space: 70, grid: { show: false }, values: (_, places) => places.map((place) => clock(this.time(place))) },
         { ...axis, size: 46, gap: 3, space: 26, values: (_, ticks) => ticks.map((tick) => (tick ? spec.format(tick).replace("/s", "") : "0")) },
@@ -187,13 +187,13 @@ class Chart {
   read(index) {
     const last = this.data[0].length - 1;
     const at = index ?? last;
-    const told = this.rows.map((row, line) => {
+    const texts = this.rows.map((row, line) => {
       const text = this.spec.format(at < 0 ? null : row[at]);
       setText(this.values[line], text);
       return `${this.spec.labels[line]} ${text}`.trim();
     });
     if (this.plot !== document.activeElement && index !== null && index !== undefined) return;
-    this.plot.setAttribute("aria-label", `${this.spec.title}: ${told.join(", ")}${index === null || index === undefined ? "" : ` at ${clock(this.points[at].at)}`}. Arrow keys read earlier values.`);
+    this.plot.setAttribute("aria-label", `${this.spec.title}: ${texts.join(", ")}${index === null || index === undefined ? "" : ` at ${clock(this.points[at].at)}`}. Arrow keys read earlier values.`);
   }
 
   move(event) {
@@ -207,7 +207,7 @@ class Chart {
 }
 
 /** Returns the points to draw as dots: those between two gaps, which no line connects. */
-function alone(chart, line, isShown) {
+function isolatedPoints(chart, line, isShown) {
   const row = chart.data[line];
   return isShown ? row.map((_, at) => at).filter((at) => row[at] !== null && (row[at - 1] ?? null) === null && (row[at + 1] ?? null) === null) : null;
 }

@@ -1,4 +1,4 @@
-// A chat through the cluster: answers as they stream, the timeline of each answer, and commands that do the same.
+// A chat through the cluster: streamed answers, the timeline of each answer, and commands that send the same requests.
 
 import { $, h, setText, seconds, plural } from "./dom.js";
 import { drawTimeline, elapsed, kvText } from "./requests.js";
@@ -10,7 +10,7 @@ const MAX_CHARS = 200_000; // characters of an answer that are shown
 export class Chat {
   constructor() {
     this.turns = [];
-    this.open = new Map(); // answers to requests with rows that may still change, by x-request-id
+    this.openAnswers = new Map(); // answers with timelines that may still change, by x-request-id
     this.log = $("chat-log");
     $("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -26,53 +26,53 @@ export class Chat {
     $("chat-new").addEventListener("click", () => {
       this.controller?.abort();
       this.turns = [];
-      this.open.clear();
+      this.openAnswers.clear();
       this.log.replaceChildren();
       $("chat-hint").hidden = false;
       $("chat-input").focus();
     });
-    $("chat-model").addEventListener("change", () => this.snippets());
+    $("chat-model").addEventListener("change", () => this.updateSnippets());
     for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
-    this.snippets();
+    this.updateSnippets();
   }
 
   update(store) {
-    this.offer([...store.servers.values()].flatMap((server) => server.models));
+    this.setModels([...store.servers.values()].flatMap((server) => server.models));
     this.setKeys(store.hasKeys);
-    this.follow(store);
+    this.updateTimelines(store);
   }
 
   /** Sets whether the commands to copy contain an API key. */
   setKeys(hasKeys) {
     if (this.hasKeys === hasKeys) return;
     this.hasKeys = hasKeys;
-    this.snippets();
+    this.updateSnippets();
   }
 
-  offer(given) {
-    const models = [...new Set(given)].sort();
+  setModels(names) {
+    const models = [...new Set(names)].sort();
     const select = $("chat-model");
     if ([...select.options].map((option) => option.value).join("\n") !== models.join("\n")) {
       const chosen = select.value;
       select.parentElement.hidden = !models.length;
       select.replaceChildren(...models.map((model) => h("option", { value: model }, model)));
       if (models.includes(chosen)) select.value = chosen;
-      this.snippets();
+      this.updateSnippets();
     }
   }
 
   /** Fetches the models for a client with a key that may chat, but may not see the page's numbers. */
   async askForModels() {
     const answer = await fetch("/v1/models", { headers: headers() });
-    if (answer.ok) this.offer((await answer.json()).data.map((model) => model.id));
+    if (answer.ok) this.setModels((await answer.json()).data.map((model) => model.id));
   }
 
-  follow(store) {
+  updateTimelines(store) {
     for (const row of store.requests.values()) {
-      const answer = this.open.get(row.id);
+      const answer = this.openAnswers.get(row.id);
       if (!answer) continue;
       this.atEnd(() => drawTimeline(answer.timeline, row, elapsed(row, store.now)));
-      if (row.end_s !== null && Object.keys(row.served).length === new Set(row.legs.map(([name]) => name)).size) this.open.delete(row.id);
+      if (row.end_s !== null && Object.keys(row.served).length === new Set(row.legs.map(([name]) => name)).size) this.openAnswers.delete(row.id);
     }
   }
 
@@ -81,25 +81,25 @@ export class Chat {
     if (!text || this.controller) return;
     $("chat-input").value = "";
     this.controller = new AbortController();
-    this.busy(true);
+    this.setBusy(true);
     const turns = this.turns; // the user may begin a new conversation before the answer ends
     turns.push({ role: "user", content: text });
     if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: chat templates require that the user comes first
-    const answer = this.show(text);
+    const answer = this.addTurn(text);
     try {
-      await this.ask(answer);
-      turns.push({ role: "assistant", content: answer.said });
+      await this.requestAnswer(answer);
+      turns.push({ role: "assistant", content: answer.content });
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.message.classList.add("error");
         answer.message.append(`${answer.message.textContent ? "\n" : ""}${error.message}`);
       }
-      if (answer.said && error.name === "AbortError") turns.push({ role: "assistant", content: answer.said });
+      if (answer.content && error.name === "AbortError") turns.push({ role: "assistant", content: answer.content });
       else turns.pop();
     } finally {
       this.controller = null;
-      this.busy(false);
-      this.atEnd(() => this.tell(answer));
+      this.setBusy(false);
+      this.atEnd(() => this.showTimes(answer));
     }
   }
 
@@ -110,17 +110,17 @@ export class Chat {
     if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  show(text) {
-    const answer = { message: h("div", { class: "message" }), told: h("p", { class: "told" }), timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }), began: performance.now(), first: null, last: null, tokens: 0, said: "", kv: null };
+  addTurn(text) {
+    const answer = { message: h("div", { class: "message" }), times: h("p", { class: "times" }), timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }), startedAt: performance.now(), firstAt: null, lastAt: null, tokens: 0, content: "", kv: null };
     $("chat-hint").hidden = true;
-    this.log.append(h("div", { class: "message user" }, text), h("div", { class: "answer" }, answer.message, answer.timeline, answer.told));
+    this.log.append(h("div", { class: "message user" }, text), h("div", { class: "answer" }, answer.message, answer.timeline, answer.times));
     while (this.log.children.length > 2 * MAX_TURNS) this.log.firstChild.remove();
     this.log.scrollTop = this.log.scrollHeight;
-    this.tell(answer);
+    this.showTimes(answer);
     return answer;
   }
 
-  async ask(answer) {
+  async requestAnswer(answer) {
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", ...headers() },
@@ -134,50 +134,50 @@ export class Chat {
       signal: this.controller.signal,
     });
     const id = response.headers.get("x-request-id");
-    if (id) this.open.set(id.slice(0, 128), answer);
-    if (this.open.size > MAX_TURNS) this.open.delete(this.open.keys().next().value);
+    if (id) this.openAnswers.set(id.slice(0, 128), answer);
+    if (this.openAnswers.size > MAX_TURNS) this.openAnswers.delete(this.openAnswers.keys().next().value);
     if (!response.ok) {
       if (response.status === 401) askForKey();
-      const told = await response.json().catch(() => null);
-      throw new Error(told?.error?.message ?? `status ${response.status}`);
+      const reply = await response.json().catch(() => null);
+      throw new Error(reply?.error?.message ?? `status ${response.status}`);
     }
-    for await (const data of events(response.body)) this.hear(answer, data);
+    for await (const data of events(response.body)) this.addEvent(answer, data);
   }
 
-  hear(answer, data) {
+  addEvent(answer, data) {
     if (data.error) throw new Error(data.error.message);
     if (data.baton_kv) answer.kv = data.baton_kv;
     const piece = data.choices?.[0]?.delta;
     const text = `${piece?.reasoning_content ?? ""}${piece?.content ?? ""}`;
     if (!text) return;
-    answer.last = performance.now();
-    answer.first ??= answer.last;
+    answer.lastAt = performance.now();
+    answer.firstAt ??= answer.lastAt;
     answer.tokens += 1;
     this.atEnd(() => {
       if (answer.message.textContent.length < MAX_CHARS) {
         answer.message.append(text);
-        answer.said += piece.content ?? ""; // reasoning is not sent back in the next request
+        answer.content += piece.content ?? ""; // reasoning is not sent back in the next request
       }
-      this.tell(answer);
+      this.showTimes(answer);
     });
   }
 
-  tell(answer) {
-    const since = (at) => seconds((at - answer.began) / 1000);
-    const parts = [answer.first === null ? (this.controller ? "waiting" : "no token") : `first token after ${since(answer.first)}`];
-    if (answer.tokens > 1) parts.push(`then one each ${seconds((answer.last - answer.first) / 1000 / (answer.tokens - 1))}`, `${plural(answer.tokens, "piece")} in ${since(answer.last)}`);
-    setText(answer.told, parts.join(", "));
-    if (answer.kv) answer.told.append(h("br", {}), "prompt tokens transferred / recomputed / skipped ", h("b", {}, kvText(answer.kv)));
+  showTimes(answer) {
+    const since = (at) => seconds((at - answer.startedAt) / 1000);
+    const parts = [answer.firstAt === null ? (this.controller ? "waiting" : "no token") : `first token after ${since(answer.firstAt)}`];
+    if (answer.tokens > 1) parts.push(`then one every ${seconds((answer.lastAt - answer.firstAt) / 1000 / (answer.tokens - 1))}`, `${plural(answer.tokens, "piece")} in ${since(answer.lastAt)}`);
+    setText(answer.times, parts.join(", "));
+    if (answer.kv) answer.times.append(h("br", {}), "prompt tokens transferred / recomputed / skipped ", h("b", {}, kvText(answer.kv)));
   }
 
-  busy(isBusy) {
+  setBusy(isBusy) {
     $("chat-send").hidden = isBusy;
     $("chat-stop").hidden = !isBusy;
     this.log.setAttribute("aria-busy", String(isBusy));
     if (!isBusy) $("chat-input").focus({ preventScroll: true });
   }
 
-  snippets() {
+  updateSnippets() {
     const model = $("chat-model").value || "MODEL";
     const url = `${location.origin}/v1`;
     const shell = (text) => `'${text.replaceAll("'", "'\\''")}'`;

@@ -3,7 +3,7 @@
 import { $, setText } from "./dom.js";
 
 const NAME = "baton-key";
-const told = $("key-told").textContent;
+const defaultNote = $("key-note").textContent;
 let onChange = () => {};
 
 export const key = () => sessionStorage.getItem(NAME) ?? "";
@@ -14,7 +14,7 @@ export const onKey = (callback) => (onChange = callback);
 export const offerKey = (hasKeys) => ($("key-button").hidden = !hasKeys && !key());
 
 export function askForKey(problem) {
-  setText($("key-told"), problem ?? told);
+  setText($("key-note"), problem ?? defaultNote);
   $("key-input").value = key();
   if (!$("key-dialog").open) $("key-dialog").showModal();
 }

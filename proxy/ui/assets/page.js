@@ -17,35 +17,35 @@ const chat = new Chat();
 const parts = [new Track(), new Charts(), new Servers(), new Requests(), chat];
 let failures = 0;
 let timer = 0;
-let isAsking = false;
+let isPolling = false;
 
-function take(news) {
-  if (news.epoch !== store.epoch) {
+function applyChanges(changes) {
+  if (changes.epoch !== store.epoch) {
     store.servers.clear();
     store.requests.clear();
     store.points.length = 0;
   }
-  Object.assign(store, { epoch: news.epoch, number: news.number, interval_s: news.interval_s, now: news.at, hasKeys: news.has_keys });
-  for (const [name, row] of Object.entries(news.servers)) {
+  Object.assign(store, { epoch: changes.epoch, number: changes.number, interval_s: changes.interval_s, now: changes.at, hasKeys: changes.has_keys });
+  for (const [name, row] of Object.entries(changes.servers)) {
     const before = store.servers.get(name);
-    store.servers.set(name, { ...row, name, before, at: news.points.at(-1)?.at ?? news.at });
+    store.servers.set(name, { ...row, name, before, at: changes.points.at(-1)?.at ?? changes.at });
     if (before) delete before.before;
   }
-  const names = new Set(news.names);
+  const names = new Set(changes.names);
   for (const name of store.servers.keys()) if (!names.has(name)) store.servers.delete(name);
-  if (news.columns) store.columns = news.columns;
+  if (changes.columns) store.columns = changes.columns;
   const named = (row) => Object.fromEntries(store.columns.map((name, at) => [name, row[at] ?? 0]));
-  for (const point of news.points) Object.assign(point, { prefill: named(point.prefill), decode: named(point.decode) });
-  for (const point of news.points) store.points.push(derive(point, store.points, news.interval_s));
+  for (const point of changes.points) Object.assign(point, { prefill: named(point.prefill), decode: named(point.decode) });
+  for (const point of changes.points) store.points.push(derive(point, store.points, changes.interval_s));
   if (store.points.length > MAX_POINTS) store.points.splice(0, store.points.length - MAX_POINTS);
-  for (const row of news.requests) store.requests.set(row.number, row);
-  const running = new Set(news.running);
+  for (const row of changes.requests) store.requests.set(row.number, row);
+  const running = new Set(changes.running);
   for (const [number, row] of store.requests) if (row.status === null && !running.has(number)) store.requests.delete(number);
   const numbers = [...store.requests.keys()].sort((a, b) => a - b);
   for (const number of numbers.slice(0, Math.max(0, numbers.length - MAX_REQUESTS))) store.requests.delete(number);
 }
 
-function head() {
+function updateHeader() {
   const all = [...store.servers.values()];
   const ready = all.filter((server) => server.state === "ready" && server.circuit === "closed");
   const decodes = ready.filter((server) => server.role === "decode");
@@ -71,29 +71,29 @@ function banner(text, needsKey = false) {
   }
 }
 
-async function ask() {
-  if (isAsking || document.hidden) return;
-  isAsking = true;
+async function poll() {
+  if (isPolling || document.hidden) return;
+  isPolling = true;
   clearTimeout(timer);
   let wait_s = 1;
   try {
     const answer = await fetch(`/ui/state?since=${store.number}&epoch=${encodeURIComponent(store.epoch)}`, { headers: headers(), cache: "no-store" });
     if (answer.status === 401 || answer.status === 403) {
-      const told = answer.status === 401 && !key() ? "This proxy asks for an API key; its numbers for an admin key." : (await answer.json()).error.message;
-      banner(told, true);
+      const message = answer.status === 401 && !key() ? "This proxy requires an API key. The numbers of this page require an admin key." : (await answer.json()).error.message;
+      banner(message, true);
       offerKey(true);
       chat.setKeys(true);
-      if (answer.status === 401 && !failures) askForKey(key() ? told : undefined);
+      if (answer.status === 401 && !failures) askForKey(key() ? message : undefined);
       failures += 1;
       wait_s = null; // no poll until the user enters a key
       if (answer.status === 403) await chat.askForModels();
     } else if (!answer.ok) {
       throw new Error(`it answers with status ${answer.status}`);
     } else {
-      take(await answer.json());
+      applyChanges(await answer.json());
       failures = 0;
       banner("");
-      head();
+      updateHeader();
       offerKey(store.hasKeys);
       for (const part of parts) part.update(store);
       wait_s = store.interval_s;
@@ -105,15 +105,15 @@ async function ask() {
     $("status").className = "pill bad";
     setText($("status"), "no connection");
   } finally {
-    isAsking = false;
+    isPolling = false;
   }
-  if (wait_s !== null) timer = setTimeout(ask, wait_s * 1000);
+  if (wait_s !== null) timer = setTimeout(poll, wait_s * 1000);
 }
 
-document.addEventListener("visibilitychange", ask);
+document.addEventListener("visibilitychange", poll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => parts.forEach((part) => part.recolor?.(store)));
 onKey(() => {
   failures = 0;
-  ask();
+  poll();
 });
-ask();
+poll();

@@ -11,12 +11,12 @@ export const elapsed = (row, now) => row.end_s ?? Math.max(0, now - row.at, row.
 
 /** Returns the phases of a request as {lane, phase, from, to}, in seconds since the request was read. */
 export function segments(row, now_s) {
-  const found = [];
+  const phases = [];
   const end_s = row.end_s ?? now_s;
   const add = (lane, phase, from, to) => {
     if (from === undefined || to === undefined) return;
     const [start, until] = [Math.max(from, 0), Math.min(to, end_s)]; // the servers' clocks may differ from the proxy's
-    if (until > start) found.push({ lane, phase, from: start, to: until, who: row.legs[lane]?.[0] ?? "client" });
+    if (until > start) phases.push({ lane, phase, from: start, to: until, actor: row.legs[lane]?.[0] ?? "client" });
   };
   if (row.legs.length) add(0, "proxy", 0, row.legs[0][1]);
   row.legs.forEach(([name, at], lane) => {
@@ -41,10 +41,10 @@ export function segments(row, now_s) {
     }
   });
   if (row.first_s !== null) add(row.legs.length, "stream", row.first_s, end_s);
-  return found;
+  return phases;
 }
 
-const name = (who, phase) => (phase === "proxy" ? "proxy" : `${who} ${phase}`);
+const name = (actor, phase) => (phase === "proxy" ? "proxy" : `${actor} ${phase}`);
 const kindOf = (name) => name.split("-")[0];
 
 /** Draws the timeline of a request: `span_s` seconds (null: all of it), from `from_s` on. */
@@ -53,15 +53,15 @@ export function drawTimeline(element, row, now_s, from_s = 0, span_s = null) {
   const width_s = span_s ?? Math.max(row.end_s ?? now_s, 1e-6);
   const lanes = Math.max(1, row.legs.length + (row.first_s !== null ? 1 : 0));
   element.style.setProperty("height", `${lanes * LANE_PX}px`);
-  const drawn = parts.map(({ lane, phase, from, to, who }) => {
+  const drawn = parts.map(({ lane, phase, from, to, actor }) => {
     const [left, right] = [from, to].map((at) => Math.max(0, Math.min(1, (at - from_s) / width_s)));
     const style = { left: `${left * 100}%`, width: `${(right - left) * 100}%`, top: `${lane * LANE_PX + 1}px` };
     const isPlain = phase === "under way" || phase === "lost";
     if (!isPlain) style.background = `var(--${phase})`;
-    return right > left ? h("i", { style, class: isPlain ? phase.replace(" ", "-") : null, title: `${name(who, phase)}: ${seconds(to - from)}` }) : null;
+    return right > left ? h("i", { style, class: isPlain ? phase.replace(" ", "-") : null, title: `${name(actor, phase)}: ${seconds(to - from)}` }) : null;
   });
   element.replaceChildren(...drawn.filter(Boolean));
-  element.setAttribute("aria-label", parts.map(({ phase, from, to, who }) => `${name(who, phase)} ${seconds(to - from)}`).join(", ") || "no phases yet");
+  element.setAttribute("aria-label", parts.map(({ phase, from, to, actor }) => `${name(actor, phase)} ${seconds(to - from)}`).join(", ") || "no phases yet");
 }
 
 export const kvText = (kv) => `${kv.transferred ?? 0} / ${kv.recomputed ?? 0} / ${kv.skipped ?? 0}`;
@@ -112,7 +112,7 @@ export class Requests {
   }
 
   add(number) {
-    const cells = Object.fromEntries(["time", "status", "who", "timeline", "total"].map((name) => [name, h("span", { class: name, ...(name === "timeline" ? { role: "img" } : {}) })]));
+    const cells = Object.fromEntries(["time", "status", "route", "timeline", "total"].map((name) => [name, h("span", { class: name, ...(name === "timeline" ? { role: "img" } : {}) })]));
     const detail = h("div", { class: "detail" });
     const element = h("details", { class: "request" }, h("summary", {}, ...Object.values(cells)), detail);
     const shown = { element, cells, detail, row: null };
@@ -128,7 +128,7 @@ export class Requests {
     setText(cells.time, clock(row.at));
     setText(cells.status, row.status === null ? "running" : row.status === "none" ? "left" : row.status);
     cells.status.className = `status ${row.status === null ? "warn" : row.status === "200" ? "good" : "bad"}`;
-    setText(cells.who, row.alone ? `${row.alone} → ${row.legs.at(-1)?.[0] ?? "no server"}` : row.legs.map(([name]) => name).join(" → ") || row.path);
+    setText(cells.route, row.alone ? `${row.alone} → ${row.legs.at(-1)?.[0] ?? "no server"}` : row.legs.map(([name]) => name).join(" → ") || row.path);
     setText(cells.total, seconds(now_s));
     const from = this.now - this.clock_s - row.at;
     drawTimeline(cells.timeline, row, now_s, ...(this.scale.value === "clock" ? [from, this.clock_s] : []));
@@ -140,22 +140,22 @@ export class Requests {
       if (detail.firstChild) detail.replaceChildren();
       return;
     }
-    const lines = segments(row, elapsed(row, this.now)).map(({ who, phase, from, to }) =>
-      h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { background: `var(--${phase}, var(--queue))` } }), name(who, phase)), h("td", {}, `at ${seconds(from)}`), h("td", {}, `for ${seconds(to - from)}`)));
-    const told = Object.entries(row.served).map(([name, one]) =>
+    const lines = segments(row, elapsed(row, this.now)).map(({ actor, phase, from, to }) =>
+      h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { background: `var(--${phase}, var(--queue))` } }), name(actor, phase)), h("td", {}, `at ${seconds(from)}`), h("td", {}, `for ${seconds(to - from)}`)));
+    const reports = Object.entries(row.served).map(([name, one]) =>
       h("p", { class: "faint" }, `${name}: ${one.outcome}${one.error ? ` (${one.error})` : ""}, ${plural(one.prompt_tokens, "prompt token")}, ${one.generated} generated; transferred / recomputed / skipped ${kvText(one.kv)}`));
-    detail.replaceChildren(h("p", {}, `${row.path} · ${row.id}`), h("table", {}, h("tbody", {}, ...lines)), ...told);
+    detail.replaceChildren(h("p", {}, `${row.path} · ${row.id}`), h("table", {}, h("tbody", {}, ...lines)), ...reports);
   }
 
   show() {
-    const wanted = this.filter.value.trim().toLowerCase();
+    const query = this.filter.value.trim().toLowerCase();
     let shown = 0;
     for (const { element, row, cells } of this.rows.values()) {
-      const text = `${row.id} ${row.path} ${cells.status.textContent} ${cells.who.textContent}`.toLowerCase();
-      const isHidden = Boolean(wanted) && !wanted.split(/\s+/).every((word) => text.includes(word));
+      const text = `${row.id} ${row.path} ${cells.status.textContent} ${cells.route.textContent}`.toLowerCase();
+      const isHidden = Boolean(query) && !query.split(/\s+/).every((word) => text.includes(word));
       if (element.hidden !== isHidden) element.hidden = isHidden;
       shown += !isHidden;
     }
-    setText($("requests-told"), wanted ? `${shown} of ${this.rows.size}` : this.rows.size > 1 ? `the latest ${this.rows.size}` : "");
+    setText($("requests-count"), query ? `${shown} of ${this.rows.size}` : this.rows.size > 1 ? `the latest ${this.rows.size}` : "");
   }
 }

@@ -45,16 +45,16 @@ export class Servers {
   }
 
   show() {
-    const wanted = this.filter.value.trim().toLowerCase();
+    const query = this.filter.value.trim().toLowerCase();
     const servers = [...this.rows.values()];
     let shown = 0;
     for (const { element, server } of servers) {
       const text = `${server.name} ${server.models.join(" ")} ${stateOf(server)[0]}`.toLowerCase();
-      const isHidden = Boolean(wanted) && !wanted.split(/\s+/).every((word) => text.includes(word));
+      const isHidden = Boolean(query) && !query.split(/\s+/).every((word) => text.includes(word));
       if (element.hidden !== isHidden) element.hidden = isHidden;
       shown += !isHidden;
     }
-    setText($("servers-told"), wanted ? `${shown} of ${servers.length}` : `${servers.length}`);
+    setText($("servers-count"), query ? `${shown} of ${servers.length}` : `${servers.length}`);
   }
 }
 
@@ -82,14 +82,14 @@ function work(server, interval_s) {
 
 function fill({ cells, bar }, server, rates) {
   const { values } = server;
-  const tell = (column, main, rest = "") => {
+  const setCell = (column, main, rest = "") => {
     setText(cells[column][0], main);
     setText(cells[column][1], rest);
   };
   const [state, kind] = stateOf(server);
-  tell("State", state, server.reason);
+  setCell("State", state, server.reason);
   cells.State[0].className = kind;
-  tell("Model", server.models.join(", ") || "–", server.version ? `Baton ${server.version}` : "");
+  setCell("Model", server.models.join(", ") || "–", server.version ? `Baton ${server.version}` : "");
   const numbers = STATES.map((each) => values[`baton_kv_blocks{state=${each}}`] ?? 0);
   const total = numbers.reduce((sum, number) => sum + number, 0) || server.num_blocks || 0;
   const inUse = numbers.slice(0, 3).reduce((sum, number) => sum + number, 0);
@@ -97,16 +97,16 @@ function fill({ cells, bar }, server, rates) {
   bar.setAttribute("aria-label", STATES.map((each, at) => `${numbers[at]} ${each}`).join(", "));
   const kvType = server.kv_dtype ? `${server.kv_dtype} ${server.kv_layout}` : "";
   const size = server.block_size ?? 0;
-  tell("KV cache", total && size ? `${count(inUse * size)} of ${count(total * size)} tokens` : "–", size ? `blocks of ${size} · ${kvType}` : "");
+  setCell("KV cache", total && size ? `${count(inUse * size)} of ${count(total * size)} tokens` : "–", size ? `blocks of ${size} · ${kvType}` : "");
   const queue = (name) => values[`baton_requests_${name}`] ?? 0;
-  const known = Object.keys(values).length > 0;
-  tell("Queue", known ? `${queue("running")} running` : "–", known ? `${queue("waiting")} waiting${server.role === "decode" ? `, ${queue("receiving")} receiving` : ""}, ${server.in_flight} from here` : "");
+  const hasStats = Object.keys(values).length > 0;
+  setCell("Queue", hasStats ? `${queue("running")} running` : "–", hasStats ? `${queue("waiting")} waiting${server.role === "decode" ? `, ${queue("receiving")} receiving` : ""}, ${server.in_flight} from here` : "");
   const parts = [];
   if (rates?.kv) parts.push(`KV ${bytes(rates.kv)}`);
   if (rates?.step_s) parts.push(`step ${seconds(rates.step_s)}`);
   const isIdle = !rates || !(rates.tokens || rates.prompt);
   const main = isIdle ? "idle" : server.role === "prefill" ? `${rate(rates.prompt)} prompt` : `${rate(rates.tokens)} tokens`;
-  tell("Work", known ? main : "–", parts.join(", "));
+  setCell("Work", hasStats ? main : "–", parts.join(", "));
   const ranks = server.tp ? `TP ${server.tp}${server.dcp > 1 ? `, DCP ${server.dcp}` : ""}` : "";
-  tell("Runs on", [server.device, ranks].filter(Boolean).join(", ") || "–", server.attention_backend ? `${server.attention_backend}, ${server.dtype}` : "");
+  setCell("Runs on", [server.device, ranks].filter(Boolean).join(", ") || "–", server.attention_backend ? `${server.attention_backend}, ${server.dtype}` : "");
 }

@@ -76,7 +76,7 @@ export class Track {
     });
     this.links.replaceChildren(...links);
     const handed = [...numbers.values()].reduce((sum, number) => sum + number, 0);
-    setText($("track-told"), summary(ended, handed, alone));
+    setText($("track-summary"), summary(ended, handed, alone));
   }
 
   path(from, to) {
@@ -132,14 +132,14 @@ function node(server, place) {
   const used = busy(server);
   const isUp = server.state === "ready" && server.circuit === "closed";
   const middle = y + height / 2;
-  const told = isUp ? `${server.in_flight} in flight` : server.state === "ready" ? `circuit ${server.circuit}` : server.state === "not_ready" ? "down" : server.state;
+  const status = isUp ? `${server.in_flight} in flight` : server.state === "ready" ? `circuit ${server.circuit}` : server.state === "not_ready" ? "down" : server.state;
   const parts = [
     s("rect", { class: `node ${isUp ? "" : "down"}`, x, y, width, height, rx: 6 }),
     s("rect", { class: "fill", x, y, width: width * used, height, rx: 6 }),
     s("text", { x: x + 9, y: middle + 4 }, server.name),
   ];
-  if (width > 170 || !isUp) parts.push(s("text", { class: "faint", x: x + width - 9, y: middle + 4, "text-anchor": "end" }, told));
-  parts.push(s("title", {}, `${server.name}: ${told}, ${percent(used)} of its KV blocks in use`));
+  if (width > 170 || !isUp) parts.push(s("text", { class: "faint", x: x + width - 9, y: middle + 4, "text-anchor": "end" }, status));
+  parts.push(s("title", {}, `${server.name}: ${status}, ${percent(used)} of its KV blocks in use`));
   return s("g", { class: server.role }, ...parts);
 }
 

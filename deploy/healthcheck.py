@@ -1,4 +1,4 @@
-"""HTTP requests to a Baton process on this machine.
+"""Sends HTTP requests to a Baton process on this machine.
 
 As a program, this module checks /health at BATON_HOST and BATON_PORT, over TLS if
 BATON_TLS_CERT is set:

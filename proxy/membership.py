@@ -481,8 +481,9 @@ class Fleet(Pool):
         self._set_health(server, health.succeeded(server.health))
 
     def _set_health(self, server: Server, new: Health) -> None:
-        old, server.health = server.health, new
-        if server.has_left:  # the change comes from the server's last request
+        old = server.health
+        server.health = new
+        if server.has_left:  # its last request has changed its health
             return
         if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
             self._record_change()

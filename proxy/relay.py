@@ -171,7 +171,7 @@ class Migrated(UpstreamError):
 
 
 class FramedEvents(EventBuffer):
-    """A stream in frames: the client gets their events, `frame_history` their texts.
+    """A stream in frames: events go to the client, frames' texts to `frame_history`.
 
     protocol/resume.py describes frames.
     """

@@ -68,7 +68,7 @@ class Registry:
         """Apply a server's record if its signature is valid; return the answer.
 
         Raises:
-            RegistrationRefused: the record is refused, which is also logged.
+            RegistrationRefused: the record is refused. The reason is also logged.
         """
         try:
             if self._secret is None:

@@ -41,8 +41,7 @@ LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
 # A client that leaves more than this many tokens of a choice unread is treated as too
-# slow. Alternatives in logprobs count as tokens. Unread tokens of this number take some
-# megabytes.
+# slow. Alternatives in logprobs count as tokens. This many tokens take some megabytes.
 MAX_UNREAD = 1 << 14
 MAX_UNREAD_CHOICES = 32  # choices beyond this number do not raise a call's limit
 
@@ -225,8 +224,8 @@ class EngineClient:
         on_progress: called with each new value of `progress`.
         stats: the engine's latest values, by metric.
         failure: why the engine cannot continue, or None.
-        movable: by id of each open request that can migrate, a function that returns
-            whether the request may migrate now.
+        movable: for each open request that can migrate, by request id, a function that
+            returns whether the request may migrate now.
         moving: ids of the requests that the engine was told to migrate, and that have
             not ended here yet.
         is_draining: whether the server is shutting down.

@@ -303,8 +303,9 @@ class LastSampledTokens:
     the next step reads them.
 
     A step's token id t is looked up at index ~t (its complement). If t is -1 - r, the
-    index is r, at which the buffer has the token that row r drew. If t is the id of a
-    token, the index is negative, and the buffer has t there.
+    index is r, where the buffer holds the token that row r drew. If t is the id of a
+    token, the index is negative. It then counts from the end of the buffer, which holds
+    t itself there.
 
     Args:
         size: largest number of draws of a step.

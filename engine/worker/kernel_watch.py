@@ -69,7 +69,7 @@ def set_kernel_cache() -> None:
 
 
 def install_kernel_hooks() -> None:
-    """Makes Triton and FlashInfer report every kernel that they load to KERNELS."""
+    """Makes Triton and FlashInfer report to KERNELS every kernel that they load."""
     from triton import knobs  # imported here, because only GPU machines have triton
 
     from attention.registry import watch_modules

@@ -34,9 +34,9 @@ from protocol.process.environment import child_environment
 MEMORY_BYTES = 256 * 2**20  # limit for the compilation of one grammar
 MAX_HELD_BYTES = 4 * 2**30  # limit for the compiled grammars of all open requests
 
-_QUICK_CPU_S = 0.1  # CPU seconds of a first trial
-_NUM_QUICK = 4  # concurrent first trials
-_NUM_SLOW = 1  # concurrent second trials
+_FIRST_TRIAL_CPU_S = 0.1  # second trials may take --grammar-timeout-s
+_MAX_FIRST_TRIALS = 4  # concurrent first trials
+_MAX_SECOND_TRIALS = 1  # concurrent second trials
 _MAX_VERDICTS = 8192  # cached verdicts; no request has as many grammars
 _MAX_WAIT_S = 10.0  # the longest wait in the trial queue, and for a child to begin
 # The most requests in the trial queue. Each keeps its schemas in memory.
@@ -62,8 +62,8 @@ class GrammarChecker:
         # First trials, then second trials: a semaphore that limits how many run at
         # once, and the CPU seconds that each may take.
         self._lanes = (
-            (asyncio.Semaphore(_NUM_QUICK), _QUICK_CPU_S),
-            (asyncio.Semaphore(_NUM_SLOW), timeout_s),
+            (asyncio.Semaphore(_MAX_FIRST_TRIALS), _FIRST_TRIAL_CPU_S),
+            (asyncio.Semaphore(_MAX_SECOND_TRIALS), timeout_s),
         )
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         # By grammar: how many open requests use it, and the bytes that it takes.

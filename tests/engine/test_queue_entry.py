@@ -438,7 +438,7 @@ async def test_waiting_trials_do_not_delay_requests_without_a_schema(
     tokenizer, monkeypatch
 ):
     monkeypatch.setattr(grammar_check, "MAX_WAITING_TRIALS", 3)
-    monkeypatch.setattr(grammar_check, "_NUM_QUICK", 1)
+    monkeypatch.setattr(grammar_check, "_MAX_FIRST_TRIALS", 1)
     options = {"max_queued_tokens": 100, "grammar_timeout_s": 60.0}
     async with serving(tokenizer, **options) as server:
         good = {"structured_outputs": {"regex": "[a-z]*"}}

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 # An answer is one of: a generated text; a continuation's loglikelihood (nats), and
-# whether greedy decoding would produce it; a whole document's loglikelihood.
+# whether greedy decoding would produce the continuation; a document's loglikelihood.
 Answer = str | tuple[float, bool] | float
-_MAX_LISTED_DIFFERENCES = 20  # of each task
+_MAX_LISTED_DIFFERENCES = 20  # per task
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ def compare(
     *,
     same_prompts: bool = True,
 ) -> dict[str, Any]:
-    """Compare document by document and return figures.
+    """Compare the answers document by document; return figures of the differences.
 
     Texts and greediness must be equal, and loglikelihoods must be equal within
     `tolerance`. The figure `max_difference` is the largest difference of loglikelihoods
@@ -138,12 +138,12 @@ def compare(
 def compare_scores(
     reference: TaskAnswers, measured: TaskAnswers, max_difference: float
 ) -> dict[str, Any]:
-    """Return the mean difference of the documents' scores, and its standard error.
+    """Return the mean difference of each metric's scores, and its standard error.
 
-    An accuracy is a score that is 0 or 1 for each document. The absolute mean
-    difference of an accuracy plus two standard errors must be at most `max_difference`.
-    Scores that are not accuracies are reported, but not checked. A metric without a
-    score per document is left out.
+    An accuracy is a metric with scores of only 0 and 1. The absolute mean difference of
+    an accuracy plus two standard errors must be at most `max_difference`. All other
+    metrics are reported, but not checked. A metric without a score per document is left
+    out.
     """
     means: dict[str, tuple[float, float]] = {}
     differences = []
@@ -156,7 +156,7 @@ def compare_scores(
             if name in expected.scores and name in answered.scores
         ]
         if len(pairs) < len(measured.documents):
-            continue  # a metric of all documents together
+            continue  # the metric has one value for all documents together
         gaps = [have - want for want, have in pairs]
         standard_error = math.inf
         if len(gaps) > 1:
@@ -180,8 +180,8 @@ def _gap(want: Answer, have: Answer) -> float:
     match want, have:
         case float(), float():
             return abs(want - have)
-        case (float(ours), bool(is_greedy)), (float(theirs), bool(was_greedy)):
-            return abs(ours - theirs) if is_greedy == was_greedy else math.inf
+        case (float(want_nats), bool(want_greedy)), (float(nats), bool(is_greedy)):
+            return abs(want_nats - nats) if want_greedy == is_greedy else math.inf
         case str(), str():
             # The hf backend decodes an output without its prompt. SentencePiece then
             # loses the space before the output.
@@ -214,7 +214,7 @@ def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a markdown table with one row per task.
 
-    The columns of the reference are empty where no reference was run.
+    The reference's columns are empty for tasks without a reference.
     """
     rows = [
         "| task | documents | metrics (endpoint) | metrics (hf) | differing "
@@ -247,7 +247,7 @@ def _metrics_cell(metrics: Mapping[str, float]) -> str:
 def metrics_of(results: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of lm_eval's results, keyed "metric,filter".
 
-    Standard errors are left out. A key has no filter if that is "none".
+    Standard errors are left out. The filter "none" is left out of a key.
     """
     return {
         name.removesuffix(",none"): float(value)

@@ -21,7 +21,7 @@ class Timeline:
     Attributes:
         due_at: when the request should have been sent; latencies count from here.
         token_at: the time of each event that carried tokens.
-        kv: the `baton_kv` object of the last chunk.
+        kv: the last `baton_kv` object in the stream.
         done: whether the stream ended with [DONE].
     """
 
@@ -93,7 +93,7 @@ def _has_tokens(choice: Mapping[str, Any]) -> bool:
 async def open_session(
     url: str, timeout_s: float, api_key: str | None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open a session that has one connection for each request in flight.
+    """Open a session without a limit on the number of connections.
 
     Args:
         timeout_s: longest time without data from the endpoint.
@@ -123,7 +123,7 @@ async def get_model(session: aiohttp.ClientSession) -> dict[str, Any]:
         async with session.get("/v1/models") as response:
             return dict((await response.json())["data"][0])
     except (ValueError, LookupError, TypeError, aiohttp.ContentTypeError) as error:
-        raise RuntimeError(f"--url: its /v1/models lists no model: {error!r}") from None
+        raise RuntimeError(f"/v1/models of --url lists no model: {error!r}") from None
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = error or "the connection timed out"
         raise RuntimeError(f"--url does not answer: {reason}") from None

@@ -10,11 +10,11 @@ are measured in the same run: a copy between two buffers (bytes read plus bytes 
 and a square matmul in the model's dtype, both on random data.
 
 The floor of a decode step is the time to read its data once at the copy's rate. These
-data are the weights except the input embedding, with only the selected experts, and the
-KV that the step attends to. The floor of a prefill is the time of its model FLOPs at
-the matmul's rate; causal attention counts as half of full attention. A chunk is a part
-of a prompt, behind KV that earlier steps have computed. With several ranks, a floor is
-the floor of one rank's share.
+data are the KV that the step attends to, and the weights without the input embedding
+and without experts that no token selects. The floor of a prefill is the time of its
+model FLOPs at the matmul's rate; causal attention counts as half of full attention. A
+chunk is a part of a prompt; earlier steps have computed the KV before it. With several
+ranks, a floor is the floor of one rank's share.
 
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
@@ -42,7 +42,7 @@ from benchmarks.engine_limits import (
     Ceilings,
     mean_s,
     measure_ceilings,
-    num_seen,
+    num_attended_tokens,
     prefill_flops,
     weight_bytes_per_step,
 )
@@ -58,7 +58,7 @@ from model.parallel import Parallel
 from protocol.messages import SamplingParams
 from protocol.settings.machine import available_cores
 
-# The fastest rank waits this long for the slowest rank to start.
+# The fastest rank waits at most this long for the slowest rank to start.
 _CONNECT_TIMEOUT_S = 600.0
 _ENGINE_OPTIONS = (
     "device",
@@ -116,9 +116,9 @@ def _run(
     """
     if rank:
         sys.stdout = open(os.devnull, "w")
-    # This is the number of threads that a rank of a server has.
+    # A rank of a server uses the same number of threads.
     torch.set_num_threads(max(1, available_cores() // args.tp))
-    started_s = time.perf_counter()
+    started_at = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
     _print_figures(
@@ -134,17 +134,19 @@ def _run(
         ep=args.ep,
         timeout_s=_CONNECT_TIMEOUT_S,
     )
-    runner, start_figures = _start(args, config, ranks)
+    runner, start_figures = _start_runner(args, config, ranks)
     figures: dict[str, Any] = {"benchmark": "engine", "args": vars(args)}
     figures |= start_figures
     figures["ceilings"] = ceilings._asdict()
-    figures["decode"] = [_decode(runner, args, ceilings, n) for n in args.batch]
-    figures["prefill"] = [_prefill(runner, args, ceilings, n) for n in args.prompt]
+    figures["decode"] = [_measure_decode(runner, args, ceilings, n) for n in args.batch]
+    figures["prefill"] = [
+        _measure_prefill(runner, args, ceilings, n) for n in args.prompt
+    ]
     figures["chunks"] = [
-        _prefill(runner, args, ceilings, chunk, behind)
+        _measure_prefill(runner, args, ceilings, chunk, behind)
         for chunk, behind in itertools.product(args.chunk, args.behind)
     ]
-    figures["total_s"] = round(time.perf_counter() - started_s, 1)
+    figures["total_s"] = round(time.perf_counter() - started_at, 1)
     print(json.dumps(figures), flush=True)
     if args.tp > 1:
         # Closing the process group would block, because CUDA graphs refer to it. A rank
@@ -153,7 +155,7 @@ def _run(
 
 
 def _print_figures(name: str, **figures: float) -> dict[str, float]:
-    """Print the figures, rounded to three digits, and return the rounded figures."""
+    """Round the figures to three decimals, print them and return them."""
     rounded = {key: round(value, 3) for key, value in figures.items()}
     print(f"{name}: {rounded}", flush=True)
     return rounded
@@ -216,7 +218,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 # -- the engine's parts
 
 
-def _start(
+def _start_runner(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
 ) -> tuple[ModelRunner, dict[str, float]]:
     """Start a model runner.
@@ -224,7 +226,7 @@ def _start(
     Return the runner, with the seconds that the start took and the KV capacity in
     tokens.
     """
-    started_s = time.perf_counter()
+    started_at = time.perf_counter()
     runner = ModelRunner(_engine_config(args), config, ranks)
     is_gpu = runner.device.type == "cuda"
     size = size_pool(
@@ -238,7 +240,7 @@ def _start(
     runner.allocate(size.num_blocks)
     runner.capture_graphs()
     kv_tokens = (size.num_blocks - 1) // runner.groups.count * args.block_size
-    start_s = time.perf_counter() - started_s
+    start_s = time.perf_counter() - started_at
     return runner, _print_figures("start", start_s=start_s, kv_tokens=kv_tokens)
 
 
@@ -256,7 +258,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-def _tables(
+def _block_tables(
     runner: ModelRunner, num_seqs: int, num_tokens: int, num_computed: int = 0
 ) -> np.ndarray[Any, Any]:
     """Return block tables, int32 [num_seqs, blocks], of blocks scattered over the pool.
@@ -265,7 +267,7 @@ def _tables(
 
     Args:
         num_tokens: length up to which each sequence has blocks.
-        num_computed: tokens of each sequence before its first step.
+        num_computed: tokens of each sequence with KV before the first measured step.
 
     Raises:
         SystemExit: the pool has too few blocks.
@@ -287,7 +289,7 @@ def _tables(
     return tables
 
 
-def _step(
+def _make_step(
     runner: ModelRunner,
     tables: np.ndarray[Any, Any],
     query_len: int,
@@ -298,7 +300,7 @@ def _step(
     """Return a step of sequences of equal length.
 
     Args:
-        query_len: tokens that the step computes of each sequence.
+        query_len: tokens of each sequence that the step computes.
         context_len: tokens of each sequence after the step.
         uses_last_tokens: whether the step's tokens are those that the preceding step
             sampled; if not, they are random.
@@ -320,24 +322,24 @@ def _step(
     )
 
 
-def _decode(
+def _measure_decode(
     runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, batch: int
 ) -> dict[str, float]:
     """Measure decode steps of `batch` sequences."""
     config = runner.model_config
     itemsize = getattr(torch, args.dtype).itemsize
     is_gpu = runner.device.type == "cuda"
-    tables = _tables(runner, batch, args.context + args.steps + 4, args.context)
-    lens = iter(range(args.context + 1, args.context + args.steps + 5))
+    tables = _block_tables(runner, batch, args.context + args.steps + 4, args.context)
+    context_lens = iter(range(args.context + 1, args.context + args.steps + 5))
     for _ in range(3):  # warm up
-        runner.execute(_step(runner, tables, 1, next(lens)))
-    step_s = statistics.median(_step_times_s(runner, tables, list(lens)))
+        runner.execute(_make_step(runner, tables, 1, next(context_lens)))
+    step_s = statistics.median(_step_times_s(runner, tables, list(context_lens)))
     device_s = step_s
     if runner.graphs:
         device_s = mean_s(partial(runner.graphs.replay, batch), 50)
     layout = runner.layout(num_blocks=2)
     layer_token_bytes = layout.token_bytes / layout.num_layers
-    kv_bytes = batch * num_seen(config, args.context) * layer_token_bytes
+    kv_bytes = batch * num_attended_tokens(config, args.context) * layer_token_bytes
     weight_bytes = (
         weight_bytes_per_step(config, batch, itemsize, keep_quantised=is_gpu) / args.tp
     )
@@ -357,22 +359,22 @@ def _step_times_s(
     runner: ModelRunner, tables: np.ndarray[Any, Any], context_lens: list[int]
 ) -> list[float]:
     """Return the seconds between the tokens of consecutive decode steps."""
-    pending = runner.launch(_step(runner, tables, 1, context_lens[0]))
-    ended_s = []
+    pending = runner.launch(_make_step(runner, tables, 1, context_lens[0]))
+    ended_at = []
     for context_len in context_lens[1:]:
         if not runner.depth:
             pending.result()
-        step = _step(runner, tables, 1, context_len, uses_last_tokens=True)
+        step = _make_step(runner, tables, 1, context_len, uses_last_tokens=True)
         previous = pending
         pending = runner.launch(step)
         if runner.depth:
             previous.result()
-        ended_s.append(time.perf_counter())
+        ended_at.append(time.perf_counter())
     pending.result()
-    return [second - first for first, second in itertools.pairwise(ended_s)]
+    return [second - first for first, second in itertools.pairwise(ended_at)]
 
 
-def _prefill(
+def _measure_prefill(
     runner: ModelRunner,
     args: argparse.Namespace,
     ceilings: Ceilings,
@@ -386,14 +388,14 @@ def _prefill(
         num_before: tokens of the prompt before the computed tokens.
     """
     context_len = num_before + num_tokens
-    tables = _tables(runner, 1, context_len, num_before)
-    step = _step(runner, tables, num_tokens, context_len)
+    tables = _block_tables(runner, 1, context_len, num_before)
+    step = _make_step(runner, tables, num_tokens, context_len)
     times = []
     for index in range(7):
-        started_s = time.perf_counter()
+        started_at = time.perf_counter()
         runner.execute(step)
         if index >= 2:  # the first two warm up
-            times.append(time.perf_counter() - started_s)
+            times.append(time.perf_counter() - started_at)
     step_s = statistics.median(times)
     flops = prefill_flops(runner.model_config, num_tokens, num_before)
     floor_s = flops / args.tp / ceilings.matmul_flops_per_s

@@ -19,7 +19,7 @@ _WARMUP_CALLS = 3
 
 
 class Ceilings(NamedTuple):
-    """The measured highest rates of the device."""
+    """The highest rates that were measured on the device."""
 
     copy_bytes_per_s: float  # bytes read plus bytes written
     matmul_flops_per_s: float
@@ -60,8 +60,8 @@ def weight_bytes_per_step(
 ) -> int:
     """Return the bytes of weights that a decode step of `batch` sequences reads.
 
-    The step reads all weights except most rows of the input embedding. The experts are
-    those that `batch` tokens select on average if all experts are equally likely.
+    The step reads all weights except most rows of the input embedding. It reads as many
+    experts as `batch` tokens select on average if all experts are equally likely.
 
     Args:
         itemsize: bytes per element of weights that are not quantised.
@@ -87,7 +87,7 @@ def _is_of_routed_experts(weights: MatrixGroup) -> bool:
     return len(weights.shape) > 2 or ".experts." in weights.name
 
 
-def num_seen(config: ModelConfig, num_tokens: int) -> int:
+def num_attended_tokens(config: ModelConfig, num_tokens: int) -> int:
     """Return the number of tokens that a query attends to, summed over all layers.
 
     Args:
@@ -114,7 +114,9 @@ def prefill_flops(config: ModelConfig, num_tokens: int, num_before: int = 0) -> 
         if group.name.startswith("model.layers.")
     )
     first = num_before + 1
-    pairs = sum(num_seen(config, first + index) for index in range(num_tokens))
+    pairs = sum(
+        num_attended_tokens(config, first + index) for index in range(num_tokens)
+    )
     dims = 2 * config.head_dim
     if config.mla:
         # Absorbed attention reads latents as keys and as values. Only keys have a rope

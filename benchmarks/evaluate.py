@@ -1,4 +1,4 @@
-"""Runs lm_eval on an endpoint, and compares the answers with lm_eval's `hf` backend.
+"""Runs lm_eval on an endpoint and on the backend `hf`, and compares the answers.
 
     python -m benchmarks.evaluate --url http://127.0.0.1:8000 --tasks piqa --limit 40
 
@@ -6,10 +6,11 @@ The tasks are those in the folders of --include and lm_eval's own tasks, which d
 their data. The `hf` backend loads --model in float32 on this machine. --reference none
 skips the `hf` backend. --save stores the answers of `hf` for a later --reference.
 
-Documents are compared one by one. Texts must be equal, and loglikelihoods must be equal
-within --tolerance and agree on whether the text is the greedy one. For an endpoint with
-a quantised model, --accuracy compares only the scores. The program prints a table and
-one JSON line. Its exit status is 1 if a document differs.
+Documents are compared one by one. Texts must be equal. Loglikelihoods must be equal
+within --tolerance, and both sides must agree on whether greedy decoding would produce
+the text. For an endpoint with a quantised model, --accuracy compares only the scores.
+The program prints a table and one JSON line. Its exit status is 1 if a document
+differs.
 """
 
 import argparse
@@ -130,9 +131,9 @@ class Runner:
 
     def reference(self) -> dict[str, TaskAnswers]:
         """Return the answers of lm_eval's hf backend, in float32 on the CPU."""
-        # With this length, the hf backend truncates where the endpoint backend does.
-        # From its max_length, the endpoint backend subtracts 1 for texts and 2 for
-        # windows of rolling loglikelihoods. For texts, the hf backend adds 1.
+        # With max_length - 2, both backends truncate at the same place. The endpoint
+        # backend subtracts 1 from its max_length for texts, and 2 for windows of
+        # rolling loglikelihoods. The hf backend adds 1 for texts.
         arguments = {
             "pretrained": str(self._model),
             "dtype": "float32",
@@ -143,7 +144,7 @@ class Runner:
         return self._run("hf", arguments)
 
     def endpoint(self, served_model: str) -> dict[str, TaskAnswers]:
-        """Return the answers of the endpoint; with --chat, to chat completions."""
+        """Return the answers of the endpoint's completions, or with --chat of chats."""
         options = self._options
         path = "chat/completions" if options.chat else "completions"
         arguments = {
@@ -180,7 +181,7 @@ class Runner:
                 bootstrap_iters=0,
                 batch_size=1,
             )
-            assert results is not None, "only ranks above 0 get no results"
+            assert results is not None, "lm_eval returns None on ranks above 0 only"
             (samples,) = results["samples"].values()
             (metrics,) = results["results"].values()
             seconds = round(time.perf_counter() - started_at, 1)
@@ -191,7 +192,7 @@ class Runner:
 
 
 def adds_bos(model: Path) -> bool:
-    """Return whether the tokenizer in a directory adds a special token to texts."""
+    """Return whether the tokenizer in a directory adds special tokens to texts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))

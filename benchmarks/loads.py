@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-BLOCK = 512  # tokens, as in Mooncake's traces
+BLOCK_TOKENS = 512  # as in Mooncake's traces
 
 
 @dataclass(slots=True)
@@ -25,8 +25,9 @@ class Request:
         hashes: hashes of the prompt's blocks.
         turn: number of preceding requests in the same session.
         uncomputed_tokens: tokens of the prompt that a server still has to compute.
-        on_decode_server: whether a decode server computes the prompt itself.
-        overtaken_tokens: tokens of shorter prompts that were placed before this one.
+        on_decode_server: whether a decode server computes the prompt.
+        overtaken_tokens: tokens of shorter prompts that came later, but were queued
+            before this prompt.
     """
 
     arrival_s: float
@@ -43,8 +44,8 @@ class Request:
     overtaken_tokens: int = 0
 
 
-# Returns the request that follows a finished one, or None. Its second argument is the
-# current time in seconds.
+# A function that returns the request that follows a finished request, or None. The
+# function's second argument is the current time in seconds.
 FollowUp = Callable[[Request, float], Request | None]
 Workload = tuple[list[Request], FollowUp]
 
@@ -120,7 +121,7 @@ class _RequestMaker:
         Args:
             prefix: block hashes with which the prompt begins.
         """
-        num_new_blocks = prompt_tokens // BLOCK - len(prefix)
+        num_new_blocks = prompt_tokens // BLOCK_TOKENS - len(prefix)
         hashes = prefix + self.new_hashes(num_new_blocks)
         return Request(arrival_s, prompt_tokens, output_tokens, hashes, turn=turn)
 
@@ -134,7 +135,7 @@ def _sessions(
     rate: float,
     max_requests: int,
     *,
-    num_systems: int,
+    num_system_prompts: int,
     system_blocks: int,
     turns: int,
     question_tokens: int,
@@ -145,7 +146,7 @@ def _sessions(
 
     Args:
         rate: new sessions per second.
-        num_systems: number of system prompts; each session uses one at random.
+        num_system_prompts: number of system prompts; each session uses one at random.
         system_blocks: length of a system prompt in blocks.
         turns: requests of a session.
         question_tokens: tokens that each turn adds to the conversation so far.
@@ -154,7 +155,9 @@ def _sessions(
     """
     rng = random.Random(1)
     maker = _RequestMaker()
-    systems = [maker.new_hashes(system_blocks) for _ in range(num_systems)]
+    system_prompts = [
+        maker.new_hashes(system_blocks) for _ in range(num_system_prompts)
+    ]
 
     def next_turn(previous: Request, now: float) -> Request | None:
         if previous.turn + 1 == turns:
@@ -167,9 +170,11 @@ def _sessions(
             previous.turn + 1,
         )
 
-    prompt_tokens = system_blocks * BLOCK + question_tokens
+    prompt_tokens = system_blocks * BLOCK_TOKENS + question_tokens
     first_turns = [
-        maker.request(arrival_s, prompt_tokens, output_tokens, rng.choice(systems))
+        maker.request(
+            arrival_s, prompt_tokens, output_tokens, rng.choice(system_prompts)
+        )
         for arrival_s in _arrivals_s(rng, rate, max_requests // turns)
     ]
     return first_turns, next_turn
@@ -183,7 +188,7 @@ def agents(load: float, max_requests: int) -> Workload:
     return _sessions(
         1.0 * load,
         max_requests,
-        num_systems=4,
+        num_system_prompts=4,
         system_blocks=24,
         turns=12,
         question_tokens=700,
@@ -200,7 +205,7 @@ def chats(load: float, max_requests: int) -> Workload:
     return _sessions(
         4.0 * load,
         max_requests,
-        num_systems=8,
+        num_system_prompts=8,
         system_blocks=2,
         turns=6,
         question_tokens=250,
@@ -210,7 +215,7 @@ def chats(load: float, max_requests: int) -> Workload:
 
 
 def documents(load: float, _max_requests: int) -> Workload:
-    """32 short prompts generate while long prompts arrive, for 25 s.
+    """32 short requests generate while long prompts arrive, for 25 s.
 
     2 x `load` prompts of 8,192 tokens arrive per second. A short request that finishes
     within the 25 s is followed by a new short request.
@@ -239,10 +244,10 @@ def open_loop(load: float, max_requests: int) -> Workload:
     """
     rng = random.Random(1)
     maker = _RequestMaker()
-    mean = math.log(2048) - 0.6**2 / 2
+    log_mean = math.log(2048) - 0.6**2 / 2  # so that the mean length is 2,048
     requests = []
     for arrival_s in _arrivals_s(rng, load, min(max_requests, int(60 * load))):
-        length = round(rng.lognormvariate(mean, 0.6))
+        length = round(rng.lognormvariate(log_mean, 0.6))
         prompt_tokens = min(max(length, 16), 12_000)
         requests.append(maker.request(arrival_s, prompt_tokens, 192))
     return requests, _no_follow_up

@@ -7,7 +7,7 @@ servers.
 
 from typing import NamedTuple
 
-from benchmarks.loads import BLOCK, Request
+from benchmarks.loads import BLOCK_TOKENS, Request
 from benchmarks.simulation import Engine, Fleet
 from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import Disaggregate, LoadTracker, Routing
@@ -31,7 +31,7 @@ class _Legs(NamedTuple):
 
 def _profile(request: Request) -> RequestProfile:
     return RequestProfile(
-        request.prompt_tokens, request.hashes, BLOCK, request.output_tokens
+        request.prompt_tokens, request.hashes, BLOCK_TOKENS, request.output_tokens
     )
 
 
@@ -69,7 +69,7 @@ class ProxyRouter:
         self._poll()
         profile = _profile(request)
         on_decode_server = not self._prefills or self.tracker.decode_only
-        if on_decode_server is None:
+        if on_decode_server is None:  # the load decides
             self._reservation = self.tracker.reserve_decode_only(
                 profile, self._prefills, self._decodes
             )
@@ -79,13 +79,13 @@ class ProxyRouter:
     def begin_legs(
         self, request: Request, profile: RequestProfile, on_decode_server: bool
     ) -> Engine:
-        """Begin both legs at once. Return the engine that computes the prompt."""
+        """Choose and begin both legs at once. Return the engine of the prompt's leg."""
         self.lender = None
         if on_decode_server:
-            engine, work = self._begin(
+            engine, leg = self._begin(
                 profile, self._decodes, computes=True, generates=True
             )
-            self._legs[id(request)] = _Legs(work, engine, work)
+            self._legs[id(request)] = _Legs(leg, engine, leg)
             return engine
         engine, prompt = self._begin(
             profile, self._prefills, computes=True, generates=False
@@ -109,6 +109,7 @@ class ProxyRouter:
         computes: bool,
         generates: bool,
     ) -> tuple[Engine, Assignment]:
+        """Choose a server and begin a leg there. Sets `lender` if the leg may pull."""
         reservation = self._reservation
         self._reservation = None
         engine = self.tracker.choose_server(
@@ -125,14 +126,14 @@ class ProxyRouter:
             self.lender = lender
         servers.remove(engine)
         servers.append(engine)
-        work = self.tracker.start(
+        leg = self.tracker.start(
             engine,
             profile,
             computes=computes,
             generates=generates,
             reservation=reservation,
         )
-        return engine, work
+        return engine, leg
 
     def on_computed(self, request: Request) -> None:
         legs = self._legs[id(request)]
@@ -198,8 +199,8 @@ class IdealRouter:
             base_step_s=engine.stream_step_s() / (1 + num_streams / _DOUBLING_STREAMS),
         )
         for request in engine.waiting:
-            size = RequestProfile(request.prompt_tokens).size_class
-            load.queued_s[size] += request.uncomputed_tokens * load.token_s
+            size_class = RequestProfile(request.prompt_tokens).size_class
+            load.queued_s[size_class] += request.uncomputed_tokens * load.token_s
         load.add_queued(0, 0.0)  # updates the sums that depend on queued_s
         load.kv_capacity = engine.times.capacity
         load.target_step_s = self._step_s

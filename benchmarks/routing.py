@@ -1,4 +1,4 @@
-"""Policies of the proxy on simulated servers: the real placement code, a load, a table.
+"""Simulates servers behind the proxy's policies and prints a table of their latencies.
 
     python -m benchmarks.routing --trace FILE [--shapes 2P2D,4D] [--load 1.0,1.5]
     python -m benchmarks.routing --mix agents|chats|documents|open|burst [...]
@@ -31,7 +31,7 @@ ROW = "{:5} {:4} {:13} {:8.3f} {:9.3f} {:8.1f} {:8.1f} {:8.1f} {:5.3f} {:9.3f} {
 
 
 class Policy(NamedTuple):
-    """Options of the proxy."""
+    """The options of the proxy that make one policy."""
 
     routing: Routing
     disaggregate: Disaggregate
@@ -54,11 +54,11 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a simulated run, in the order of the table's columns.
 
     "good" is the share of requests within --ttft-s and --tpot-s. "computed" is the
-    share of prompt tokens that were computed and not cached. "alone" is the share of
-    requests with prompts that a decode server computed.
+    share of prompt tokens that were computed, because they were not cached. "alone" is
+    the share of requests with prompts that a decode server computed.
     """
     requests = fleet.requests
-    ttfts_s = sorted(each.first_token_s - each.arrival_s for each in requests)
+    ttfts_s = sorted(request.first_token_s - request.arrival_s for request in requests)
     tpots_s = [_mean_time_per_token_s(request) for request in requests]
     num_good = 0
     for request, tpot_s in zip(requests, tpots_s, strict=True):
@@ -67,6 +67,7 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
     gaps = Counter[int]()
     for engine in fleet.engines:
         gaps += engine.gaps
+    prompt_tokens = sum(request.prompt_tokens for request in requests)
     computed_tokens = sum(request.computed_tokens for request in requests)
     num_on_decode_servers = sum(request.on_decode_server for request in requests)
     return {
@@ -76,7 +77,7 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
         "itl_p99_ms": _counted_percentile(gaps, 0.99) * 0.1,
         "tpot_mean_ms": statistics.mean(tpots_s) * 1e3,
         "good": num_good / len(requests),
-        "computed": computed_tokens / sum(each.prompt_tokens for each in requests),
+        "computed": computed_tokens / prompt_tokens,
         "alone": num_on_decode_servers / len(requests),
         "requests": len(requests),
         "total_s": max(request.last_token_s for request in requests),
@@ -94,15 +95,15 @@ def _percentile(sorted_values: list[float], share: float) -> float:
 
 
 def _counted_percentile(counts: Counter[int], share: float) -> int:
-    """Return the smallest value that at least `share` of all values do not exceed.
+    """Return the smallest value such that `share` of all values are equal or smaller.
 
     Args:
         counts: the number of times that each value occurs.
     """
-    num_below = 0.0
+    num_counted = 0.0
     for value in sorted(counts):
-        num_below += counts[value]
-        if num_below >= share * counts.total():
+        num_counted += counts[value]
+        if num_counted >= share * counts.total():
             return value
     return 0
 
@@ -124,7 +125,8 @@ def simulate(
     num_engines = num_prefills + int(decodes or 0)
     step_s = args.itl_target_s
     times = EngineTimes()
-    # Prefill servers have no streams. Without prefill servers, throughput comes first.
+    # Only decode servers of a fleet with prefill servers have a target time between
+    # tokens. Prefill servers have no streams. Without them, throughput matters more.
     engines = [
         Engine(
             index,
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     print(HEAD)
     for shape, load, policy in itertools.product(shapes, loads, policies):
-        # A simulation changes its requests, so each one gets new requests.
+        # A simulation changes its requests, so each simulation makes new requests.
         requests, follow_up = _workload(args, float(load))
         row = {"shape": shape, "load": load, "policy": policy}
         row |= simulate(policy, shape, requests, follow_up, args)

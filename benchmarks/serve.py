@@ -156,7 +156,9 @@ def _positive(text: str) -> int:
     return value
 
 
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def complete_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
     """Set options that follow from others; exit with a message if options conflict."""
     options.url = options.url.rstrip("/").removesuffix("/v1")
     url = urlsplit(options.url)
@@ -238,7 +240,7 @@ async def drive(
 async def _report_progress(
     tasks: Sequence[asyncio.Task[Timeline]], started_at: float
 ) -> None:
-    """Print to standard error how many requests have ended, until it is cancelled."""
+    """Print to standard error how many requests have ended, until cancelled."""
     while True:
         await asyncio.sleep(_PROGRESS_INTERVAL_S)
         ended = [task.result() for task in tasks if task.done()]
@@ -277,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return 0 if every request succeeded."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    check(parser, options)
+    complete_options(parser, options)
     try:
         result = uvloop.run(run(options))
     except RuntimeError as error:

@@ -94,7 +94,7 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
     if options.schema:
         body["structured_outputs"] = {"json": SCHEMA}
     if options.is_baton:
-        # A token that completes no character has no text, but an id, which shows that
-        # the token arrived.
+        # A token that completes no character has no text. Its id shows that the token
+        # arrived.
         body["return_token_ids"] = True
     return body

@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
-    # DeepSeek-V3 with one dense layer and three expert layers of its 61 layers.
+    # DeepSeek-V3, cut from 61 layers to one dense layer and three expert layers.
     "deepseek-v3-4-layers": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "hidden_size": 7168,

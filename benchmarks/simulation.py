@@ -1,4 +1,4 @@
-"""Simulated servers: engines that run steps, and a fleet that plays requests on them.
+"""Simulated servers: engines that run steps, and a fleet that sends them requests.
 
 A step contains one token of each stream, and prompts in the order of arrival. If there
 are prefill servers, decode servers split prompts while they have streams, so that a
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
-from benchmarks.loads import BLOCK, FollowUp, Request
+from benchmarks.loads import BLOCK_TOKENS, FollowUp, Request
 from engine.core.budget import step_times
 from engine.core.budget.measurement import StepSizes, measure
 from engine.core.budget.prefill_budget import PrefillBudget
@@ -35,20 +35,21 @@ class EngineTimes:
     docs/performance.md has the measurements. All fields ending in `_s` are seconds.
 
     Attributes:
-        step_s: a step, before the terms below are added.
-        sequence_s: each sequence of a decode step.
-        held_token_s: each token of KV, which every step reads.
-        token_s: each token of a prompt.
-        pair_s: each pair of a prompt's token and one token before it (attention).
+        step_s: time of a step without the terms below.
+        sequence_s: time per sequence of a decode step.
+        held_token_s: time per token of KV, because every step reads all KV.
+        token_s: time per token of a prompt.
+        pair_s: time per pair of a prompt's token and a token before it (attention).
         handoff_s: overhead of a disaggregated request.
-        sent_token_s: each token of KV over the link.
-        lookup_s: looking up a prefix that another server has, before anything is sent.
-        capacity: tokens of KV.
-        max_streams: streams at once.
-        step_tokens: most prompt tokens in one step.
-        min_prompt_step_s: shortest step with prompts; its kernels are launched one by
-            one.
-        min_prompt_share: prompts get at least this share of the time of the streams.
+        sent_token_s: time per token of KV that is sent over the link.
+        lookup_s: time to look up a prefix on another server, before KV is sent.
+        capacity: tokens that fit in the KV cache.
+        max_streams: maximum number of concurrent streams.
+        step_tokens: maximum prompt tokens in one step.
+        min_prompt_step_s: shortest time of a step with prompts, because its kernels are
+            launched one by one.
+        min_prompt_share: in a step, prompts get at least this share of the time that
+            the streams take.
     """
 
     step_s: float = 4.15e-3
@@ -81,7 +82,7 @@ class EngineTimes:
 
 @cache
 def _measured_times(times: EngineTimes, target_s: float) -> StepTimes:
-    """Return what a server measures at its start."""
+    """Return the step times that a server with `times` would measure at its start."""
 
     def time_step(load: step_times.Load, *, is_required: bool = False) -> float:
         return times.seconds(load)
@@ -103,7 +104,8 @@ class Engine:
         is_prefill: whether this is a prefill server; otherwise it is a decode server.
         target_s: target time between tokens; None: prompts are not split.
         waiting: prompts to compute, in order.
-        parked: requests computed elsewhere that wait for free KV capacity here.
+        parked: requests with prompts that a prefill server has computed. They wait for
+            free KV capacity on this server.
         held_tokens: tokens of KV of all streams.
         busy_until: end of the step that is running.
         gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
@@ -121,7 +123,7 @@ class Engine:
         self.times = times
         self.target_s = target_s
         # This index covers only this server, which is server 0 of the index.
-        self._cache = PrefixIndex(times.capacity // 2 // BLOCK)
+        self._cache = PrefixIndex(times.capacity // 2 // BLOCK_TOKENS)
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()
         self.streams: list[Request] = []
@@ -142,11 +144,12 @@ class Engine:
         return int(self._cache.depths(hashes).get(0, 0))
 
     def cache(self, hashes: Sequence[int]) -> None:
+        """Add blocks to the prefix cache."""
         self._cache.add(0, hashes)
 
     def queued_s(self) -> float:
         """Return the time that the waiting prompts will take."""
-        num_tokens = sum(each.uncomputed_tokens for each in self.waiting)
+        num_tokens = sum(request.uncomputed_tokens for request in self.waiting)
         seconds = num_tokens * INITIAL_TOKEN_S
         if not self.streams or self.target_s is None:
             return seconds
@@ -166,8 +169,9 @@ class Engine:
     def admit(self, request: Request) -> None:
         """Queue a prompt in the order of engine.core.waiting.
 
-        A short prompt is placed before long ones, also before those that are being
-        computed. Cached blocks are looked up again when the prompt's turn comes.
+        A short prompt is placed before long prompts, even before a long prompt of which
+        earlier steps have computed a part. Cached blocks are looked up again when the
+        prompt's turn comes.
         """
         request.uncomputed_tokens = self._uncached_tokens(request)
         position = len(self.waiting)
@@ -184,7 +188,7 @@ class Engine:
         self.waiting.insert(position, request)
 
     def _uncached_tokens(self, request: Request) -> int:
-        cached_tokens = self.cached_blocks(request.hashes) * BLOCK
+        cached_tokens = self.cached_blocks(request.hashes) * BLOCK_TOKENS
         return max(request.prompt_tokens - cached_tokens, 1)
 
     def step(self, now: float) -> tuple[float, list[Request]]:
@@ -201,11 +205,11 @@ class Engine:
         while self.waiting and num_prompt_tokens < budget:
             request = self.waiting[0]
             if not request.computed_tokens:
-                # Blocks of its prefix may have been cached since it was queued.
+                # Blocks of the prompt may have been cached since it was queued.
                 request.uncomputed_tokens = min(
                     request.uncomputed_tokens, self._uncached_tokens(request)
                 )
-                if not self.is_prefill and not self._has_room(request, len(completed)):
+                if not self.is_prefill and not self._fits(request, len(completed)):
                     break
             count = min(budget - num_prompt_tokens, request.uncomputed_tokens)
             seconds += self._chunk_s(request, count)
@@ -256,7 +260,7 @@ class Engine:
         totals = zip(self.totals, step, strict=True)
         self.totals = StepTotals(*(before + added for before, added in totals))
 
-    def generate(self, now: float) -> list[Request]:
+    def generate_tokens(self, now: float) -> list[Request]:
         """Generate one token for each stream. Return the streams that finish."""
         finished = []
         for request in self.streams:
@@ -275,21 +279,25 @@ class Engine:
             self.held_tokens -= sum(
                 request.prompt_tokens + request.generated_tokens for request in finished
             )
-            while self.parked and self._has_room(self.parked[0]):
+            while self.parked and self._fits(self.parked[0]):
                 self.start_stream(self.parked.popleft(), now)
         return finished
 
-    def _has_room(self, request: Request, num_coming: int = 0) -> bool:
-        """Return whether a request fits if `num_coming` streams start before it."""
+    def _fits(self, request: Request, num_starting: int = 0) -> bool:
+        """Return whether there is KV capacity for a request, and a free stream.
+
+        Args:
+            num_starting: number of streams that will start before the request.
+        """
         if not self.streams:
             return True
         if self.held_tokens + request.prompt_tokens > self.times.capacity:
             return False
-        return len(self.streams) + num_coming < self.times.max_streams
+        return len(self.streams) + num_starting < self.times.max_streams
 
     def deliver(self, request: Request, now: float) -> None:
         """Take over a request after another server has computed its prompt."""
-        if self.parked or not self._has_room(request):
+        if self.parked or not self._fits(request):
             self.parked.append(request)
         else:
             self.start_stream(request, now)
@@ -345,7 +353,7 @@ class Fleet:
         self.prefills = [engine for engine in engines if engine.is_prefill]
         self.decodes = [engine for engine in engines if not engine.is_prefill]
         self.requests: list[Request] = []
-        self._event_count = itertools.count()
+        self._event_numbers = itertools.count()  # keep events of one time in order
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -361,7 +369,7 @@ class Fleet:
         self._schedule(request.arrival_s, partial(self._arrive, request))
 
     def _schedule(self, time_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._event_count), event))
+        heapq.heappush(self._events, (time_s, next(self._event_numbers), event))
 
     def _arrive(self, request: Request) -> None:
         engine = self.router.place_prompt(request)
@@ -375,9 +383,11 @@ class Fleet:
         num_pulled = max(num_missing, 0)
         if num_pulled:
             # The server counts the blocks as cached at once. The request is admitted
-            # only when they have arrived.
+            # only when the blocks have arrived.
             engine.cache(request.hashes[:num_lender_blocks])
-        sent_s = num_pulled * BLOCK * self.times.sent_token_s + self.times.lookup_s
+        sent_s = (
+            num_pulled * BLOCK_TOKENS * self.times.sent_token_s + self.times.lookup_s
+        )
         # The lender answers between two of its steps.
         answered_at = max(lender.busy_until, self.now)
         self._schedule(answered_at + sent_s, partial(self._admit, engine, request))
@@ -395,7 +405,7 @@ class Fleet:
 
     def _end_step(self, engine: Engine, computed: list[Request]) -> None:
         engine.is_busy = False
-        for request in engine.generate(self.now):
+        for request in engine.generate_tokens(self.now):
             self.router.on_finished(request)
             next_request = self._follow_up(request, self.now)
             if next_request is not None:

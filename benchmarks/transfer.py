@@ -48,8 +48,9 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
 
-DEFAULT = "BHLCND"
-MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
+DEFAULT_ORDER = "BHLCND"
+# KV layouts of P and of D that differ.
+MIXED_ORDERS = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
 # TP size and block size of P and of D.
 GEOMETRIES = {
     "same": ((1, 64), (1, 64)),
@@ -100,8 +101,8 @@ class Case(NamedTuple):
 def _case(
     name: str,
     geometry: str,
-    p_order: str = DEFAULT,
-    d_order: str = DEFAULT,
+    p_order: str = DEFAULT_ORDER,
+    d_order: str = DEFAULT_ORDER,
     *,
     fresh: bool = False,
 ) -> Case:
@@ -126,7 +127,7 @@ def cases(device: str, path: str) -> Iterator[Case]:
     if device == "cpu":
         for order, geometry in product(NAMED_ORDERS, GEOMETRIES):
             yield _case(f"{order} {geometry}", geometry, order, order)
-        for p_order, d_order in MIXED:
+        for p_order, d_order in MIXED_ORDERS:
             yield _case(f"{p_order}->{d_order} same", "same", p_order, d_order)
     elif path == "mapped":
         for geometry in GEOMETRIES:
@@ -209,7 +210,7 @@ def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
 
 
 class Bench:
-    """One run of the benchmark. It measures the plain copy and starts P at once.
+    """One run of the benchmark. The constructor measures the plain copy and starts P.
 
     Attributes:
         rows: the measured rows.
@@ -260,10 +261,12 @@ class Bench:
         with self._open_pair(case, setup) as (decode, metadata):
             decode.pull(self.size.tokens)  # warms up
             decode.check()
-            row = self._pulls(decode, case.name, self.size.tokens, self.args.repeat)
+            row = self._measure_pulls(
+                decode, case.name, self.size.tokens, self.args.repeat
+            )
             if path == "mapped":
                 return [row]
-            bare_row = self._bare(case, setup, metadata)
+            bare_row = self._measure_bare(case, setup, metadata)
             of_bare = row.gb_per_s / bare_row.gb_per_s
             return [replace(row, of_bare=of_bare), bare_row]
 
@@ -275,10 +278,10 @@ class Bench:
         """
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):
-            self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up
-            held_row = self._pulls(decode, name, SHORT_TOKENS, 25)
+            self._measure_pulls(decode, name, SHORT_TOKENS, 5)  # warms up
+            held_row = self._measure_pulls(decode, name, SHORT_TOKENS, 25)
             decode.holds_before_pull = False
-            unheld_row = self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)
+            unheld_row = self._measure_pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)
             return [held_row, unheld_row]
 
     def _setup(self, path: str) -> Setup:
@@ -299,13 +302,13 @@ class Bench:
             decode.connect()
             yield decode, metadata
 
-    def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
+    def _measure_pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
         pulls = [decode.pull(tokens) for _ in range(count)]
         seconds = [pull.seconds for pull in pulls]
         last = pulls[-1]
         return self._row(name, last.path, last.num_descriptors, last.nbytes, seconds)
 
-    def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
+    def _measure_bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
         """Measure the READs of all ranks with bare NIXL.
 
         All ranks post their READs at the same time. A round is timed until all READs

@@ -55,6 +55,7 @@ class Size(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
+        # There are 2 components, K and V, with 2 bytes per element (bfloat16).
         return self.layers * self.heads * self.head_dim * self.tokens * 2 * 2
 
     @property
@@ -186,7 +187,7 @@ def kind_of(device: str) -> Literal["DRAM", "VRAM"]:
 class Prefill:
     """The prefill server P, with all of its ranks on one device.
 
-    P serves one case after another; `begin_case` begins a case.
+    P serves one case at a time; `begin_case` closes the previous case.
     """
 
     def __init__(self, device: str, size: Size) -> None:
@@ -194,7 +195,7 @@ class Prefill:
         self._device = device
         self._size = size
         self._ranks: list[LocalRank] = []
-        self._workers: list[TransferWorker] = []  # they compute digests
+        self._workers: list[TransferWorker] = []  # compute the digests of the KV
         self._server: LeaseServer | None = None
 
     def begin_case(self, side: Side) -> EngineMetadata:
@@ -310,9 +311,9 @@ class Decode:
         side: the geometry of D.
 
     Attributes:
-        holds_before_pull: whether D holds the lease before the pull begins. A decode
-            server does so if it does not know P yet, and if the request waits for
-            blocks. If not, the pull itself holds the lease.
+        holds_before_pull: whether D holds the lease before the pull begins. If False,
+            the pull itself holds the lease. A decode server holds a lease before the
+            pull if it does not know P yet, or if the request waits for blocks.
     """
 
     holds_before_pull = True
@@ -355,7 +356,7 @@ class Decode:
         """Pull the first `tokens` tokens.
 
         Returns:
-            The event of the finished pull. Its `seconds` include the fence.
+            The event of the finished pull. The event's `seconds` include the fence.
 
         Raises:
             BatonError: the pull failed.
@@ -401,7 +402,7 @@ class Decode:
                     if isinstance(event, PeerDecided | PullFailed) and event.error:
                         raise event.error
                     return event
-        raise RuntimeError(f"no event within {_EVENT_TIMEOUT_S} s")
+        raise RuntimeError(f"the coordinator of D had no event in {_EVENT_TIMEOUT_S} s")
 
     def close(self) -> None:
         self._first_rank.close()
@@ -470,8 +471,8 @@ def _call(method: str, *args: Any) -> tuple[str, Any]:
     """Call a method of this process's object.
 
     Returns:
-        The error as text, or "", and the result. The error is text because not all
-        exceptions can be pickled.
+        The error as text ("" if there is none), and the result. The error is text
+        because not all exceptions can be pickled.
     """
     try:
         if isinstance(_object, Exception):

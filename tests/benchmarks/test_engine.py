@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import main
-from benchmarks.engine_limits import num_seen, prefill_flops, weight_bytes_per_step
+from benchmarks.engine_limits import (
+    num_attended_tokens,
+    prefill_flops,
+    weight_bytes_per_step,
+)
 from benchmarks.shapes import SHAPES
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import parse_config
@@ -48,9 +52,9 @@ def test_only_tokens_within_the_window_count():
     }
     windowed = parse_config({**shape, "sliding_window": 16})
     full = parse_config({**shape, "sliding_window": None})
-    assert num_seen(windowed, 100) == 48
-    assert num_seen(full, 100) == 300
-    assert num_seen(windowed, 7) == 21
+    assert num_attended_tokens(windowed, 100) == 48
+    assert num_attended_tokens(full, 100) == 300
+    assert num_attended_tokens(windowed, 7) == 21
     # layers x FLOPs of a multiply-add x heads x (K and V) x head dim
     pair_flops = 3 * 2 * 4 * 2 * 16
     extra_flops = prefill_flops(full, 100) - prefill_flops(windowed, 100)

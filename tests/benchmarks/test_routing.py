@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import routing
-from benchmarks.loads import BLOCK, MIXES, Request, Workload
+from benchmarks.loads import BLOCK_TOKENS, MIXES, Request, Workload
 from benchmarks.routers import ProxyRouter
 from benchmarks.simulation import Engine, EngineTimes, Fleet
 from proxy.placement.request_profile import RequestProfile
@@ -108,7 +108,7 @@ class FixedShareRouter(ProxyRouter):
 
     def place_prompt(self, request: Request) -> Engine:
         profile = RequestProfile(
-            request.prompt_tokens, request.hashes, BLOCK, request.output_tokens
+            request.prompt_tokens, request.hashes, BLOCK_TOKENS, request.output_tokens
         )
         self.accumulated += self.share
         on_decode_server = self.accumulated >= 1.0
